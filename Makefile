@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
+.PHONY: docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -123,6 +123,15 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	$(PY) -m megatron_operator.generate --check
 	$(PY) docs/generate.py --check
 
+# uv keeps the site generator in its own cache, apart from .venv.
+ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.0.73' zensical
+
+docs: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation site in build/site; a dead link or missing anchor fails
+	@$(ZENSICAL) build --clean --strict
+
+docs-serve: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation site on http://localhost:8000, rebuilt as you edit
+	@$(ZENSICAL) serve
+
 requirements: build/setup.stamp ## pin the packages of the images: requirements/*.txt, with hashes and without an index
 	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
 	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra -o requirements/$$extra.txt; done
@@ -137,6 +146,6 @@ release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGIS
 		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
 	done
 
-generate: setup ## write the generated files: CRD, install manifest, reference page
+generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
 	$(PY) docs/generate.py

@@ -1,10 +1,11 @@
-"""The engine on a CUDA device beside transformers' continuous batching: an 8B Llama shape, random weights, one run.
+"""The engine on a CUDA device next to transformers' continuous batching: an 8B Llama shape, random weights, one run.
 
     python bench/gpu_engine.py --json gpu.json
 
-Both have the same shape, type and prompts, and generate greedily, to the last token. Decoding is what a run of many
-new tokens takes more than one of a single new token. The bound of a decode step is its weights and its keys and values
-over the bandwidth of a large copy; that of a prompt its operations over the rate of a large product; both are measured.
+Both have the same shape, type and prompts, and generate all tokens greedily. The decode time is the time of a run of
+many new tokens minus that of a run of one new token. The bound of a decode step is its weights, keys and values divided
+by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix product.
+Both rates are measured.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 RUNS = 3
 
 Generate = Callable[[list[list[int]], int], None]
-"""Generate so many tokens for each prompt."""
+"""Generate a number of tokens for each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Tokens per second; best and worst of the runs beside the median. peer: None where it did not run."""
+    """Tokens per second: median, minimum and maximum of the runs. peer: None if it did not run."""
 
     cell: str
     ours: float
@@ -65,7 +66,7 @@ class Row:
 
 
 def our_engine(options: Options) -> Generate:
-    """The engine and its executor, as `megatron engine` has them, without a coordinator."""
+    """Return the engine of `megatron engine`, without a coordinator."""
     config = options.config
     longest = max(options.prompt_tokens + options.new_tokens, options.prefill_tokens + 1)
     rows = max(options.batch)
@@ -103,7 +104,7 @@ def our_engine(options: Options) -> Generate:
 
 
 def transformers_engine(options: Options) -> Generate:
-    """Raises ImportError or AttributeError where this transformers has no continuous batching."""
+    """Return transformers' engine. Raises ImportError or AttributeError if it has no continuous batching."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     config = options.config
@@ -135,11 +136,11 @@ def transformers_engine(options: Options) -> Generate:
 
 
 def measure(generate: Generate, options: Options) -> dict[str, list[float]]:
-    """Tokens per second of every cell, a number a run."""
+    """Return tokens per second of each run, by cell."""
     found: dict[str, list[float]] = {}
     for batch in options.batch:
         prompts = _prompts(options, batch, options.prompt_tokens)
-        generate(prompts, 4)  # what is made at first use
+        generate(prompts, 4)  # warm-up
         found[f"decode b{batch}"] = [
             batch
             * (options.new_tokens - 1)
@@ -155,9 +156,9 @@ def measure(generate: Generate, options: Options) -> dict[str, list[float]]:
 
 
 def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
-    """The most tokens per second of every cell."""
+    """Return the upper bound of tokens per second, by cell."""
     config, size = options.config, options.dtype.itemsize
-    weights = num_parameters(config) - config.vocab_size * config.hidden_size  # the table: a row a token
+    weights = num_parameters(config) - config.vocab_size * config.hidden_size  # a token reads one row of the embedding
     found = {}
     for batch in options.batch:
         cached = batch * (options.prompt_tokens + options.new_tokens / 2) * config.kv_elements_per_token
@@ -212,15 +213,15 @@ def _no_tokenizer() -> Any:
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True)
 @click.option("--batch", default="1,8,64", show_default=True, help="Requests at once, each size a run.")
-@click.option("--prompt-tokens", default=1024, show_default=True, help="Of each request that decoding is timed of.")
+@click.option("--prompt-tokens", default=1024, show_default=True, help="Of each request of the decode cells.")
 @click.option("--new-tokens", default=128, show_default=True)
-@click.option("--prefill-tokens", default=8192, show_default=True, help="Of the prompt that reading is timed of.")
+@click.option("--prefill-tokens", default=8192, show_default=True, help="Of the prompt of the prefill cell.")
 @click.option("--peer/--no-peer", default=True, show_default=True, help="Run transformers as well.")
 def main(
     path: Path | None, dtype: str, batch: str, prompt_tokens: int, new_tokens: int, prefill_tokens: int, peer: bool
 ) -> None:
     if not torch.cuda.is_available():
-        click.echo("no CUDA device: `make bench` measures engines on a processor", err=True)
+        click.echo("no CUDA device: use `make bench` to measure engines on a CPU", err=True)
         sys.exit(2)
     options = Options(
         batch=tuple(int(size) for size in batch.split(",")),
@@ -241,7 +242,7 @@ def main(
         try:
             peers = measure(transformers_engine(options), options)
         except (ImportError, AttributeError, RuntimeError) as error:
-            click.echo(f"transformers is left out: {error}", err=True)
+            click.echo(f"transformers is skipped: {error}", err=True)
     rows = rows_of(ours, peers, bounds(options, ceilings))
     for row in rows:
         beside = f"  transformers {row.peer:10.1f}  ratio {row.ratio:5.2f}" if row.peer is not None else ""

@@ -1,11 +1,11 @@
-"""Times every kernel beside its torch reference on a CUDA device and prints what percent of its bound it reaches.
+"""Times every kernel and its torch reference on a CUDA device and prints the percentage of the bound that it reaches.
 
     python bench/gpu_kernels.py --json kernels.json
 
-The bound is the larger of bytes over bandwidth and operations over rate, both rates measured on the device first: a
-large copy, and a large product of matrices. A kernel is timed in a CUDA graph over sets of inputs that together do
-not fit the L2 cache, as in a captured decode step; its reference, which may ask the device questions, call by call.
-Every result is compared with the reference's before it is timed.
+The bound is the larger of bytes over bandwidth and operations over rate. Both rates are measured on the device first,
+with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a captured decode step, over sets
+of inputs that together do not fit the L2 cache. Its reference, which may synchronise with the device, is timed call by
+call. Every result is compared with that of the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ GRAPH_CALLS = 20
 REPLAYS = 20
 
 Random = Callable[..., torch.Tensor]
-"""Normal numbers of a shape, on the device and of the type that are measured."""
+"""Returns normally distributed numbers of a shape, on the device and of the type of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of Llama 3.1 8B; experts as in a Qwen3 of 30B."""
+    """Sizes of Llama 3.1 8B, with the experts of Qwen3 30B."""
 
     hidden: int = 4096
     heads: int = 32
@@ -59,7 +59,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """make: inputs of one call. run: calls an implementation with them and returns the tensors that count."""
+    """make: returns the inputs of a call. run: calls an implementation with them and returns the tensors to compare."""
 
     operation: str
     name: str
@@ -71,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """error: norm of the difference over the norm of the reference, or the share of integers that differ."""
+    """error: norm of the difference divided by the norm of the reference, or the share of integers that differ."""
 
     operation: str
     case: str
@@ -141,7 +141,7 @@ def _routing_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _experts_case(model: ModelShape, count: int, random: Random) -> Case:
-    """Tokens that choose as many different experts as they can."""
+    """Return a case whose tokens choose as many different experts as possible."""
     places = expert_places(tokens=count, top_k=model.top_k, num_experts=model.experts)
 
     def make() -> Any:
@@ -187,7 +187,7 @@ def _append_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _cached(model: ModelShape, lengths: Sequence[int], random: Random) -> tuple[torch.Tensor, ...]:
-    """Pages in random order, block tables, lengths."""
+    """Return pages in random order, block tables and lengths."""
     pages = [-(-length // model.page_size) for length in lengths]
     cache = random(sum(pages), model.page_size, 2 * model.kv_heads * model.head_dim)
     order = torch.randperm(sum(pages), device=cache.device, dtype=torch.int32)
@@ -233,7 +233,7 @@ def _prefill_case(model: ModelShape, queries: Sequence[int], lengths: Sequence[i
 
 
 def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
-    """A quarter of the rows each: greedy, all tokens, top-k and top-p, min-p."""
+    """Return a case with a quarter of the rows each for greedy, all tokens, top-k and top-p, min-p."""
 
     def make() -> Any:
         logits = 2.5 * random(rows, model.vocabulary)
@@ -261,7 +261,7 @@ def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
 
 
 def difference(case: Case, function: Any, reference: Any) -> float:
-    """Return how far the function is from the reference on the same fresh inputs: the worst of its tensors."""
+    """Return the largest error of a tensor of the function, compared with the reference on the same inputs."""
     torch.manual_seed(1)
     actual = case.run(function, case.make())
     torch.manual_seed(1)
@@ -312,14 +312,13 @@ def time_eager(case: Case, function: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on the device. bytes_per_second: of a large copy, read and written; flops_per_second: of a product of
-    large matrices."""
+    """Rates of the device. bytes_per_second: of a copy, read and written. flops_per_second: of a matrix product."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def bound(self, case: Case) -> tuple[str, float]:
-        """Return which of the two binds, and the microseconds that it takes at least."""
+        """Return the rate that limits an operation, and the least microseconds that the operation takes."""
         memory, compute = case.bytes_moved / self.bytes_per_second, case.flops / self.flops_per_second
         return ("memory", memory * 1e6) if memory >= compute else ("compute", compute * 1e6)
 
@@ -383,18 +382,18 @@ def main(path: Path | None, backend: str, dtype: str, tokens: str, context: int,
     name = torch.cuda.get_device_name(device)
     gigabytes, teraflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e12
     click.echo(f"{name}: copy {gigabytes:.0f} GB/s, product {teraflops:.0f} TFLOP/s")
-    results, refused = [], []
+    results, rejected = [], []
     for case in cases(ModelShape(), device, kind, tokens=[int(t) for t in tokens.split(",")], context=context):
         if operation and case.operation not in operation:
             continue
         try:
             result = measure(case, Backend(backend), ceilings, device)
         except KernelError as error:
-            refused.append(str(error))
+            rejected.append(str(error))
             continue
         results.append(result)
         click.echo(_line(result))
-    for message in sorted(set(refused)):
+    for message in sorted(set(rejected)):
         click.echo(f"left out: {message}", err=True)
     if path is not None:
         report = {

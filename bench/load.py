@@ -1,11 +1,11 @@
-"""How long a model takes to load, above what `import torch` costs.
+"""How long a model takes to load, in addition to `import torch`.
 
     python bench/load.py --against ../before
 
-Every load is a process of its own. `total` is from the end of `import torch` to an engine that is ready: `import_own`,
-our modules, and `load`, the file's headers, weights verified and packed, and the KV cache. `processor` is its processor
-time on all threads; the tokenizer, which an engine makes when a request needs text, is not in it. With --against, this
-version and the one in that directory (its `runtime` and `kernels`) take turns.
+Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. It has
+two parts: `import_own`, the import of our modules, and `load`: the file's headers, verified and packed weights, and the
+KV cache. `processor` is the CPU time of all threads, without the tokenizer, which an engine loads when a request needs
+text. With --against, loads of this version and of the one in that directory (its `runtime` and `kernels`) alternate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HELP = {"show_default": True}
 
 
 def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
-    """Seconds of one load by the version in `root`."""
+    """Return the seconds of one load by the version in `root`."""
     path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, str(_WORKER), model, dtype, str(threads)],
@@ -44,7 +44,7 @@ def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
-    """[median, least, most] of each figure."""
+    """Return [median, minimum, maximum] of each figure."""
     figures = {name: [run[name] for run in runs] for name in runs[0]}
     return {name: [round(one, 3) for one in (median(v), min(v), max(v))] for name, v in figures.items()}
 
@@ -59,11 +59,11 @@ def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
 def main(
     *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, against: Path | None, json_file: Path | None
 ) -> None:
-    """Load a model again and again, in processes of its own."""
+    """Load a model several times, each time in a new process."""
     versions = {"before": against.resolve()} if against is not None else {}
     versions["now"] = _ROOT
     runs: dict[str, list[dict[str, float]]] = {}
-    # Once each for the system's cache and the interpreter's.
+    # Warm-up of the page cache and of the interpreter's bytecode cache.
     for root in versions.values():
         load(root, model=model, dtype=dtypes[0], threads=threads)
     for _ in range(rounds):

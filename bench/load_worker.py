@@ -1,4 +1,4 @@
-"""python load_worker.py MODEL DTYPE THREADS: load a model once, and print what that took."""
+"""python load_worker.py MODEL DTYPE THREADS: load a model once, and print the seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-# As an engine process has it.
+# As in an engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     loaded.core.executor.load()
     ready, cpu_ready = time.perf_counter(), time.process_time()
     assert loaded.controller is not None
-    loaded.controller.tokenizer  # noqa: B018 - made when first asked for
+    loaded.controller.tokenizer  # noqa: B018 - loaded at first use
     figures = {
         "import_torch": torch_at - begun,
         "import_own": imported - torch_at,

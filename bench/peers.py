@@ -1,13 +1,12 @@
-"""How the engine and its server compare with others on this machine, on the same weights and prompts, in one run.
+"""Compares the engine and its server with others on this machine, with the same weights and prompts, in one run.
 
     python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm
 
-Each engine is a process of its own that waits while another is measured; all are pinned to the same processors. In each
-round every engine runs every cell once, one after the other; a cell's figure is the median of the rounds. Peers live in
-environments of their own (docs/development/benchmarks.md says how to make them); one that does not start is named with
-its error.
-What is there is written after each round of engines and each cell of servers. Engines and servers on weights of one
-kind are a part of the file, which one run measures whole: the figures of a part are of one machine in one hour.
+Each engine is a process that waits while another one is measured; all are pinned to the same CPUs. In each round every
+engine runs every cell once, one after the other. The figure of a cell is the median of the rounds. Peers have their own
+virtual environments (see docs/development/benchmarks.md). A peer that does not start is listed with its error. Figures
+are written after each round of engines and each cell of servers. Engines and servers on weights of one kind are a part
+of the file, which one run measures completely: the figures of a part come from one machine and one hour.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
 from peer_bench.weights import DTYPES, write_forms
 
-from megatron_runtime.cli.bench.engine_command import memory_bandwidth
+from megatron_runtime.cli.bench.engine import memory_bandwidth
 from megatron_runtime.cli.bench.report import machine
 
 _ROOT = Path(__file__).parents[1]
@@ -36,7 +35,7 @@ _MEASURED_FOR_MEMORY = (OURS, "llama.cpp")
 
 
 def float32_operations_per_second() -> float:
-    """Of a product of matrices by torch, the best of some tries."""
+    """Return the rate of a matrix product by torch, the best of five measurements."""
     matrix, best = torch.ones(_MATRIX, _MATRIX), 0.0
     for _ in range(5):
         begun = time.perf_counter()
@@ -46,7 +45,7 @@ def float32_operations_per_second() -> float:
 
 
 def commit() -> str:
-    """The last that changed what is measured or how."""
+    """Return the last commit that changed the benchmark or the runtime."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -56,7 +55,7 @@ def commit() -> str:
 
 
 def _end(*_: object) -> None:
-    """Leave no server behind, however often that is asked for."""
+    """End all servers. A second SIGTERM is ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 
@@ -68,7 +67,7 @@ def _end(*_: object) -> None:
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
 @click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Of servers.", **_HELP)
 @click.option("--http-weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
-@click.option("--seconds-each", type=float, default=45, help="An engine has on weights; then no new round.", **_HELP)
+@click.option("--seconds-each", type=float, default=45, help="Of an engine per weights; then no new round.", **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/peers/models", **_HELP)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/peers.json", **_HELP)
@@ -87,7 +86,7 @@ def main(
 ) -> None:
     """Measure the engine and its server beside others; write build/peers.json and a plot beside it.
 
-    What the file holds of weights, engines or servers, that this run does not measure, stays.
+    Parts of the file that this run does not measure stay as they are.
     """
     signal.signal(signal.SIGTERM, _end)
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])

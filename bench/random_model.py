@@ -1,4 +1,4 @@
-"""A model of a given shape whose weights are drawn on the device: nothing is downloaded or read from a disk."""
+"""A model of a given shape with random weights, generated on the device without a download or a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAMA_8B = ModelConfig(
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """Implements Checkpoint. A tensor has the same values each time it is read on the same kind of device."""
+    """Implements Checkpoint. Repeated reads of a tensor on the same type of device return the same values."""
 
     config: ModelConfig
     dtype: torch.dtype

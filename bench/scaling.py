@@ -1,11 +1,11 @@
-"""How long a decode step takes, and what memory it needs, by batch and by context.
+"""Time and memory of a decode step by batch and by context.
 
-    python bench/scaling.py --dtype int4 --json docs/scaling.json
+    python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine in this process; a cell is the median of some steps on a cache of the length asked for, all of it written.
-Lines are fitted: what one more sequence and one more cached token cost, beside the time that reading their bytes takes
-at the memory bandwidth measured in the same run. A table (.md) and a plot (.svg) are written beside the figures. Cells
-of more than --most-tokens are left out: a token of the built-in model takes 23 KB.
+One engine in this process. A cell is the median of some steps on a KV cache of the given length, written completely.
+Linear fits give the cost of one more sequence and of one more cached token, next to the time that reading their bytes
+takes at the memory bandwidth of the same run. A table (.md) and a plot (.svg) are written next to the figures. Cells of
+more than --most-tokens are skipped: a token of the built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.cpu.forward import forward
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor, forward
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.cli.bench.engine_command import memory_bandwidth
-from megatron_runtime.cli.bench.report import Counts, machine
+from megatron_runtime.cli.bench.engine import memory_bandwidth
+from megatron_runtime.cli.bench.report import machine
+from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.models.layers.cpu import select_numbers
 
 _PAGE = 16
@@ -41,9 +41,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600
 class Cell:
     """A step of `batch` sequences of `context` tokens.
 
-    bound_ms:  reading the weights and the cache once.
-    rss_mib:   of the process, with the cache of this cell and of those with fewer tokens.
-    bound_mib: of the process before it loaded, the weights and the cache.
+    bound_ms:  time to read the weights and the cache once.
+    rss_mib:   of the process, with the largest cache so far.
+    bound_mib: of the process before the load, the weights and the cache.
     """
 
     batch: int
@@ -59,7 +59,7 @@ class Cell:
 
 
 class Bench:
-    """Decode steps of a model on a cache of `most_tokens` tokens at most."""
+    """Decode steps of a model on a KV cache of at most `most_tokens` tokens."""
 
     def __init__(self, model: str, *, dtype: str, threads: int, most_tokens: int) -> None:
         source = resolve(model)
@@ -78,7 +78,7 @@ class Bench:
 
     @torch.inference_mode()
     def write_cache(self, tokens: int) -> None:
-        """Have numbers in the pages of so many tokens: memory that was never written is read from one page of zeros."""
+        """Write the pages of `tokens` tokens: reads of memory that was never written all hit one page of zeros."""
         pages = -(-tokens // _PAGE)
         cache_LPXE = self.executor.cache_LPXE
         if not self._written:
@@ -89,7 +89,7 @@ class Bench:
             self._written = pages
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
-        """Of a step that computes one token of each of `batch` sequences of `context` tokens."""
+        """Return the median time of a step for one token of each of `batch` sequences of `context` tokens."""
         plan = _plan(batch, context, self.executor.vocab_size)
         taken = []
         for _ in range(steps + 1):
@@ -127,7 +127,7 @@ def _slope(points: list[tuple[float, float]]) -> float | None:
 
 
 def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: float) -> dict[str, Any]:
-    """What one more sequence and one more cached token cost, measured and at least."""
+    """Return the cost of one more sequence and of one more cached token, measured and as a lower bound."""
     shortest = min(cell.context for cell in cells)
     by_tokens = {
         batch: _slope([(cell.tokens, cell.ms) for cell in cells if cell.batch == batch])
@@ -146,17 +146,17 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Milliseconds and memory by batch and context, and the slopes, in Markdown."""
+    """Return milliseconds and memory by batch and context, and the slopes, in Markdown."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
     shortest = min(cell["context"] for cell in document["cells"])
     lines = [
         f"# A decode step by batch and context\n\n{which}, on {document['machine']['processor']}, "
         f"{document['machine']['threads']} threads, memory read at {document['machine']['memory_gb_per_s']} GB/s.\n",
-        "Milliseconds, and in brackets the time that reading the weights and the cache takes at least.\n",
+        "Milliseconds, and in brackets the least time to read the weights and the cache.\n",
         *_grid(document, "ms", "bound_ms", digits=1),
-        "\nMemory of the process in MiB, and in brackets what it had before it loaded, the weights and the cache.\n",
+        "\nMemory of the process in MiB, and in brackets the sum of the memory before the load, weights and cache.\n",
         *_grid(document, "rss_mib", "bound_mib", digits=0),
-        "\n| what one more costs | measured | bound |",
+        "\n| cost of one more | measured | bound |",
         "|---|---|---|",
     ]
     if (slope := fitted["ms_per_sequence"]) is not None:
@@ -186,7 +186,7 @@ def _grid(document: dict[str, Any], value: str, bound: str, *, digits: int) -> l
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Time and memory against context by batch, all by powers of two; dashes are the bound: an SVG."""
+    """Return time and memory against context by batch as a plot in SVG, on logarithmic scales; dashes: the bound."""
     cells, which = document["cells"], document["dtype"]
     return "\n".join(
         [
@@ -233,10 +233,10 @@ def _panel(cells: list[dict[str, Any]], value: str, bound: str, *, left: int, ti
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=15, show_default=True, help="Of each cell.")
-@click.option("--batches", type=Counts(), default="1,2,4,8,16,32,64", show_default=True)
-@click.option("--contexts", type=Counts(), default="128,512,2048,8192", show_default=True)
+@click.option("--batches", type=COUNTS, default="1,2,4,8,16,32,64", show_default=True)
+@click.option("--contexts", type=COUNTS, default="128,512,2048,8192", show_default=True)
 @click.option("--most-tokens", type=click.IntRange(min=1), default=1 << 16, show_default=True, help="Of a cell.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="docs/scaling.json")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/scaling.json")
 def main(
     *,
     model: str,
@@ -251,12 +251,12 @@ def main(
     """Measure decode steps; write figures, a table and a plot."""
     torch.set_num_threads(threads)
     bandwidth = memory_bandwidth()
-    # The memory that is resident grows with the cells.
+    # In order of size, because resident memory never shrinks.
     sizes = sorted(itertools.product(batches, contexts), key=lambda size: size[0] * size[1])
     sizes = [(batch, context) for batch, context in sizes if batch * context <= most_tokens]
-    # A page more for each sequence, for contexts that are no multiple of a page.
-    room = max(batch * (context + _PAGE) for batch, context in sizes)
-    bench = Bench(model, dtype=dtype, threads=threads, most_tokens=room)
+    # One page more for each sequence, because a context may not be a multiple of a page.
+    capacity = max(batch * (context + _PAGE) for batch, context in sizes)
+    bench = Bench(model, dtype=dtype, threads=threads, most_tokens=capacity)
     cells = []
     for batch, context in sizes:
         bench.write_cache(batch * (context + _PAGE))

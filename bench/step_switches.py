@@ -1,11 +1,11 @@
-"""What each switch of a compiled step gives: one engine, whose steps are computed with it and without by turns.
+"""The gain of each switch of a compiled step: one engine, whose steps alternate between the settings.
 
     python bench/step_switches.py --json step_switches.json
 
-All settings read the same weights in the same memory, so that what two processes differ by is not in the figures; but
-MEGATRON_LARGE_PAGES, which is about that memory. In each round every setting computes one step, in an order drawn anew;
-a gain is (time without) / (time with) of a round: median over the rounds, and the two between which half of them lie.
-`the same again` is another decoder of the usual setting: what it differs from 1 by, a switch may without a cause.
+All settings read the same weights in the same memory, so that differences between two processes do not affect the
+figures. The exception is MEGATRON_LARGE_PAGES, which changes that memory. In each round every setting computes one
+step, in random order. A gain is (time without) / (time with) of a round: the median over the rounds, and the quartiles.
+`the same again` is another decoder of the usual setting: its difference from 1 is the noise of a gain.
 `--tuning query_block=16` measures another value of a size instead of the switches.
 """
 
@@ -46,14 +46,11 @@ _SEQUENCE = 1024
 _SWITCHES = (Switch.LARGE_PAGES, *OF_A_STEP)
 _HELP = {"show_default": True}
 Gains = dict[str, list[float]]
-"""By setting: the median, and the quarters around it."""
+"""By setting: the median, and the two quartiles."""
 
 
 class Engine:
-    """An engine that computes each step by the setting it is told.
-
-    settings: environment by name.
-    """
+    """An engine that computes each step with a given setting. settings: environment variables by name."""
 
     def __init__(self, model: str, dtype: str, threads: int, settings: Mapping[str, Mapping[str, str]]) -> None:
         built = _load(model, dtype, threads)
@@ -63,7 +60,7 @@ class Engine:
         self._models: dict[str, NativeDecoder] = {}
         for name, environment in settings.items():
             with _environment(environment):
-                # Where weights lie is decided when they are loaded; all else reads those that are there.
+                # The pages of weights are chosen when they are loaded. All other settings share the loaded weights.
                 found = built if Switch.LARGE_PAGES.value not in environment else _load(model, dtype, threads)
                 decoder = _decoder(found)
                 self._models[name] = NativeDecoder(decoder.config, decoder.weights)
@@ -85,7 +82,7 @@ class Engine:
             self._engine.add_request(EngineRequest(next(self._numbers), prompt, none, params))
 
     def step(self, setting: str) -> float:
-        """Seconds."""
+        """Return the seconds of one step."""
         self._executor.model = self._models[setting]
         begun = time.perf_counter()
         self._engine.step()
@@ -131,7 +128,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def gains(rounds: list[dict[str, float]]) -> Gains:
-    """rounds: seconds of a step by setting."""
+    """Return the gain of each setting. rounds: seconds of a step by setting."""
     found: Gains = {}
     for name in rounds[0]:
         if name != _USUAL:
@@ -142,17 +139,17 @@ def gains(rounds: list[dict[str, float]]) -> Gains:
 
 
 def decodes(engine: Engine, count: int, *, batch: int) -> list[dict[str, float]]:
-    """Rounds of decode steps of one batch, which grows old together."""
+    """Return rounds of decode steps of one batch, whose contexts grow with the steps."""
     engine.add(batch, prompt_tokens=_PROMPT, new_tokens=(count + 1) * len(engine.settings) + _PROMPT)
-    for _ in range(_PROMPT // 2):  # until every prompt is done
+    for _ in range(_PROMPT // 2):  # until every prompt is computed
         engine.step(_USUAL)
-    rounds = _by_turns(engine.settings, count, engine.step)
+    rounds = _rounds(engine.settings, count, engine.step)
     engine.finish()
     return rounds
 
 
 def prefills(engine: Engine, count: int) -> list[dict[str, float]]:
-    """Rounds of steps that are one long prompt each."""
+    """Return rounds of steps that compute one long prompt each."""
 
     def step(setting: str) -> float:
         engine.add(1, prompt_tokens=_LONG_PROMPT, new_tokens=1)
@@ -160,11 +157,11 @@ def prefills(engine: Engine, count: int) -> list[dict[str, float]]:
         engine.finish()
         return seconds
 
-    return _by_turns(engine.settings, count, step)
+    return _rounds(engine.settings, count, step)
 
 
-def _by_turns(settings: list[str], count: int, step: Callable[[str], float]) -> list[dict[str, float]]:
-    """Seconds of a step by setting in each of `count` rounds. One before them is for what is made at first use."""
+def _rounds(settings: list[str], count: int, step: Callable[[str], float]) -> list[dict[str, float]]:
+    """Return the seconds of a step by setting, for `count` rounds after a warm-up round."""
     rounds = [{setting: step(setting) for setting in random.sample(settings, len(settings))} for _ in range(count + 1)]
     return rounds[1:]
 

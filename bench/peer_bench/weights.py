@@ -1,4 +1,4 @@
-"""The same weights in the forms that the engines read."""
+"""The same weights in the file formats of the engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 MODEL = "builtin:smollm2-135m"
 DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
-"""Of ours, by the weights."""
+"""`--dtype` of our engine by kind of weights."""
 
 _HEAD = 49152 * 576
-"""Shared with the embedding."""
+"""Parameters of the output layer, which shares them with the embedding."""
 LAYER_PARAMETERS = 134_515_008 - _HEAD
 _FILE_TYPES = {
     gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
@@ -28,14 +28,14 @@ STEP_BYTES = {
     "bfloat16": (LAYER_PARAMETERS + _HEAD) * 2,
     "float32": (LAYER_PARAMETERS + _HEAD) * 4,
 }
-"""Of weights that a step reads, whatever its batch."""
+"""Bytes of weights that a step of any batch size reads."""
 
 
 def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
-    """Return paths: "hf" a directory that transformers reads, and a GGUF file by the name of the weights.
+    """Write the weights; return paths: "hf" is a directory for transformers, other names are GGUF files.
 
-    directory: kept between runs, for those that keep what they compiled by the path of the weights. What is there and
-    newer than the model is not written again.
+    directory: kept between runs, because some engines cache compiled code by the path of the weights. Files that are
+    newer than the model are not written again.
     """
     directory = directory.absolute()
     source = resolve(MODEL).location
@@ -43,14 +43,14 @@ def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
     last = directory / "hf" / "tokenizer_config.json"
     if not _is_current(last, source):
         convert(MODEL, directory / "hf", replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
-    # float16 is the faster form of 16 bits where a processor does not multiply bfloat16.
+    # float16 is the faster 16-bit type on CPUs without bfloat16 instructions.
     kinds = {"bfloat16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
     for name, kind in kinds.items():
         if name in weights:
             target = directory / f"{name}.gguf"
             files[name] = str(target)
             if not _is_current(target, source):
-                # Whole or not at all.
+                # Written under another name first, so that an interrupted run leaves no incomplete file.
                 _write_gguf(source, target.with_suffix(".part"), kind)
                 target.with_suffix(".part").rename(target)
     return files
@@ -61,7 +61,7 @@ def _is_current(written: Path, source: Path) -> bool:
 
 
 def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """The model of `source` with its matrices as plain numbers of `kind`."""
+    """Write the model of `source` with its matrices as numbers of `kind`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     for name, entry in reader.fields.items():

@@ -1,4 +1,4 @@
-"""python hf_transformers.py DIRECTORY DTYPE THREADS: a static cache, and one forward pass a token."""
+"""python hf_transformers.py DIRECTORY DTYPE THREADS: transformers with a static cache, one forward pass per token."""
 
 import sys
 import time

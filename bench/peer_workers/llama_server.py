@@ -1,4 +1,4 @@
-"""python llama_server.py FILE.gguf THREADS SEQUENCES PORT: llama.cpp's own HTTP server, in the package xllamacpp."""
+"""python llama_server.py FILE.gguf THREADS SEQUENCES PORT: the HTTP server of llama.cpp, in the package xllamacpp."""
 
 import signal
 import sys

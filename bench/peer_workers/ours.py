@@ -1,4 +1,4 @@
-"""python ours.py MODEL DTYPE THREADS"""
+"""python ours.py MODEL DTYPE THREADS: the native engine, without a coordinator."""
 
 import itertools
 import sys

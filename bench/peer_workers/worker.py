@@ -1,4 +1,4 @@
-"""What every worker of bench/peers.py does: load a model, then answer lines of JSON. Standard library only."""
+"""Common to the workers of bench/peers.py: load a model, then answer lines of JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Generate = Callable[[list[list[int]], int], float]
-"""Generate so many tokens after each prompt, greedily, ending none early: seconds until each had its first token."""
+"""Generate a number of tokens after each prompt, greedily, without an early end. Return the seconds until every prompt
+has its first token."""
 
 
 def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str], platform: str | None = None) -> None:
-    """`load` returns how to generate, and the size of the vocabulary.
+    """Load the model and answer requests until standard input ends.
 
-    platform:  a library that is imported first: its seconds and memory are not the engine's own.
-    libraries: the engine's own, imported before the load begins.
+    load:      returns a function that generates, and the size of the vocabulary.
+    platform:  a library that is imported first and whose time and memory are not attributed to the engine.
+    libraries: of the engine, imported before the load begins.
     """
-    # Libraries print; the answers go where standard output was.
+    # Libraries print to standard output, so answers are written to a copy of its descriptor.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     begun = time.perf_counter()

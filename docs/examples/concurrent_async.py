@@ -1,4 +1,4 @@
-"""Many prompts at once from one event loop; each answer is used as soon as it is there.
+"""Send many prompts at once from one event loop, print each answer when it is complete, then pause and continue.
 
 python docs/examples/concurrent_async.py --model builtin:smollm2-135m
 """
@@ -27,7 +27,7 @@ async def main() -> None:
     async with MegatronAsyncLLM.from_pretrained(arguments.model) as llm:
         await asyncio.gather(*(write(llm, topic, params) for topic in TOPICS))
 
-        # Frozen in the middle, and on from the same tokens.
+        # The pause freezes the request; after unpause it continues from the same tokens.
         answer = asyncio.create_task(llm.generate("The sun rises in the", params))
         await llm.pause()
         await llm.unpause()

@@ -1,4 +1,4 @@
-"""Answer a list of prompts and be done: no server, no coordinator, no event loop.
+"""Answer a list of prompts, then stream one answer. The engine runs in this thread, without a server or coordinator.
 
 python docs/examples/offline_sync.py --model builtin:smollm2-135m
 """

@@ -1,4 +1,4 @@
-"""Offer the OpenAI interface from inside a program, beside whatever else it does.
+"""Serve the OpenAI API from inside a program.
 
 python docs/examples/openai_server.py --model builtin:smollm2-135m --port 8000
 curl http://127.0.0.1:8000/v1/models

@@ -1,8 +1,8 @@
-"""Reinforcement learning in small: generate, score, train, and go on with the new weights in the same engine.
+"""A small reinforcement learning loop: generate, score, train, and update the weights of the engine in place.
 
-The policy is a transformers model that the program trains; the engine generates from a copy of its weights. Each step
-the engine is paused, takes the new weights under the next epoch, and goes on. Every answer says by which epoch each of
-its tokens was sampled. The reward wants short words: no more than something to climb.
+The policy is a transformers model that the program trains; the engine generates from a copy of its weights. After each
+training step the program pauses the engine, gives it the new weights under the next epoch, and unpauses it. Every
+answer lists the epoch that sampled each of its tokens. The reward prefers short words; it stands for a real one.
 
 python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
 """
@@ -65,7 +65,7 @@ def main() -> None:
             directory = Path(weights) / f"epoch-{epoch}"
             policy.save_pretrained(directory)
 
-            llm.pause()  # requests in flight would keep their tokens, and go on by the new weights
+            llm.pause()  # requests in flight would keep their tokens and continue with the new weights
             llm.update_weights(str(directory), epoch=epoch)
             llm.unpause()
             print(f"epoch {epoch}: mean reward {mean:.3f} with the weights before", flush=True)

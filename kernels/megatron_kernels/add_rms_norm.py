@@ -21,7 +21,8 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add `x_TD` to `residual_TD` in place and return the norm of the sum times `weight_D`, [T, D].
 
-    x_TD: None adds nothing: the first norm of a model. Not to be read afterwards: the result may take its place.
+    x_TD: None adds nothing, for the first norm of a model. Its contents are undefined afterwards: the result may
+          overwrite it.
     """
     if x_TD is not None:
         residual_TD.add_(x_TD)

@@ -1,4 +1,4 @@
-"""Shared Triton code of paged decode and prefill: a tile of cached tokens, and one step of the online softmax."""
+"""One step of the online softmax over a tile of cached tokens in Triton, for paged decode and paged prefill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
-    """Reject arguments that the kernels cannot address. R: rows of any kind.
+    """Check the arguments that the kernels use as addresses. R rows of any kind.
 
     Raises:
-        ValueError: names the argument, what it is and what it must be.
+        ValueError: the message has the argument, its value and the allowed value.
     """
     num_heads, head_dim = q_RHC.shape[1:]
     if num_heads % num_kv_heads:
@@ -59,11 +59,11 @@ def softmax_step(
     """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
 
     largest, total, sums: the online softmax so far: maximum [R], sum of weights [R], weighted values [R, C].
-    stop:      tokens from here on are not in the cache.
-    last_seen: [R], the last token that each row may attend to; every row sees at least token `first` or has seen one
-               before. Read only when MASKED; unmasked tiles are whole and wholly visible.
-    window:    how many tokens up to its last seen one a row may attend to, when WINDOWED, which implies MASKED; then
-               rows may have seen none yet.
+    stop:      end of the cached tokens.
+    last_seen: [R], the last token that each row attends to; every row attends to token `first` or to an earlier one.
+               Read only if MASKED; an unmasked tile is complete, and visible to all rows.
+    window:    number of tokens up to last_seen that a row attends to, if WINDOWED, which implies MASKED; then a row may
+               have attended to no token yet.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop

@@ -1,7 +1,7 @@
-"""Paged decode and prefill attention by FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), where its package is
-installed: `flash_attn_interface`, bfloat16 and float16, compute capability 9.0.
+"""Paged decode and prefill attention by FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), with the package
+`flash_attn_interface`: bfloat16 and float16, compute capability 9.0.
 
-It reads the same pages: the halves of the cache are given to it as views.
+It reads the same pages: its keys and values are views of the two halves of the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def paged_prefill(
         cache_seqlens=lengths_B,
         page_table=block_table_BM,
         cu_seqlens_q=query_starts_B,
-        # A bound: the longest is known on the device only.
+        # An upper bound, because only the device has the lengths.
         max_seqlen_q=q_THC.shape[0],
         softmax_scale=scale,
         causal=True,
@@ -68,7 +68,7 @@ def paged_prefill(
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Tokens before and after a query's own; -1 is all of them."""
+    """Return the tokens before and after the query's token; -1 means all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 

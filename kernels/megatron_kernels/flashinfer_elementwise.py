@@ -1,4 +1,4 @@
-"""SwiGLU and add+RMSNorm by FlashInfer (Ye et al. 2025, arXiv:2501.01005), where its package is installed."""
+"""SwiGLU and add+RMSNorm by FlashInfer (Ye et al. 2025, arXiv:2501.01005)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def swiglu(
 def add_rms_norm(
     x_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float
 ) -> torch.Tensor:
-    """As `add_rms_norm.add_rms_norm`; the result takes the place of `x_TD`."""
+    """As `add_rms_norm.add_rms_norm`; the result overwrites `x_TD`."""
     if x_TD is None:
         result_TD: torch.Tensor = rmsnorm(residual_TD, weight_D, eps=epsilon)
         return result_TD

@@ -1,11 +1,11 @@
-"""The experts of a mixture: each pair of a token and a chosen expert through the expert's gated feed-forward, the
-results weighed and added up by token.
+"""The experts of a mixture: the gated feed-forward of each pair of a token and a chosen expert, and the weighted sum by
+token.
 
-Shapes: T tokens, D hidden, N experts of the model, X of them here, F feed-forward width of an expert, G = 2 F (gate and
-        up), J chosen experts of a token, R places in the order of `moe_routing`.
+Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert,
+        G = 2 F (gate and up), J chosen experts of a token, R places in the order of `moe_routing`.
 Types:  float32, bfloat16, float16 alike for x and weights. Products accumulate in float32; the hidden layer before and
-        after SwiGLU, the weighed result of a pair, and the sum are rounded once each.
-Bound:  at decode memory; bytes = (U (G D + D F) + 2 T D) s, U experts that are chosen at all: each is read once.
+        after SwiGLU, the weighted result of a pair, and the sum are rounded once each.
+Bound:  at decode memory; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once.
         With many tokens compute; FLOPs = 2 P (G D + D F) for P pairs.
 Source: one grouped product over tokens sorted by expert, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
 """
@@ -20,7 +20,7 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """experts: number of experts that are chosen by any token."""
+    """experts: number of experts that a token has chosen."""
     return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
 
 
@@ -37,10 +37,10 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """Return y_TD, the weighed sum of what a token's chosen experts give; experts that are not here give nothing.
+    """Return y_TD, the weighted sum of each token's chosen experts on this rank.
 
-    first:     number of the first expert that is here, of those that `routing` counts.
-    alignment: the one that `routing` was made with: a tile of the product has so many places.
+    first:     number of this rank's first expert.
+    alignment: alignment of `routing`: the places of a tile of the product.
     """
     pairs_TJD = x_TD.new_zeros(*routing.experts_TJ.shape, x_TD.shape[1])
     for number, (gate_up_GD, down_DF) in enumerate(zip(gate_up_XGD, down_XDF, strict=True), first):

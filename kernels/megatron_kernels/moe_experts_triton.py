@@ -1,9 +1,9 @@
 """The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
 
-A program of a product is a tile of places, which are all of one expert, by a tile of columns of that expert's matrix.
-It finds the expert on the device by bisection. The number of programs is the order's capacity in tiles and does not
-depend on the choices, so that the launches can be captured. No two programs add to the same value: the first product
-writes to places, the second to pairs, and a token's pairs are summed in the order of its choices.
+A program of a product computes a tile of places, all of one expert, by a tile of columns of that expert's matrix. It
+finds its expert on the device by bisection. The number of programs is that of the tiles of the order, for any choice of
+experts, so that the launches can be captured. No sum is shared between programs: the first product writes to places,
+the second to pairs, and the pairs of a token are summed in the order of its choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """Return the last expert whose part does not begin after `place`. Parts of experts without tokens are empty."""
+    """Return the last expert whose part begins at or before `place`; experts without tokens have empty parts."""
     low, high = 0, num_experts
     while high - low > 1:
         middle = (low + high) // 2
@@ -52,7 +52,8 @@ def _expert_product(
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Rows of x are tokens and rows of out places; TO_PAIRS: rows of x are places and rows of out pairs, weighed."""
+    """Rows of x are tokens, rows of out places. TO_PAIRS: rows of x are places, rows of out pairs, multiplied by their
+    weights."""
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):
         return
@@ -104,13 +105,13 @@ def moe_experts(
         raise ValueError(f"alignment={alignment}: must be a power of 2 from 16 on, a tile of the product")
     (tokens, top_k), hidden = routing.experts_TJ.shape, x_TD.shape[1]
     places = len(routing.order_R) // alignment * alignment
-    # No program writes the pairs of experts that are not here.
+    # No program writes the pairs of experts on other ranks.
     is_whole = len(gate_up_XGD) == len(routing.counts_N)
     pairs_PD = (x_TD.new_empty if is_whole else x_TD.new_zeros)(tokens * top_k, hidden)
     if tokens:
         gate_up_RG = x_TD.new_empty(places, gate_up_XGD.shape[1])
         _product(x_TD, gate_up_XGD, routing, gate_up_RG, first=first, places=alignment, to_pairs=False)
-        # Unwritten places contain arbitrary values, and their results are not read.
+        # Places of other ranks' experts are not initialised, and results computed from them are not read.
         _product(swiglu(gate_up_RG), down_XDF, routing, pairs_PD, first=first, places=alignment, to_pairs=True)
     return pairs_PD.view(tokens, top_k, hidden).sum(dim=1)
 

@@ -1,9 +1,9 @@
-"""Expert routing: the experts and weights of each token, and an order that groups the tokens by expert.
+"""The experts of each token with their weights, and the order that groups the tokens by expert.
 
 Shapes: T tokens, N experts, J chosen experts of a token, R = T J (token, choice) pairs.
 Types:  logits float32, bfloat16, float16; weights float32, computed in float32; indices int32.
-Bound:  memory; bytes = T N s + 16 T J + 8 N: logits read; weights, experts, order and places written. A few launches
-        of little work: at decode their number is the cost.
+Bound:  memory; bytes = T N s + 16 T J + 8 N: logits read; weights, experts, order and places written. At decode,
+        the number of launches determines the time.
 Source: softmax gating with top-k of Shazeer et al. 2017, arXiv:1701.06538; the order is a stable counting sort.
 """
 
@@ -16,12 +16,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """weights_TJ, experts_TJ: by falling probability, the lower expert first among equals.
+    """weights_TJ, experts_TJ: by falling probability; among equals the lower expert first.
     counts_N:   pairs of each expert.
-    starts_M:   M = N + 1: where each expert's part of `order_R` begins, and where the last one's ends.
-    order_R:    numbers t * J + j of the pairs, expert by expert, in the order of tokens; -1 fills each part up to the
-                alignment. What lies after starts_M[-1] is -1 too.
-    places_TJ:  where each pair stands in `order_R`.
+    starts_M:   M = N + 1: the start of each expert's part of `order_R`, and the end of the last part.
+    order_R:    numbers t * J + j of the pairs, expert by expert, in the order of tokens; -1 pads each part to the
+                alignment, and fills the rest after starts_M[-1].
+    places_TJ:  index of each pair in `order_R`.
     """
 
     weights_TJ: torch.Tensor
@@ -37,7 +37,7 @@ def bytes_moved(tokens: int, *, num_experts: int, top_k: int, element_size: int)
 
 
 def order_size(tokens: int, *, num_experts: int, top_k: int, alignment: int) -> int:
-    """Return a capacity for the parts of all experts that is sufficient for any choices."""
+    """Return the size of `order_R` for any choice of experts, so that the host need not read counts from the device."""
     pairs = tokens * top_k
     return pairs + min(num_experts, pairs) * (alignment - 1)
 
@@ -46,7 +46,7 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
     """Route every token to the `top_k` experts of largest probability.
 
     normalize: divide the chosen probabilities by their sum.
-    alignment: parts of the order are filled up to a multiple of this: the tile of a grouped product.
+    alignment: parts of the order are padded to a multiple of it: the tile of a grouped product.
     """
     tokens, num_experts = logits_TN.shape
     probabilities_TN = logits_TN.float().softmax(dim=-1)

@@ -1,10 +1,10 @@
-"""Expert routing in Triton: see `moe_routing`. Three launches of sizes known from the shapes, no atomic operation
-and no question to the device, so that the order is the same every time and the launches can be captured.
+"""Expert routing in Triton: see `moe_routing`. Three launches whose sizes follow from the shapes, without atomic
+operations and without reads from the device, so that the order is deterministic and the launches can be captured.
 
-1. a block of tokens: probabilities, choices, and how often the block chose each expert;
-2. one program: sums over blocks and experts, where each expert's part begins and where in it each block writes;
-3. a block of tokens again: each pair to its place. A token chooses an expert once, so the rank of a pair is the number
-   of tokens before it in the block that chose the same.
+1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
+2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
+3. One program per block of tokens: the place of each pair. A token chooses an expert once, so the rank of a pair is the
+   number of earlier tokens of the block that chose the same expert.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _choose(
     inside = row_inside[:, None] & (columns < num_experts)[None, :]
     source = logits + rows.to(tl.int64)[:, None] * stride_logits + columns[None, :]
     scores = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
-    # A row outside has no finite score: its maximum is replaced so that nothing is NaN.
+    # A row outside has no finite score: its maximum is replaced to avoid NaN.
     largest = tl.where(row_inside, tl.max(scores, axis=1), 0.0)
     exponentials = tl.exp(scores - largest[:, None])
     remaining = tl.where(inside, exponentials, -1.0)
@@ -66,7 +66,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Replaces every block's counts by where in `order` the block's pairs of each expert begin."""
+    """Replace the counts of every block by the start of the block's pairs of each expert in `order`."""
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -119,7 +119,7 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
     """As the reference.
 
     Raises:
-        ValueError: more experts are to be chosen than there are.
+        ValueError: `top_k` exceeds the number of experts.
     """
     tokens, num_experts = logits_TN.shape
     if not 1 <= top_k <= num_experts:

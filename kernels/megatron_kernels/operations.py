@@ -1,5 +1,4 @@
-"""Types of the operations: the arguments and results of every implementation. Their meaning is documented with the
-reference of each, in the file of its name."""
+"""The signatures of the operations. The reference of each operation, in the file of its name, documents it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C size of a head, P pages, X tokens of a
+Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C head size, P pages, X tokens of a
         page, E = 2 K C (keys of all heads, then values), M pages of the longest block table, S cached tokens.
 Types:  float32, bfloat16, float16 alike for queries and cache; block tables and lengths int32. Products accumulate in
         float32, the softmax is float32, the result is rounded once.
@@ -34,12 +34,12 @@ def paged_decode(
     """Return softmax(scale q k^T) v, [B, H, C].
 
     q_BHC:     may be a strided view of the fused QKV product.
-    lengths_B: cached tokens of each sequence, the new one among them. 0 is a row of padding: its result is zeros and
+    lengths_B: cached tokens of each sequence, including the new one. 0 means a padding row: its result is zeros, and
                its block table is not read.
-    scale:     None is C ** -0.5.
-    window:    number of the last cached tokens that are visible, including the new one; None is all.
-    fixed_split_tokens: cut every sequence at multiples of this many tokens, so that its result does not depend on the
-               batch; None cuts to fill the device. The reference computes each sequence whole either way.
+    scale:     None means C ** -0.5.
+    window:    number of last cached tokens to attend to, including the new one; None means all.
+    fixed_split_tokens: split every sequence at multiples of this number of tokens, so that its result does not depend
+               on the batch; None splits to fill the device. The reference never splits.
     """
     batch, num_heads, head_dim = q_BHC.shape
     page_size = cache_PXE.shape[1]

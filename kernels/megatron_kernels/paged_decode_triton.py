@@ -1,8 +1,8 @@
 """Paged decode attention in Triton: see `paged_decode`.
 
-A program is one part of one sequence for one key-value head; the query heads that share it are the rows of one product,
-padded to a tensor-core tile, so that keys and values are read once. The launch depends on shapes only: lengths are read
-on the device, and parts past a sequence's end return at once, so that the launch can be captured in a CUDA graph.
+A program computes one part of one sequence for one key-value head; the query heads that share it are the rows of one
+product, padded to a tensor-core tile, so that keys and values are read once. The launch depends on shapes only: lengths
+are read on the device, and programs beyond the end of a sequence return at once, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_kernels.attention_tile_triton import LOG2_E, WIDEN_PRODUCTS, check
 from megatron_kernels.tuning import MIN_DOT_ROWS, DecodeTuning, decode_tuning, next_power_of_2
 
 REDUCE_BLOCK = 16
-"""Parts that one step of the reduction weighs."""
+"""Parts that one step of the reduction adds."""
 
 
 @triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table", "window"])
@@ -47,8 +47,8 @@ def _decode_part(
     WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """out [B, H, C] is written when there is one part, else parts [B, H, splits, C] and logs [B, H, splits]: the part's
-    normalized result and the base-2 logarithm of its sum of weights, -inf (and no result) for an empty part."""
+    """Write out [B, H, C] if there is one part; else parts [B, H, splits, C], the normalized result of each part, and
+    logs [B, H, splits], the base-2 logarithm of its sum of weights: -inf, and no result, for an empty part."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     heads = kv_head * GROUP + rows
@@ -115,8 +115,8 @@ def _decode_part(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weigh the parts of one head by their sums of weights, block by block in the order of their tokens: empty parts
-    behind the last add zero and change no bit."""
+    """Add the parts of one head, weighted by their sums of weights, block by block in the order of their tokens. Empty
+    parts after the last add zero, which changes no bit."""
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)
     largest = tl.full((), float("-inf"), tl.float32)
@@ -152,7 +152,7 @@ def paged_decode(
     fixed_split_tokens: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """As the reference. tuning: in place of the one for the shape."""
+    """As the reference. tuning: None uses the tuning of the shape."""
     check_attention(q_BHC, cache_PXE, num_kv_heads)
     batch, num_heads, head_dim = q_BHC.shape
     if tuning is None:

@@ -1,8 +1,8 @@
 """Paged causal prefill attention in Triton: see `paged_prefill`.
 
-A program is a block of new tokens of one sequence for one key-value head; its rows are (token, query head of the group)
-pairs, so that keys and values are read once for the group. There are floor(T / block) + B programs a head, which is
-enough for any lengths: which sequence a program serves is found on the device by bisection.
+A program computes a block of new tokens of one sequence for one key-value head; its rows are pairs (token, query head
+of the group), so that keys and values are read once for the group. There are floor(T / block) + B programs per head,
+which is enough for any lengths. A program finds its sequence on the device by bisection.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_kernels.tuning import MIN_DOT_ROWS, PrefillTuning, next_power_of_2
 
 @triton.jit
 def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
-    """The last sequence whose first block is not after `block`. Sequence b's first block is starts[b] // size + b: it
-    reserves a partial last block for every sequence before it."""
+    """Return the last sequence whose first block is at or before `block`. The first block of sequence b is
+    starts[b] // size + b, because the last block of every earlier sequence may be partly filled."""
     low, high = 0, num_sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -56,7 +56,7 @@ def _prefill_block(
     WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    # The longest rows of a prompt are its last: started first, they do not finish alone.
+    # The last rows of a prompt attend to the most tokens. They start first, so that they do not finish last.
     block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence = _find_sequence(starts, block, num_sequences, BLOCK_QUERIES)
     start = tl.load(starts + sequence)
@@ -137,7 +137,7 @@ def _prefill_block(
             WIDEN,
         )
     if WINDOWED:
-        total = tl.where(total > 0.0, total, 1.0)  # a row behind the last query may have seen nothing
+        total = tl.where(total > 0.0, total, 1.0)  # a row after the last query may have attended to no token
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     out_row = row_index * num_kv_heads * GROUP + heads
     tl.store(out + out_row[:, None] * HEAD_DIM + dims[None, :], result, inside)
@@ -155,7 +155,7 @@ def paged_prefill(
     window: int | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """As the reference. tuning: in place of the one for the shape."""
+    """As the reference. tuning: None uses the tuning of the shape."""
     check_attention(q_THC, cache_PXE, num_kv_heads)
     tokens, num_heads, head_dim = q_THC.shape
     batch, group = len(lengths_B), num_heads // num_kv_heads

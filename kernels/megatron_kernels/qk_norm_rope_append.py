@@ -1,10 +1,10 @@
-"""Normalize and rotate queries and keys, and append keys and values to the paged cache: all between QKV and attention.
+"""Normalise and rotate queries and keys, and append keys and values to the paged cache.
 
 Shapes: T tokens, H query heads, K key-value heads, C size of a head, F = C / 2 rotary pairs, Q = (H + 2 K) C (queries,
         keys, values), P pages, X tokens of a page, E = 2 K C (keys, then values).
 Types:  float32, bfloat16, float16 alike for qkv and cache; cos and sin of any float type; slots int64. Computed in
         float32, queries and keys rounded once, values copied bit by bit.
-Bound:  memory; bytes = (2 T Q + 4 T F) s without norms' weights: qkv read, queries and cache written, cos and sin read.
+Bound:  memory; bytes = (2 T Q + 4 T F) s without norm weights: qkv read, queries and cache written, cos and sin read.
 Source: RMSNorm of queries and keys as in Qwen3; rotary embedding of Su et al. 2021, arXiv:2104.09864, in the layout of
         halves (pair i is elements i and i + F).
 """
@@ -31,11 +31,10 @@ def qk_norm_rope_append(
     k_norm_C: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """Rewrite the queries of `qkv_TQ` in place and write keys and values to the cache; its keys stay as they were.
+    """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
 
-    cos_TF, sin_TF: of the tokens' angles; rows may be strided, so that halves of a wider table are taken as views.
-    slots_T:        row of the cache, page * X + offset, of each token; a negative one is a row of padding and is not
-                    written.
+    cos_TF, sin_TF: of the tokens' angles; rows may be strided, so that they can be views of a wider table.
+    slots_T:        cache row of each token, page * X + offset; padding has a negative one and is not written.
     q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))

@@ -1,7 +1,7 @@
-"""QK-norm, rotation and append in Triton: see `qk_norm_rope_append`. One program is some heads of one token.
+"""QK-norm, rotation and append in Triton: see `qk_norm_rope_append`. One program computes some heads of one token.
 
-Keys and values lie in a row of the cache in the order in which they lie in a row of qkv, so head N of qkv goes to place
-N - H of the cache's row.
+A row of the cache has keys and values in the same order as a row of qkv, so head N of qkv is written to place N - H of
+the cache row.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _norm_rope_append(
         key_x, key_y = _normalize(x, y, k_norm, pairs, pairs_inside, epsilon, HALF)
         x = tl.where(is_query[:, None], query_x, key_x)
         y = tl.where(is_query[:, None], query_y, key_y)
-    # Values keep their bits.
+    # Values are copied bit by bit.
     new_first = tl.where(is_rotated[:, None], (x * cosine - y * sine).to(first.dtype), first)
     new_second = tl.where(is_rotated[:, None], (y * cosine + x * sine).to(first.dtype), second)
     queries_inside = inside & is_query[:, None]

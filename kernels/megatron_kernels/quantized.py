@@ -1,4 +1,4 @@
-"""Quantised matrices of GGUF files: rows of blocks, each with a few dozen small integers and their scale.
+"""Matrices in the formats of GGUF files: rows of blocks, each of small integers with their scale.
 
 N rows, K columns, B bytes of a row.
 """
@@ -57,38 +57,38 @@ SCALES = {
     Q5_K: slice(0, 4),
     Q6_K: slice(208, 210),
 }
-"""Quantised GGML type -> the bytes of a block that are float16; everything else in it is small integers."""
+"""Quantised GGML type -> the bytes of a block that are float16; all other bytes are small integers."""
 _HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """kind: GGML type number. shape: (N, K). blocks_NB: uint8, a view of the file where it can be."""
+    """kind: GGML type number. shape: (N, K). blocks_NB: uint8, a view of the file if possible."""
 
     kind: int
     shape: tuple[int, int]
     blocks_NB: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        """weight_NK in float32."""
+        """Return weight_NK in float32."""
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
     def is_finite(self) -> bool:
         """Return whether all values are finite, which depends on the scales and offsets of the blocks only."""
         where = SCALES[self.kind]
         words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
-        # All bits of a float16's exponent are set in what is not finite.
+        # A float16 that is not finite has all bits of its exponent set.
         exponents = words[:, where.start // 2 : where.stop // 2] & _HALF_EXPONENT
         return bool(exponents.amax() < _HALF_EXPONENT)
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
-        """Some of the rows."""
+        """Return some of the rows."""
         blocks_NB = self.blocks_NB[index]
         return QuantizedTensor(self.kind, (len(blocks_NB), self.shape[1]), blocks_NB)
 
     def columns(self, part: slice) -> QuantizedTensor:
-        """Some of the columns, from and to whole blocks."""
+        """Return some of the columns: whole blocks."""
         values, size = BLOCK_SIZES[self.kind]
         start, stop, _ = part.indices(self.shape[1])
         if start % values or stop % values:
@@ -98,13 +98,13 @@ class QuantizedTensor:
 
 
 def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """The rows of matrices of one kind, one after the other."""
+    """Concatenate the rows of matrices of one kind."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     return QuantizedTensor(parts[0].kind, shape, torch.cat([part.blocks_NB for part in parts]))
 
 
 def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Float32 values of `blocks` (uint8); F16 and BF16 keep their type, and plain types their memory."""
+    """Return the float32 values of `blocks` (uint8); for F32, F16 and BF16, a view in their own type."""
     if kind in PLAIN_DTYPES:
         return blocks.reshape(-1).view(PLAIN_DTYPES[kind]).view(shape)
     if kind in _FORMATS:
@@ -134,7 +134,7 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Low halves first, then high halves: a block of 32 values lies in 16 bytes."""
+    """Return the 32 values of each block of 16 bytes: all low halves, then all high halves."""
     values = torch.empty(len(packed), 2, 16)
     values[:, 0] = packed & 15
     values[:, 1] = packed >> 4
@@ -142,4 +142,4 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 _FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
-"""Done in torch, several times as fast as the gguf package; the same values."""
+"""Implemented in torch, several times as fast as the gguf package, with the same values."""

@@ -1,8 +1,8 @@
-"""Which implementation of each operation is used: torch, Triton, FlashAttention-3 or FlashInfer.
+"""Selects the implementation of each operation: torch, Triton, FlashAttention-3 or FlashInfer.
 
-Each operation has its own switch, for benchmarks and for debugging. Without a switch, an operation runs in Triton on a
-CUDA device where triton is installed, and in torch elsewhere. Other packages are used only on request. Implementations
-are imported when they are chosen.
+Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
+CUDA device if triton is installed, and torch otherwise; other packages are used only if a switch names them.
+Implementations are imported when they are selected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PACKAGES = {
     Backend.FLASH_ATTENTION_3: "flash_attn_interface",
     Backend.FLASHINFER: "flashinfer",
 }
-"""The package that a backend needs beside torch."""
+"""The package that a backend needs in addition to torch."""
 
 _OTHER_MODULES = {
     ("paged_decode", Backend.FLASH_ATTENTION_3): "flash_attention_3",
@@ -48,19 +48,19 @@ _OTHER_MODULES = {
     ("add_rms_norm", Backend.FLASHINFER): "flashinfer_elementwise",
     ("swiglu", Backend.FLASHINFER): "flashinfer_elementwise",
 }
-"""Modules of this package for backends beyond torch (NAME) and Triton (NAME_triton), which all operations have."""
+"""Modules of this package for backends other than torch (NAME) and Triton (NAME_triton), which all operations have."""
 
 _MODULES = {"sample": "sampling"}
-"""Where an operation's file is not named as its function."""
+"""Operations whose file is not named like the function."""
 
 
 class KernelError(ValueError):
-    """An operation cannot run the way it was asked to; the message names the switch, the value and the remedy."""
+    """An operation cannot run as its switch says. The message has the switch, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """One switch an operation; None chooses by the device."""
+    """One switch per operation; None selects the default of the device."""
 
     add_rms_norm: Backend | None = None
     swiglu: Backend | None = None
@@ -73,10 +73,10 @@ class KernelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
-        """Read MEGATRON_KERNELS, for all operations that have it, and MEGATRON_KERNEL_<OPERATION>, which goes first.
+        """Read MEGATRON_KERNELS, for all operations with that backend, and its override MEGATRON_KERNEL_<OPERATION>.
 
         Raises:
-            KernelError: a value is no backend, or a variable names no operation.
+            KernelError: a value is not a backend, or a variable does not name an operation.
         """
         operations = [field.name for field in fields(cls)]
         known = {_variable(name) for name in operations}
@@ -111,7 +111,7 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
     """Return the operations for tensors on `device`.
 
     Raises:
-        KernelError: a chosen backend does not do the operation, is not installed, or does not run on the device.
+        KernelError: a backend does not implement the operation, is not installed, or does not run on the device.
     """
     chosen: dict[str, Backend] = {}
     functions: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
 
 def is_installed(backend: Backend) -> bool:
-    """Whether the backend's package can be found; nothing is imported."""
+    """Return whether the backend's package is installed, without importing it."""
     package = _PACKAGES.get(backend)
     return package is None or importlib.util.find_spec(package) is not None
 

@@ -2,13 +2,12 @@
 
 Shapes: N rows, V vocabulary.
 Types:  logits float32, bfloat16, float16; sums of weights float64; tokens int32, log-probabilities float32.
-Bound:  memory; bytes = N V s for one reading of the logits, which is all that greedy rows need. A drawn row is read
-        again for its sum and for the draw, and for every halving of a search when top-k or top-p are on: from the L2
-        cache, where a row fits.
-Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight, the lower id
-        first among equals, and min_p those of at least min_p, both at once; top_p keeps the fewest of the likeliest of
-        these that reach top_p of their sum. The token is the first, in the order of ids, where the running sum of what
-        is kept exceeds u times the whole, u the Philox uniform of (seed, position): the same token in any batch.
+Bound:  memory; bytes = N V s for one read of the logits, enough for greedy rows. A drawn row is read again for its
+        sum, for the draw, and for every step of a search with top-k or top-p: from the L2 cache if the row fits.
+Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight, among equals the
+        lower id first, and min_p the tokens with a weight of at least min_p; top_p keeps the fewest, most likely tokens
+        of these that reach top_p of their sum. The token is the first, in the order of ids, at which the running sum of
+        kept weights exceeds u times their sum, u the Philox uniform of (seed, position): the same token in any batch.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -26,7 +25,7 @@ def bytes_moved(rows: int, vocabulary: int, *, element_size: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number of (0, 1) for the row: 52 bits of Philox4x32-10 and a half."""
+    """Return the uniform number in (0, 1) of the row, from 52 bits of Philox4x32-10."""
     x0, x1, x2, x3 = position & _LOW, (position >> 32) & _LOW, 0, 0
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(10):
@@ -46,9 +45,9 @@ def sample(
     seeds_N: torch.Tensor,
     positions_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens, int32 [N], and their log-probabilities under the logits as they came, float32 [N].
+    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N].
 
-    temperature_N: float32; 0 takes the likeliest token, the lowest id of equals.
+    temperature_N: float32; 0 takes the most likely token, among equals the lowest id.
     top_k_N:       int32; 0 keeps all.
     top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
     seeds_N, positions_N: int64; the 64 bits of a seed.

@@ -1,12 +1,12 @@
-"""Sampling in Triton without sorting: see `sampling`. One program is one row.
+"""Sampling in Triton without sorting: see `sampling`. One program computes one row.
 
-The last token that a filter keeps is found by bisection over the bits of weights: floats that are not negative are
-ordered as their bits are, so a search has at most 30 halvings; each shrinks its range to weights that occur, so that
-it ends when one is left. Where only some of several equal weights are kept, their number is known, and the lowest ids
-are taken. Sums are float64 and added in a fixed order, so that a row's token depends on the row alone.
+The last token that a filter keeps is found by bisection over the bits of weights: non-negative floats are ordered like
+their bits, so a search has at most 30 steps. Each step narrows the range to weights that occur, until one is left. If
+only some of several equal weights are kept, their number is known and the lowest ids are kept. Sums are float64 and
+added in a fixed order, so that the token of a row depends on the row only.
 
-A search reads its weights again and again. Before the first, the likeliest are copied to a buffer; where they are few
-and enough to decide, only they are read.
+A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer; if they
+fit and are enough to decide, the search reads only the buffer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CANDIDATES = 4096
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14: a token that is this much less likely than the likeliest is rarely kept by top-k or top-p."""
+"""Bits of 2^-14: top-k and top-p rarely keep a token that is less likely than the likeliest by this factor."""
 _STEP = tl.constexpr(2.0**-52)
 
 
 @triton.jit
 def _bits(row, columns, vocabulary, largest, temperature):
-    """Bits of the weights of `columns`; 0 outside."""
+    """Return the bits of the weights of `columns`; 0 outside."""
     logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.exp(tl.div_rn(logits - largest, temperature)).to(tl.int32, bitcast=True)
 
@@ -40,7 +40,7 @@ def _total(bits, reaches):
 
 @triton.jit
 def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Sum of the weights whose bits are at least `threshold`."""
+    """Return the sum of the weights whose bits are at least `threshold`."""
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
         bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
@@ -50,7 +50,7 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of the likeliest tokens to the buffer, as far as there is room; return their number and sum."""
+    """Copy the bits of the likeliest tokens to the buffer, up to its capacity. Return their number and sum."""
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
@@ -62,15 +62,16 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
             tl.store(buffer + places, bits, mask=is_likely & (places < CAPACITY))
             mass += _total(bits, is_likely)
         count += found
-    # Other threads of the program read what this one wrote.
+    # Other threads of the program read the buffer.
     tl.debug_barrier()
     return count, mass
 
 
 @triton.jit
 def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Number and sum of the weights whose bits are at least `threshold` (> 0 to count: what lies outside weighs 0), the
-    least bits of these and the greatest of the others. Reads the buffer, or the row if `num_buffered` is 0."""
+    """Return the number and sum of the weights whose bits are at least `threshold`, the least bits of these, and the
+    greatest bits of the others. The number is valid for thresholds above 0, because columns outside have weight 0.
+    Reads the buffer, or the row if `num_buffered` is 0."""
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     least = tl.full((), _BITS_OF_ONE, tl.int32)
@@ -103,8 +104,8 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The greatest bits from `low` on such that the weights of at least these reach `target`, by number or by sum, and
-    number and sum of the weights above. All weights from `low` on reach it."""
+    """Return the greatest bits, at least `low`, for which the number or sum of the weights with these bits or more
+    reaches `target`; and the number and sum of the weights with more. The weights from `low` on must reach it."""
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
     mass_above = tl.full((), 0.0, tl.float64)
@@ -139,7 +140,8 @@ def _keep(
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """What the filters keep: all weights whose bits exceed `cut`, and the first `ties` that equal it; and their sum."""
+    """Return (cut, ties, mass). The filters keep all weights whose bits exceed `cut`, and the first `ties` weights that
+    equal it; `mass` is the sum of these."""
     cut = tl.full((), 0, tl.int32)
     ties = vocabulary
     mass = tl.full((), 0.0, tl.float64)
@@ -174,7 +176,7 @@ def _keep(
         needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
         if found > cut:
             ties = vocabulary
-        # At least one, and no more than there are: rounding may ask for one beyond them.
+        # At least one, and at most all: rounding may give one too many.
         ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
         whole = _sum_from(row, vocabulary, largest, temperature, found, BLOCK)
         mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
@@ -184,7 +186,7 @@ def _keep(
 
 @triton.jit
 def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.constexpr):
-    """The first token at which the running sum of what is kept exceeds `target`, or the last kept if none does."""
+    """Return the first token at which the running sum of kept weights exceeds `target`, or the last kept token."""
     token = tl.full((), -1, tl.int32)
     last = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)

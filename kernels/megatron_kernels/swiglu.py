@@ -1,7 +1,7 @@
 """SwiGLU, silu(gate) * up, the middle of a gated feed-forward block (Shazeer 2020, arXiv:2002.05202); or GeGLU, with
 gelu in its approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415) in place of silu.
 
-Shapes: T tokens, F feed-forward width, G = 2 F: gate and up side by side in a row, as one fused product leaves them.
+Shapes: T tokens, F feed-forward width, G = 2 F: gate, then up, in each row, as a fused product returns them.
 Types:  float32, bfloat16, float16; computed in float32, rounded once.
 Bound:  memory; bytes = 3 T F s for elements of s bytes (two read, one written).
 """
@@ -26,7 +26,7 @@ def swiglu(
     """Return activation(gate) * up, [T, F].
 
     gate_up_TG: [T, 2 F], rows contiguous inside; rows may be strided.
-    out_TF:     written when given.
+    out_TF:     result; None allocates it.
     """
     gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
     gate_TF = F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")

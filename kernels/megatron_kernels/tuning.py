@@ -1,8 +1,8 @@
-"""Division of kernels into programs, as pure functions of shapes. Nothing is measured at run time, so that a captured
-graph and a replayed request always use the same choice.
+"""How a kernel is split into programs, as pure functions of shapes. No autotuning at run time, so that a captured graph
+and a replayed request always use the same split.
 
-The choices follow from the hardware's granularity (32 lanes a warp, 16-byte loads, tensor-core tiles of 16 rows); none
-has been measured yet.
+The values follow from the granularity of the hardware (32 lanes per warp, 16-byte loads, tensor-core tiles of 16 rows);
+they have not been measured yet.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_DOT_ROWS = 16
-"""Rows below which a tensor-core product pads."""
+"""Fewest rows of a tensor-core product; fewer rows are padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block: elements of a program; num_warps: warps that share them."""
+    """block: elements of a program. num_warps: warps of a program."""
 
     block: int
     num_warps: int
@@ -23,8 +23,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """block_tokens: cached tokens of one product; splits: programs that share a sequence; split_tokens: the fewest of
-    one program, a multiple of block_tokens."""
+    """block_tokens: cached tokens of one product. splits: programs per sequence. split_tokens: fewest tokens of a
+    program, a multiple of block_tokens."""
 
     block_tokens: int
     splits: int
@@ -35,7 +35,7 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """block_queries: new tokens of a program; block_tokens: cached tokens of one product."""
+    """block_queries: new tokens of a program. block_tokens: cached tokens of one product."""
 
     block_queries: int
     block_tokens: int
@@ -45,7 +45,7 @@ class PrefillTuning:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """columns: of the result of a program; depth: values of a row that one product takes."""
+    """columns: columns of a program's result. depth: values of a row in one product."""
 
     columns: int
     depth: int
@@ -58,13 +58,13 @@ def next_power_of_2(number: int) -> int:
 
 
 def elementwise_tile(width: int) -> Tile:
-    """Tiles of a row for an operation that treats every element by itself, at most 8 elements a lane."""
+    """Return the tile of a row for an element-wise operation: at most 8 elements per lane."""
     block = min(1024, max(32, next_power_of_2(width)))
     return Tile(block, max(1, min(4, block // 256)))
 
 
 def row_tile(width: int) -> Tile:
-    """A whole row for an operation that reduces over it: at most 16 elements a lane, at most 16 warps."""
+    """Return the tile for an operation that reduces over a row: the row, at most 16 elements per lane and 16 warps."""
     block = max(32, next_power_of_2(width))
     return Tile(block, max(1, min(16, block // 512)))
 
@@ -78,16 +78,15 @@ def decode_tuning(
     num_sms: int,
     fixed_split_tokens: int | None = None,
 ) -> DecodeTuning:
-    """Return the cut of a decode step over its cached tokens.
+    """Return the split of a decode step over its cached tokens.
 
-    Chooses as many splits as give every streaming multiprocessor (SM) two programs, of at least 256 tokens each, at
-    most 64. With `fixed_split_tokens` the cut of a sequence depends only on its length, so that its result is the same
-    in any batch.
+    By default there are enough splits for two programs per multiprocessor, of at least 256 tokens each, at most 64.
+    With `fixed_split_tokens` the split of a sequence depends only on its length: its result is the same in any batch.
 
-    max_tokens: the longest context that the launch must hold (a graph's bound, not the batch's).
+    max_tokens: the longest context that the launch supports (the limit of a graph, not the longest of the batch).
 
     Raises:
-        ValueError: a fixed split that is no multiple of a block: its last block would never be full.
+        ValueError: `fixed_split_tokens` is not a multiple of a block.
     """
     block_tokens = 64 if head_dim <= 128 else 32
     if fixed_split_tokens is not None:
@@ -102,39 +101,39 @@ def decode_tuning(
 
 
 def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
-    """Return the cut of a prefill: 128 rows of queries a program (64 for large heads), where a row is a (token, head of
-    the group) pair."""
+    """Return the split of a prefill: 128 rows of queries per program (64 for large heads), where a row is a pair
+    (token, head of the group)."""
     rows = 128 if head_dim <= 128 else 64
     block_queries = max(1, rows // next_power_of_2(group))
     return PrefillTuning(block_queries, 64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
 
 
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
-    """Heads of one program that works on heads of one token: all that make 2048 elements when tokens alone fill the
-    device, few when they do not."""
+    """Return the heads of a program for heads of one token: up to 2048 elements if the tokens are enough to fill the
+    device, else at most 4 heads."""
     most = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(most, next_power_of_2(num_heads))
 
 
 def routing_block(num_experts: int) -> int:
-    """Tokens of one program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
+    """Return the tokens of a program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
     return max(1, min(64, 4096 // next_power_of_2(num_experts)))
 
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
-    """Places of a tile of the experts' products, to which each expert's part of the order is aligned: the fewest that
-    a tensor-core product takes, and more where an expert gets as many tokens on average."""
+    """Return the places of a tile of the experts' products, to which each expert's part of the order is aligned: the
+    fewest of a tensor-core product, or 64 if an expert gets 32 or more tokens on average."""
     return 64 if tokens * top_k >= 32 * num_experts else MIN_DOT_ROWS
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the cut of the experts' products into tiles of so many places."""
+    """Return the tile of the experts' products, given its number of places."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)
 
 
 def vocabulary_tile(vocabulary: int) -> Tile:
-    """Logits of one step over a row: 16 a lane where there are as many."""
+    """Return the tile of a loop over a row of logits: 16 per lane if there are enough."""
     block = min(4096, max(32, next_power_of_2(vocabulary)))
     return Tile(block, max(1, block // 512))

@@ -1,6 +1,6 @@
-"""megatron-operator: run the controller, and everything that can be asked of it without a cluster.
+"""megatron-operator: the controller, and its offline tools.
 
-Exit codes: 0 done, 1 a resource or cluster is wrong, 2 the command line is.
+Exit codes: 0 success, 1 an error of a resource or the cluster, 2 an error of the command line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ runtime_image = click.option(
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
-    help="Image of coordinator, server and engines where a resource names none.",
+    help="Image of coordinator, server and engines if a resource sets none.",
 )
 operator_namespace = click.option(
     "--operator-namespace",
     envvar="POD_NAMESPACE",
     default="megatron-system",
     show_default=True,
-    help="Namespace of the operator's own pods: its Lease and admin key live there.",
+    help="Namespace of the operator's own pods, its Lease and its admin key.",
 )
 image_pull_policy = click.option(
     "--image-pull-policy",
@@ -75,32 +75,32 @@ _POLICY: dict[Switch, tuple[str, str | None, str]] = {
     Switch.IMAGES: (
         "image_repositories",
         "REPOSITORY",
-        "Images of this repository may run, besides those of the runtime image's; all below it when it ends in /.",
+        "Images of this repository are allowed, besides the runtime image's; all below it if it ends in /.",
     ),
-    Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which the default rejects."),
+    Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which is rejected by default."),
     Switch.METADATA: (
         "metadata",
         "KEY",
-        "podTemplates may set this label or annotation, which the default rejects; a prefix when it ends in /.",
+        "podTemplates may set this label or annotation, which is rejected by default; a prefix if it ends in /.",
     ),
 }
-"""For each switch: the field of PodPolicy, the flag's argument (None: it has none) and its help."""
+"""For each switch: the field of PodPolicy, the flag's argument (None: a boolean flag) and its help."""
 
 
 def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of what podTemplates may contain. `_settings` turns their values into a PodPolicy."""
+    """Options of the pod policy. `_settings` converts their values to a PodPolicy."""
     for switch, (name, argument, text) in reversed(_POLICY.items()):
         flag = switch.value[1]
         if argument is None:
             option = click.option(flag, name, is_flag=True, help=text)
         else:
-            option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May repeat.")
+            option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May be repeated.")
         command = option(command)
     return command
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
-    """The settings that options ask for, and the options that are none of them."""
+    """Return the settings of the options, and the remaining options."""
     try:
         policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
     except ValueError as error:
@@ -124,35 +124,41 @@ def main() -> None:
 @runtime_image
 @operator_namespace
 @image_pull_policy
-@click.option("--namespace", "namespaces", multiple=True, help="Serve this namespace only; may repeat. Default: all.")
-@click.option("--kubeconfig", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Not in a pod only.")
+@click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
+@click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+)
 @click.option("--context", help="Context of the kubeconfig.")
 @click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
-@click.option("--lease-name", default="megatron-operator", show_default=True, help="One for each set of namespaces.")
+@click.option(
+    "--lease-name", default="megatron-operator", show_default=True, help="Lease, one for each set of namespaces."
+)
 @click.option(
     "--lease-seconds",
     type=click.FloatRange(1, 600),
     default=10.0,
     show_default=True,
-    help="A dead leader is replaced after so long.",
+    help="Time after which a dead leader is replaced.",
 )
 @click.option(
     "--resync-seconds",
     type=click.FloatRange(min=1),
     default=300.0,
     show_default=True,
-    help="How often the objects of each resource are listed afresh.",
+    help="Interval at which the objects of each resource are listed again.",
 )
 @click.option(
     "--watch-seconds",
     type=click.FloatRange(min=1),
     default=40.0,
     show_default=True,
-    help="How long a watch lasts before it is asked for anew: one that fell silent is found in that time.",
+    help="Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed.",
 )
 @click.option(
     "--coordinator-address",
-    help="Template of a coordinator's admin address with {name} and {namespace}. Default: its Service's cluster IP.",
+    help="Template of coordinator admin addresses, with {name} and {namespace}. Default: the Service's cluster IP.",
 )
 @click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
 @pod_policy
@@ -161,8 +167,8 @@ def main() -> None:
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="The status quotes termination messages of images of this repository, besides those of the runtime image's; "
-    "all below it when it ends in /. May repeat.",
+    help="The status quotes termination messages of images of this repository, besides the runtime image's; "
+    "all below it if it ends in /. May be repeated.",
 )
 @egress_policies
 @click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
@@ -174,7 +180,7 @@ def run(
     log_level: str,
     **options: Any,
 ) -> None:
-    """Run the controller until it is told to stop or loses its leadership."""
+    """Run the controller until SIGTERM or the loss of its leadership."""
     from megatron_operator.controller import main as controller
     from megatron_operator.controller.log import configure
     from megatron_operator.controller.options import RunOptions
@@ -214,7 +220,7 @@ def install(operator_namespace: str, runtime_image: str, image: str) -> None:
 @egress_policies
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
 def render(path: Path, output: str, **options: Any) -> None:
-    """Print the children that a resource would get. The keys Secret is made in the cluster and not printed."""
+    """Print the children of a resource, except the keys Secret, which is created in the cluster."""
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
     except (ResourceFileError, InvalidPodTemplate) as error:
@@ -223,7 +229,7 @@ def render(path: Path, output: str, **options: Any) -> None:
 
 
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
-    """The resource that `--against` names; None when there is none yet."""
+    """Return the resource of `--against`; None if it does not exist."""
     if against is None:
         return None
     if against != "cluster":
@@ -239,7 +245,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 @main.command()
 @resource_file
-@click.option("--against", help="The resource as it is now: a file, or `cluster`. Absent: nothing exists yet.")
+@click.option("--against", help="The current resource: a file, or `cluster`. Default: it does not exist.")
 @click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
 @runtime_image
 @operator_namespace
@@ -247,14 +253,14 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @pod_policy
 @egress_policies
 def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
-    """Say what applying FILE would change, why, and which engines restart."""
+    """Show what applying FILE would change, why, and which engines restart."""
     fixed, _ = _settings(**options)
     try:
         new = read_resource(path)
         old = _present(new, against, context=context)
         if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
             raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
-        # What runs may be from before the policy that new resources have to meet.
+        # The current resource may be older than the pod policy.
         before = old.context(replace(fixed, pod_policy=None)) if old else None
         found = preview(before, new.context(fixed))
     except (ResourceFileError, InvalidPodTemplate) as error:
@@ -273,18 +279,18 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
 
 @main.command()
 @resource_file
-@click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace that gets the files.")
+@click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace for the files.")
 @runtime_image
 @image_pull_policy
 @egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
-    """Print a Job that fetches a resource's Hugging Face repository into a claim, and how to use it from there."""
+    """Print a Job that downloads a resource's Hugging Face repository to a claim, and the spec that uses the claim."""
     try:
         context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
     except (ResourceFileError, NothingToPrefetch) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
-    say("# Once this Job is complete, the resource may say:")
+    say("# When this Job is complete, set in the resource:")
     for line in as_yaml([{"spec": source}]).splitlines():
         say(f"#   {line}")
     policies = [prefetch_policy(context)] if context.settings.egress_policies else []
@@ -293,10 +299,10 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 
 @main.command()
 @click.argument("name")
-@click.option("-n", "--namespace", help="Default: the context's.")
+@click.option("-n", "--namespace", help="Default: the namespace of the context.")
 @click.option("--context", help="Context of the kubeconfig.")
 def explain(name: str, namespace: str | None, context: str | None) -> None:
-    """Say what holds resource NAME up, from the resource down to the pod, the scheduler or the rank."""
+    """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
     from megatron_operator.explain import causes
     from megatron_operator.resource_client import ClusterError, ResourceClient
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 import click
@@ -13,6 +14,10 @@ PROGRAMS: tuple[tuple[str, click.Group], ...] = (("megatron-operator", cli.main)
 
 def _escape(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("{", "&#123;")
+
+
+def _paragraph(text: str) -> list[str]:
+    return textwrap.wrap(_escape(text), 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _default(option: click.Option) -> str:
@@ -41,14 +46,14 @@ def section(program: str, name: str, command: click.Command) -> list[str]:
     usage = " ".join([program, name, *arguments])
     rows = list(_options(command))
     table = ["", "| option | default | |", "|---|---|---|", *rows] if rows else []
-    return ["", f"### `{usage}`", "", _escape(command.help or ""), *table]
+    return ["", f"### `{usage}`", "", *_paragraph(command.help or ""), *table]
 
 
 def cli_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     lines = ["# Command lines of the operator", "", "Generated from the commands by `make generate`."]
     for program, group in PROGRAMS:
-        lines += ["", f"## {program}", "", _escape(group.help or "")]
+        lines += ["", f"## {program}", "", *_paragraph(group.help or "")]
         for name, command in sorted(group.commands.items()):
             lines += section(program, name, command)
     return "\n".join(lines) + "\n"

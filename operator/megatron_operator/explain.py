@@ -1,4 +1,4 @@
-"""A resource's status as an explanation for people. Pure text from plain data."""
+"""Explains a resource's status as text. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.remedies import REMEDIES
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
 from megatron_operator.plan.world import PodView
 
-_DOCS = {reason.value: reason.doc for reason in Reason}
+_DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
+"""What each reason means, and what to do about it."""
 
 
 def explanation(resource: Mapping[str, Any]) -> list[str]:
-    """The lines of the chain from what is wanted to what is waited for, then conditions, engines and transitions."""
+    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions."""
     metadata, status = resource["metadata"], resource.get("status") or {}
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
     if not status:
-        return [
-            f"{title}: wanted {desired}; no status yet: no operator has seen it. Is one running for this namespace?"
-        ]
-    lines = [f"{title}: {status.get('state')}, wanted {desired}, {status.get('ready', '0/0')} engines ready"]
+        return [f"{title}: desired {desired}; no status yet. Is an operator running for this namespace?"]
+    lines = [f"{title}: {status.get('state')}, desired {desired}, {status.get('ready', '0/0')} engines ready"]
     if metadata.get("generation") != status.get("observedGeneration"):
-        lines.append("  the latest change of the spec has not been seen by the operator yet")
+        lines.append("  the operator has not processed the latest change of the spec yet")
     lines += _waiting(status)
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
@@ -34,7 +34,7 @@ def explanation(resource: Mapping[str, Any]) -> list[str]:
 
 
 def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """From the resource down to the pod, scheduler or rank that holds it up, one step a line."""
+    """Return the chain from the resource down to the pod, scheduler or rank that it waits for, one step per line."""
     status = resource.get("status") or {}
     lines = list(takewhile(lambda line: line != "conditions:", explanation(resource)))
     if not status or status.get("plan") is None:
@@ -80,8 +80,8 @@ def _waiting(status: Mapping[str, Any]) -> list[str]:
             lines.append(f"    {lifecycle['message']}")
     for entry in status.get("conditions") or ():
         if entry["type"] == ConditionType.DEGRADED.value and entry["status"] == "True":
-            lines.append(f"  trouble: {entry['reason']}: {entry['message']}")
-            lines.append(f"    {_DOCS.get(entry['reason'], '')}")
+            lines.append(f"  error: {entry['reason']}: {entry['message']}")
+            lines += [f"    {text}" for text in _DOCS.get(entry["reason"], ())]
     return lines
 
 

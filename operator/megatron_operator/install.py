@@ -1,6 +1,6 @@
-"""The operator's own manifests, for installing without Helm: `manifests/install.yaml`. Pure.
+"""The operator's own manifests, for an installation without Helm: `manifests/install.yaml`. Pure.
 
-The rules of its roles are written here once; the Helm chart reads them from `files/rules.yaml`, generated from them.
+The rules of its roles are defined here; the Helm chart reads them from the generated `files/rules.yaml`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ HEALTH_PORT = 8080
 USER = 65532
 READ = ["get", "list", "watch"]
 APPLY = [*READ, "create", "patch"]
-"""Server-side apply, and the reads that go with it. What exists once is deleted with its resource, by the garbage
-collector."""
+"""Server-side apply and the reads for it. The garbage collector deletes shared children with their resource."""
 OWN = [*APPLY, "delete"]
 
 
@@ -43,19 +42,19 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
-"""What the operator does where resources are. Secrets are read, created and rotated by name, never listed. RBAC cannot
-limit that to the names NAME-keys: it knows no patterns, and no names for what is created."""
+"""Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
+limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
 
 HOME_RULES: list[Rule] = [
     _rule("coordination.k8s.io", ["leases"], ["get", "create", "update"]),
     _rule("", ["secrets"], ["create"]),
     _rule("", ["secrets"], ["get"], names=[ADMIN_SECRET]),
 ]
-"""What it does in its own namespace: its Lease and its admin key."""
+"""Permissions in its own namespace, for its Lease and its admin key."""
 
 
 def rules_file() -> dict[str, list[Rule]]:
-    """The content of the chart's `files/rules.yaml`."""
+    """Return the content of the chart's `files/rules.yaml`."""
     return {"resource": RESOURCE_RULES, "home": HOME_RULES}
 
 
@@ -158,7 +157,7 @@ def _network_policy(namespace: str) -> Manifest:
 
 
 def install_manifests(*, namespace: str, image: str, runtime_image: str) -> list[Manifest]:
-    """Everything `kubectl apply --server-side -f` needs to have an operator for all namespaces."""
+    """Return the manifests of an operator for all namespaces, for `kubectl apply --server-side -f`."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": restricted}}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(NAME, namespace)}

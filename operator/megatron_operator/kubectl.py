@@ -1,4 +1,4 @@
-"""kubectl megatron: the verbs as words. kubectl finds `kubectl-megatron` on PATH; it only patches the spec."""
+"""kubectl megatron: the verbs as commands. kubectl finds `kubectl-megatron` on PATH. It only patches the spec."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_operator.resource_client import ClusterError, ResourceClient
 from megatron_operator.terminal import fail, say, say_lines
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
-    "pause": (DesiredState.PAUSED, "Freeze work in place; new requests wait."),
-    "resume": (DesiredState.RUNNING, "Run again, from any state."),
-    "suspend": (DesiredState.SUSPENDED, "Freeze work and give memory back."),
+    "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
+    "resume": (DesiredState.RUNNING, "Run, from any state."),
+    "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
     "stop": (DesiredState.STOPPED, "Drain, then remove the engines."),
 }
 
@@ -24,19 +24,19 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Look at and control MegatronInference resources."""
+    """Show and control MegatronInference resources."""
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     command = click.argument("name")(command)
-    command = click.option("-n", "--namespace", help="Default: the context's.")(command)
+    command = click.option("-n", "--namespace", help="Default: the namespace of the context.")(command)
     return click.option("--context", help="Context of the kubeconfig.")(command)
 
 
 @main.command()
 @_options
 def status(name: str, namespace: str | None, context: str | None) -> None:
-    """Say how NAME is, and what it waits for."""
+    """Show the status of NAME, and what it waits for."""
     try:
         resource = ResourceClient(namespace=namespace, context=context).get(name)
     except ClusterError as error:
@@ -47,7 +47,7 @@ def status(name: str, namespace: str | None, context: str | None) -> None:
 @main.command()
 @_options
 def explain(name: str, namespace: str | None, context: str | None) -> None:
-    """Say what holds NAME up, from the resource down to the pod, the scheduler or the rank."""
+    """Show what NAME waits for, down to the pod, the scheduler or the rank."""
     try:
         client = ResourceClient(namespace=namespace, context=context)
         lines = causes(client.get(name), client.pods(name))
@@ -61,7 +61,7 @@ def _verb(verb: str) -> None:
 
     @main.command(name=verb, help=summary)
     @_options
-    @click.option("--wait/--no-wait", default=True, show_default=True, help="Until every rank has confirmed.")
+    @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed.")
     @click.option("--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to wait.")
     def command(name: str, namespace: str | None, context: str | None, **options: Any) -> None:
         try:
@@ -71,7 +71,7 @@ def _verb(verb: str) -> None:
                 client.wait_state(name, desired.value, timeout_seconds=options["timeout"])
         except ClusterError as error:
             fail(error)
-        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} asked for")
+        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} requested")
 
 
 for _name in VERBS:

@@ -1,4 +1,4 @@
-"""Resources as files: what `render` and `plan` read, with the API server's own refusals in its own words."""
+"""Reads resources from files for `render` and `plan`, with the API server's validation messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_operator.render.context import RenderContext
 
 
 class ResourceFileError(ValueError):
-    """A file that holds no valid resource. The message names the file, the field and the remedy."""
+    """A file without a valid resource. The message names the file, the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ResourceFile:
 
 
 def describe(error: ValidationError) -> str:
-    """Every fault of a spec on a line of its own, as `spec.path: what is wrong`."""
+    """Return all errors of a spec, one per line, as `spec.path: message`."""
     lines = []
     for fault in error.errors():
         message = fault["msg"].removeprefix("Value error, ")
@@ -45,10 +45,10 @@ def describe(error: ValidationError) -> str:
 
 
 def read_resource(path: Path) -> ResourceFile:
-    """The one MegatronInference in a YAML file.
+    """Return the only MegatronInference in a YAML file.
 
     Raises:
-        ResourceFileError: when there is none, more than one, or it is invalid.
+        ResourceFileError: there is none, more than one, or it is invalid.
     """
     try:
         documents = [entry for entry in yaml.safe_load_all(path.read_text()) if entry is not None]
@@ -61,13 +61,13 @@ def read_resource(path: Path) -> ResourceFile:
 
 
 def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
-    """The resource that a manifest describes, be it from a file or from the API server.
+    """Return the resource of a manifest from a file or the API server.
 
     Args:
-        origin: where it is from, for messages.
+        origin: source of the manifest, for messages.
 
     Raises:
-        ResourceFileError: when it is invalid.
+        ResourceFileError: it is invalid.
     """
     if manifest.get("apiVersion") != API_VERSION:
         raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")

@@ -1,4 +1,4 @@
-"""Alert rules and the Grafana dashboard, as plain data. A test holds every metric named here to one that exists."""
+"""Alert rules and the Grafana dashboard, as plain data. A test checks that every metric here exists."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ALERTS: list[Object] = [
         "absent(megatron_operator_leading == 1)",
         wait="2m",
         severity="critical",
-        summary="No operator leads. What serves goes on serving; no change of a resource has an effect.",
-        action="Look at the operator's pods and at its Lease.",
+        summary="No operator leads. Running resources keep serving; changes of resources have no effect.",
+        action="Check the operator's pods and its Lease.",
     ),
     _alert(
         "MegatronReconcileFails",
         'rate(megatron_operator_reconcile_passes_total{outcome="error"}[5m]) > 0.1',
         wait="10m",
         severity="warning",
-        summary="Passes over resources fail again and again.",
+        summary="Passes over resources fail repeatedly.",
         action="Read the operator's log for 'pass failed': it names the resource and the request.",
     ),
     _alert(
@@ -36,23 +36,23 @@ ALERTS: list[Object] = [
         wait="10m",
         severity="warning",
         summary="{{ $labels.namespace }}/{{ $labels.name }}: {{ $labels.reason }}.",
-        action="kubectl megatron status NAME says what is wrong and what to do.",
+        action="kubectl megatron status NAME shows the error and the remedy.",
     ),
     _alert(
         "MegatronResourceFailed",
         'megatron_operator_resource_state{state="Failed"} == 1',
         wait="1m",
         severity="critical",
-        summary="{{ $labels.namespace }}/{{ $labels.name }}: every engine was given up.",
-        action="Correct the spec after the diagnosis in status.engines; any change tries again.",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: the restart budget of every engine is exhausted.",
+        action="Correct the spec according to the diagnosis in status.engines; any change resets the budget.",
     ),
     _alert(
         "MegatronKeyRotationStuck",
         'megatron_operator_condition{type="Progressing",status="True",reason="RotatingKeys"} == 1',
         wait="15m",
         severity="warning",
-        summary="{{ $labels.namespace }}/{{ $labels.name }}: its keys are half rotated. Both generations work.",
-        action="status.plan.waitingOn says who does not use the new keys; look at the kubelet of its node.",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: its key rotation is stalled. Both generations work.",
+        action="status.plan.waitingOn names the component without the new keys; check the kubelet of its node.",
     ),
     _alert(
         "MegatronStateUnknown",
@@ -60,7 +60,7 @@ ALERTS: list[Object] = [
         wait="5m",
         severity="warning",
         summary="{{ $labels.namespace }}/{{ $labels.name }}: its coordinator does not answer the operator.",
-        action="Look at the coordinator's pod, and at the NetworkPolicies between the two.",
+        action="Check the coordinator's pod, and the NetworkPolicies between the two.",
     ),
     _alert(
         "MegatronNoEngineServes",
@@ -76,15 +76,15 @@ ALERTS: list[Object] = [
         "increase(megatron_coordinator_engines_lost_total[15m]) > 3",
         wait="0m",
         severity="warning",
-        summary="Engines are lost again and again; their requests are replayed each time.",
-        action="Look at the engines' last words in kubectl describe pod.",
+        summary="Engines are lost repeatedly; their requests are replayed each time.",
+        action="Read the termination messages of the engines in kubectl describe pod.",
     ),
     _alert(
         "MegatronQueueGrows",
         "megatron_coordinator_queued_requests > 100 and deriv(megatron_coordinator_queued_requests[10m]) > 0",
         wait="10m",
         severity="warning",
-        summary="Requests arrive faster than engines answer.",
+        summary="Requests arrive faster than the engines answer.",
         action="Raise spec.replicas, or let an autoscaler do it.",
     ),
     _alert(
@@ -94,13 +94,13 @@ ALERTS: list[Object] = [
         wait="0m",
         severity="warning",
         summary="{{ $labels.verb }} takes more than a minute to be confirmed.",
-        action="status.plan.waitingOn names the rank that is waited for.",
+        action="status.plan.waitingOn names the rank that has not confirmed.",
     ),
 ]
 
 
 def alert_rules() -> Object:
-    """The content of a PrometheusRule's spec."""
+    """Return the spec of a PrometheusRule."""
     return {"groups": [{"name": "megatron-inference", "rules": ALERTS}]}
 
 
@@ -152,7 +152,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Resources by state", "short", (("sum by (state) (megatron_operator_resource_state)", "{{state}}"),)),
     (
-        "Time of verbs, p99",
+        "Duration of verbs, p99",
         "s",
         (
             (
@@ -162,7 +162,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
-        "Time of a pass, p99",
+        "Duration of a pass, p99",
         "s",
         (("histogram_quantile(0.99, sum by (le) (rate(megatron_operator_reconcile_seconds_bucket[5m])))", "pass"),),
     ),
@@ -182,11 +182,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
 )
-"""Title, unit, and (expression, legend) of each curve."""
+"""A panel: title, unit, and (expression, legend) of each curve."""
 
 
 def dashboard() -> Object:
-    """A Grafana dashboard (schema 39)."""
+    """Return a Grafana dashboard (schema 39)."""
     return {
         "uid": "megatron-inference",
         "title": "Megatron inference",
@@ -216,5 +216,5 @@ def _panel(number: int, title: str, unit: str, curves: tuple[tuple[str, str], ..
 
 
 def expressions() -> list[str]:
-    """Every query of alerts and dashboard."""
+    """Return all queries of alerts and dashboard."""
     return [alert["expr"] for alert in ALERTS] + [query for _, _, curves in PANELS for query, _ in curves]

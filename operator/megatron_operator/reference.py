@@ -1,8 +1,9 @@
-"""The reference page of the resource, generated from its schema and vocabulary. Pure text."""
+"""The reference page of the resource, generated from its schema and enumerations. Pure."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -58,20 +59,21 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 def _rules(schema: Schema) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", ()):
-        yield f"- {_escape(rule['message'])}"
+        yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
     for field in schema.get("properties", {}).values():
         yield from _rules(field)
 
 
 def reference_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     spec, status = structural_schema(MegatronInferenceSpec), structural_schema(MegatronInferenceStatus)
     columns = ", ".join(f"{name.upper()}{' (wide)' if priority else ''}" for name, _, _, priority in COLUMNS)
     lines = [
         f"# {KIND}",
         "",
         f"`{API_VERSION}`, short name `{SHORT_NAME}`. Generated from the types by `make generate`.",
-        f"Columns of `kubectl get {SHORT_NAME}`: {columns}.",
+        "",
+        *textwrap.wrap(f"Columns of `kubectl get {SHORT_NAME}`: {columns}.", 100),
         "",
         "## spec",
         "",

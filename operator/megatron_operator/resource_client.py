@@ -1,4 +1,4 @@
-"""The few requests that command line tools make: read a resource, patch its desired state, wait. Not the operator's."""
+"""API requests of the command line tools: read a resource, patch its desired state, wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WATCH_SECONDS = 30
 
 
 class ClusterError(Exception):
-    """The API server cannot be reached or says no. The message says which, and for what."""
+    """The API server is unreachable or rejected a request. The message has the object and the cause."""
 
 
 class NoSuchResourceError(ClusterError):
@@ -20,7 +20,7 @@ class NoSuchResourceError(ClusterError):
 
 
 class ResourceClient:
-    """Resources of one namespace, as the user's kubeconfig allows."""
+    """Access to the resources of one namespace with the user's kubeconfig."""
 
     def __init__(self, *, namespace: str | None = None, context: str | None = None) -> None:
         from kubernetes import client, config
@@ -51,7 +51,7 @@ class ResourceClient:
         return found
 
     def pods(self, name: str) -> list[dict[str, Any]]:
-        """Every pod of a resource, as the API server shows it."""
+        """Return all pods of a resource."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -67,7 +67,7 @@ class ResourceClient:
         return self._call("get", name)
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """The resource, or None where there is none."""
+        """Return the resource, or None if it does not exist."""
         try:
             return self._call("get", name)
         except NoSuchResourceError:
@@ -78,10 +78,10 @@ class ResourceClient:
         return self._call("patch", name, {"spec": fields})
 
     def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> dict[str, Any]:
-        """The resource once the operator has seen its present spec and reports `state`, settled.
+        """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource.
 
         Raises:
-            ClusterError: when the time is over; the message says what the resource waits for.
+            ClusterError: timeout; the message says what the resource waits for.
         """
         from kubernetes import watch
 

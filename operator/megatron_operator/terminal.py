@@ -1,4 +1,4 @@
-"""All that the commands write to a terminal, escaped. Nothing else in the commands writes to one."""
+"""Escaped output of the commands. All output of the commands goes through this module."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def say(line: str) -> None:
 
 
 def say_lines(lines: list[str]) -> None:
-    """Write lines, each of which stays one line."""
+    """Write lines. Line breaks within a line are escaped."""
     for line in lines:
         say(line)
 
 
 def document(text: str) -> None:
-    """Write what `as_yaml` or `as_json` made."""
+    """Write the output of as_yaml() or as_json()."""
     click.echo(text, nl=False)
 
 
 def as_json(documents: list[dict[str, Any]]) -> str:
-    """JSON in ASCII: one object, or a list of several."""
+    """Return ASCII JSON: one object, or a list of several."""
     text = json.dumps(documents[0] if len(documents) == 1 else documents, indent=2)
     return text.replace("\x7f", "\\u007f") + "\n"
 
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
-    """YAML in ASCII: other characters are written as escapes, which every reader of YAML understands."""
+    """Return ASCII YAML, with other characters escaped."""
     return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=False)
 
 
@@ -42,6 +42,6 @@ def fail(error: Exception, *, lines: bool = False) -> NoReturn:
     """End the command with exit code 1 and the error's message.
 
     Args:
-        lines: the message has several lines, put together by this program.
+        lines: the message has several lines that this program has composed.
     """
     raise click.ClickException(printable(str(error), lines=lines)) from error

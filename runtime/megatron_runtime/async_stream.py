@@ -1,9 +1,5 @@
 """Megatron-Core name: `AsyncStream`."""
 
-from megatron_runtime.requests.async_stream import (
-    AsyncStream,
-)
+from megatron_runtime.requests.async_stream import AsyncStream
 
-__all__ = [
-    "AsyncStream",
-]
+__all__ = ["AsyncStream"]

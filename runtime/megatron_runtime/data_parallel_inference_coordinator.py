@@ -1,4 +1,4 @@
-"""The coordinator: routes requests to engines, keeps open requests, and carries out control messages. No torch."""
+"""Megatron-Core name: `DataParallelInferenceCoordinator`, with the coordinator's settings and entry point. No torch."""
 
 from megatron_runtime.coordinator.core.settings import (
     CoordinatorSettings,

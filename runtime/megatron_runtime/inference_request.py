@@ -43,7 +43,7 @@ def compute_block_hashes_batched(
 ) -> list[int]:
     """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len], covering all blocks up to it.
 
-    form: the polynomial by default, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
+    form: by default the polynomial, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
           colliding prompts cannot be constructed.
     """
     return block_hashes(as_list(prompt_tokens), block_size, form=form, salt=salt)

@@ -14,22 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
-from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
 from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
 from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, read_pickle
-from megatron_runtime.checkpoints.safetensors import (
-    INDEX_FILE,
-    SafetensorsCheckpoint,
-    SafetensorsFormatError,
-    read_config,
-)
+from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, read_config
 from megatron_runtime.checkpoints.torch_dist import configuration, saved_files
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.checkpoints.torch_dist.configuration import config_json_of
-from megatron_runtime.checkpoints.torch_dist.saved_files import DamagedFileError, find_tensor
+from megatron_runtime.checkpoints.torch_dist.saved_files import find_tensor
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.tensors import Checkpoint, tensor_shapes
@@ -40,8 +35,6 @@ from tests.fuzz.strategies import LARGE_NUMBERS, mutated, mutated_json
 MODEL = CORPUS.parent / "model"
 """A model of two layers and its Megatron checkpoint. The input replaces one of their files."""
 _LOADING = (UnsupportedModelError, ModelFileError)
-_SAFETENSORS = (*_LOADING, SafetensorsFormatError)
-_TORCH_DIST = (*_SAFETENSORS, DamagedFileError, UnsafePickleError)
 
 _CODES = [code for name in pickle.__all__ if isinstance(code := getattr(pickle, name), bytes) and len(code) == 1]
 
@@ -171,23 +164,19 @@ def _listing(data: bytes) -> None:
 
 
 TARGETS: tuple[Target, ...] = (
-    Target(
-        name="gguf",
-        run=_gguf,
-        errors=(*_LOADING, GGUFFormatError),
-    ),
-    Target(name="safetensors", run=_safetensors, errors=_SAFETENSORS, strategy=_safetensors_inputs),
-    Target(name="safetensors_index", run=_index, errors=_SAFETENSORS, strategy=mutated_json),
-    Target(name="config", run=_config, errors=_SAFETENSORS, strategy=mutated_json),
-    Target(name="generation_config", run=_generation, errors=_SAFETENSORS, strategy=mutated_json),
+    Target(name="gguf", run=_gguf, errors=_LOADING),
+    Target(name="safetensors", run=_safetensors, errors=_LOADING, strategy=_safetensors_inputs),
+    Target(name="safetensors_index", run=_index, errors=_LOADING, strategy=mutated_json),
+    Target(name="config", run=_config, errors=_LOADING, strategy=mutated_json),
+    Target(name="generation_config", run=_generation, errors=_LOADING, strategy=mutated_json),
     Target(
         name="torch_dist_index",
         run=_checkpoint_index,
-        errors=_TORCH_DIST,
+        errors=_LOADING,
         strategy=lambda corpus: mutated(corpus, _CODES),
     ),
-    Target(name="torch_dist_arguments", run=_arguments, errors=_TORCH_DIST),
-    Target(name="torch_dist_tensor", run=_saved_tensor, errors=_TORCH_DIST),
+    Target(name="torch_dist_arguments", run=_arguments, errors=_LOADING),
+    Target(name="torch_dist_tensor", run=_saved_tensor, errors=_LOADING),
     Target(name="pickle", run=_pickle, errors=(UnsafePickleError,), strategy=_pickle_inputs),
     Target(name="hub_listing", run=_listing, errors=(HubError,), strategy=mutated_json),
 )

@@ -48,7 +48,7 @@ from megatron_operator.plan.world import (
     KeysInUse,
     KeysView,
     OperationReport,
-    Refusal,
+    Rejection,
     ResourceView,
     RotateKeys,
     Signal,
@@ -196,8 +196,8 @@ class Cluster:
         self.unverified: set[ChildRef] = set()
         self.pods: dict[str, dict[str, Any]] = {}
         self.coordinator: FakeCoordinator | None = None
-        self.refusals: dict[ChildRef, Refusal] = {}
-        self.refuse: set[ChildRef] = set()
+        self.rejections: dict[ChildRef, Rejection] = {}
+        self.reject: set[ChildRef] = set()
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
         self.now = START
@@ -244,9 +244,9 @@ class Cluster:
             term=self.term,
             children=views,
             pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
-            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
+            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="rejected"),
             keys=self._keys_view(),
-            refusals=dict(self.refusals),
+            rejections=dict(self.rejections),
             vetted=dict(self.vetted),
             failed_creations=dict(self.failed_creations),
         )
@@ -287,10 +287,10 @@ class Cluster:
                 secret["data"] = patch["data"]
                 secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
         elif isinstance(action, ApplyChild | VetChild):
-            if action.ref in self.refuse:
-                self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
+            if action.ref in self.reject:
+                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
                 return
-            self.refusals.pop(action.ref, None)
+            self.rejections.pop(action.ref, None)
             if isinstance(action, VetChild):
                 self.vetted[action.ref] = action.hash
                 return
@@ -405,7 +405,7 @@ class Cluster:
         assert self.coordinator is not None
         self._remove_pod(pod)
         self.coordinator.keys = None
-        self.log.append("the coordinator restarts")
+        self.log.append("the coordinator is restarted")
 
     def _remove_pod(self, name: str) -> None:
         pod = self.pods.pop(name)

@@ -15,7 +15,7 @@ from megatron_runtime.checkpoints.safetensors import write_safetensors
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
 from megatron_runtime.models.families import FAMILIES, config_to_hf
-from megatron_runtime.models.tensors import TensorKind, tensor_shapes
+from megatron_runtime.models.tensors import Checkpoint, TensorKind, tensor_shapes
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 LLAMA = ModelConfig(
@@ -61,6 +61,11 @@ def random_tensors(
         family.hf_name(name): torch.randn(shape, generator=generator).mul_(0.2).to(dtype)
         for name, shape in tensor_shapes(config).items()
     }
+
+
+def all_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Read every tensor of a checkpoint, by its name in transformers."""
+    return {name: checkpoint.read(name) for name in checkpoint.kinds}
 
 
 def random_model(config: ModelConfig, *, seed: int = 0) -> TensorsInMemory:

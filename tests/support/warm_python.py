@@ -26,9 +26,8 @@ from eventually import LONG_SECONDS
 TORCH = (
     "megatron_runtime.apis",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.native.build",
     "megatron_runtime.backends.echo.backend",
-    "megatron_runtime.backends.native.select",
+    "megatron_runtime.backends.native.build",
     "rank_program",
     "pytest",  # every process imports the main module of the pytest process
 )

@@ -201,7 +201,7 @@ async def test_a_verb_that_the_only_engine_fails_is_rolled_back_and_serving_cont
     path = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE]
     for kind in path:
         if kind.name == verb:
-            with pytest.raises(ControlRefusedError, match=f"{verb} fails as told"):
+            with pytest.raises(ControlRefusedError, match=f"{verb} fails: injected fault"):
                 await stage.control(kind, f"first {kind.name}")
             await stage.coordinator.wait_for_engines(1)
             if verb == "PAUSE":
@@ -225,7 +225,7 @@ async def test_a_failed_step_stops_the_engine_and_another_completes_its_requests
     await stage.coordinator.wait_for_engines(1)
     streams = [client.add_request_streaming([n], params(40)) for n in range(1, 9)]
     await asyncio.wait_for(failing.ended.wait(), scaled(20))
-    assert str(failing.failure) == "step 20 fails as told"
+    assert str(failing.failure) == "step 20 fails: injected fault"
     stage.engine("healthy")
     for number, stream in enumerate(streams, start=1):
         final = [item async for item in stream][-1]["final"]

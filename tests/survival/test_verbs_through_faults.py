@@ -9,9 +9,8 @@ from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
 
-from megatron_runtime.backends.echo.backend import EchoBackend
+from megatron_runtime.backends.echo.backend import EchoBackend, SimulatedRanks
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.backends.echo.simulated_ranks import SimulatedRanks
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.backend import RankResults

@@ -1,1 +1,1 @@
-"""Kubernetes I/O: reads, guarded writes, the lease, events, keys, and the cache that decisions are made from."""
+"""Kubernetes I/O: reads, guarded writes, the Lease, Events, keys, and the cache that decisions read."""

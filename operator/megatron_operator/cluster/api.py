@@ -1,7 +1,7 @@
-"""One connection to the API server, and its answers as plain data.
+"""Client of the API server. Objects are plain data.
 
-Every request has a deadline. Errors are `ApiError` with the server's own status code, reason and message. Whether a
-write is allowed at all (leadership, ownership) is not decided here but in `writer`.
+Every request has a deadline. Errors are `ApiError` with the server's status code, reason and message. `writer` decides
+whether a write is allowed (leadership, ownership).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 REQUEST_TIMEOUT_SECONDS = 10.0
-"""Longest any request may take; the margin of the lease counts on it."""
+"""Timeout of every request. The margin of the Lease depends on it."""
 MAX_RETRY_AFTER_SECONDS = 60.0
 LIST_CHUNK = 500
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
 class ApiError(Exception):
-    """The API server refused or could not be reached. `code` is the HTTP status, 0 when there was no answer.
+    """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 without an answer.
 
-    retry_after: seconds that the server asks to be left alone for; 0 when it does not.
+    retry_after: seconds of the Retry-After header, or 0.
     """
 
     def __init__(self, code: int, reason: str, message: str, *, retry_after: float = 0.0) -> None:
@@ -50,24 +50,24 @@ class ApiError(Exception):
 
     @property
     def conflict(self) -> bool:
-        """The object changed, is another than the one meant, or exists already."""
+        """Whether the object has changed, was replaced by another one, or exists already."""
         return self.code == 409
 
     @property
     def permanent(self) -> bool:
-        """Repeating the very same request cannot help."""
+        """Whether the same request would fail again."""
         return self.code in (400, 403, 404, 405, 409, 413, 415, 422) and not self.namespace_ends
 
     @property
     def namespace_ends(self) -> bool:
-        """Nothing can be created because the namespace is being deleted; the object goes with it."""
+        """Whether the request failed because the namespace is being deleted."""
         return self.reason == NAMESPACE_TERMINATING
 
 
 class KubeApi:
-    """The handful of verbs the operator uses.
+    """The API verbs that the operator uses.
 
-    Bodies are plain data already, so the client's own serialisation, which costs more than the request, is left out.
+    Bodies are plain data, which skips the serialisation of the official client: it costs more than the request.
     """
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
@@ -86,7 +86,7 @@ class KubeApi:
         await self._client.close()
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
-        """The object, or None if there is none."""
+        """Return the object, or None if it does not exist."""
         try:
             return await self.request("GET", kind.path(namespace, name))
         except ApiError as error:
@@ -97,7 +97,7 @@ class KubeApi:
     async def list(
         self, kind: Kind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:
-        """All objects, straight from the store (no watch cache), in chunks. `fields` is a field selector."""
+        """Return all objects, read from etcd (not the watch cache) in chunks. `fields` is a field selector."""
         items: list[Object] = []
         token: str | None = None
         while True:
@@ -113,7 +113,7 @@ class KubeApi:
         return await self.request("POST", path, body=body, query={"fieldManager": manager})
 
     async def replace(self, kind: Kind, body: Object, *, manager: str) -> Object:
-        """PUT; with `metadata.resourceVersion` in the body it is a compare-and-swap."""
+        """PUT the object. `metadata.resourceVersion` in the body makes it a compare-and-swap."""
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
         return await self.request("PUT", path, body=body, query={"fieldManager": manager})
@@ -152,10 +152,10 @@ class KubeApi:
         )
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete that very object in the background.
+        """Delete the object with this UID in the background.
 
         Raises:
-            ApiError: 404 when it is gone, 409 when the name now means another object.
+            ApiError: 404 if it does not exist, 409 if another object has the name now.
         """
         body = {
             "apiVersion": "v1",
@@ -174,11 +174,7 @@ class KubeApi:
         query: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        """One request, answered within the deadline.
-
-        Raises:
-            ApiError: whatever went wrong.
-        """
+        """Send one request. Raises ApiError for every failure, including the timeout."""
         try:
             async with asyncio.timeout(self._timeout):
                 status, text, headers = await self._exchange(method, path, body, query or {}, content_type)
@@ -189,7 +185,7 @@ class KubeApi:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
         if not 200 <= status <= 299:
-            raise _refusal(status, text, headers)
+            raise _rejection(status, text, headers)
         try:
             answer: Object = decode(text)
             return answer
@@ -207,8 +203,8 @@ class KubeApi:
         return response.status, await response.read(), response.headers
 
 
-def _refusal(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
-    """The API server's Status, or whatever a proxy in front of it said."""
+def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
+    """Return the error of the API server's Status, or of a proxy's answer."""
     said = headers.get("Retry-After", "")
     retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0
     try:

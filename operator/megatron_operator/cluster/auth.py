@@ -1,6 +1,6 @@
-"""How the operator reaches the API server: its service account in a pod, a kubeconfig elsewhere.
+"""Login at the API server: the service account in a pod, else a kubeconfig.
 
-The one loaded configuration serves both clients: `KubeApi`, which writes, and kopf, which watches.
+Both clients use the same configuration: `KubeApi`, which writes, and kopf, which watches.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron_operator.cluster.watch_ages import WatchAges
 
 
 class LoginError(RuntimeError):
-    """There is no way to the API server. The message says what was tried and what to give."""
+    """No usable credentials for the API server. The message names what was tried and the remedy."""
 
 
 def in_cluster() -> bool:
-    """This process runs in a pod with a service account."""
+    """Return whether this process runs in a pod with a service account."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and os.path.exists(
         "/var/run/secrets/kubernetes.io/serviceaccount/token"
     )
 
 
 async def load_configuration(*, kubeconfig: Path | None, context: str | None = None) -> Configuration:
-    """The way to the API server. An explicit kubeconfig wins over the service account.
+    """Return the client configuration. An explicit kubeconfig takes precedence over the service account.
 
     Raises:
-        LoginError: when neither is usable.
+        LoginError: neither is usable.
     """
     configuration = Configuration()
-    # Looking for a proxy in the environment and for ~/.netrc costs each request two hops through a thread.
+    # trust_env would look up proxies and ~/.netrc, which costs each request two thread switches.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         if kubeconfig is None and in_cluster():
@@ -53,9 +53,9 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
 
 
 def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.AiohttpSession:
-    """The same login for kopf, which closes the session. Called again by kopf when its credentials are refused.
+    """Return the same login for kopf, which closes the session and calls again when its credentials are rejected.
 
-    watches: is told when a watch is taken.
+    watches: records when a watch is established.
     """
     login = _kopf_login(configuration)
     session = aiohttp.ClientSession(
@@ -69,7 +69,7 @@ def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.Ai
 
 
 def _kopf_login(configuration: Configuration) -> kopf.ConnectionInfo:
-    """With a token that is read anew."""
+    """Return the login for kopf, with the current token."""
     if configuration.refresh_api_key_hook is not None:
         configuration.refresh_api_key_hook(configuration)
     header = configuration.api_key.get("BearerToken", "")

@@ -1,7 +1,7 @@
-"""What one resource's task believes about its objects: the watch's index, corrected by what this process itself wrote.
+"""Cache of one resource's objects: the watch's index, overlaid with the answers to this process's own writes.
 
-Invariant: never older than the last write. The answer to a write stands until the watch shows that version or a newer
-one. An object that is proven gone stays hidden although the watch may have missed its end.
+Invariant: the cache is never older than the last write. The answer to a write is used until the watch shows that
+version or a newer one. An object that is known to be deleted stays hidden even if the watch missed its deletion.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Key = tuple[str, str]
 """Namespace and name of a resource."""
 
 WATCH_LAG_SECONDS = 3.0
-"""A write that the watch has not shown for so long is looked up again."""
+"""After this time a write that the watch has not shown is read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What the watch has seen: live views that kopf keeps."""
+    """Objects that the watch has seen: live views of kopf's indexes."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[SeenPod]]
@@ -35,11 +35,11 @@ class _Written:
     child: SeenChild
     at: float
     since: float
-    """When the watch first lacked it; a direct read does not change that."""
+    """When the object was first missing in the watch; a direct read does not change it."""
 
 
 class ResourceCache:
-    """The objects of one resource. Used by its task alone."""
+    """The objects of one resource. Used by its task only."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid
@@ -58,7 +58,7 @@ class ResourceCache:
     # --- reading ---
 
     def resource(self) -> SeenResource | None:
-        """The newest version known, or None when the resource is gone."""
+        """Return the newest known version, or None if the resource is deleted."""
         seen = next(iter(self._index.resources.get(self._uid, ())), None)
         if self._resource_gone or seen is None:
             return None
@@ -68,7 +68,7 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """The newest version of one child, whoever owns it."""
+        """Return the newest version of a child, whatever its owner."""
         return self._merged().get(ref)
 
     def views(self) -> dict[ChildRef, ChildView]:
@@ -92,7 +92,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch has lacked something that is known to exist; 0 while it lacks nothing."""
+        """How long an existing object has been missing in the watch, in seconds; 0 if none is missing."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -101,7 +101,7 @@ class ResourceCache:
         return self._clock() - min(since) if since else 0.0
 
     def lagging(self) -> list[ChildRef]:
-        """Children written a while ago that the watch still does not show: to be read again."""
+        """Return children that the watch has not shown some time after their write, and that must be read again."""
         self._merged()
         limit = self._clock() - WATCH_LAG_SECONDS
         return [ref for ref, written in self._written.items() if written.at < limit]
@@ -128,45 +128,45 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """The answer to an apply: current, and verified while its fingerprint stays."""
+        """Record the answer to an apply: it is current, and verified while its fingerprint is unchanged."""
         self._remember(child)
         self._applied[child.ref] = (child.uid, child.fingerprint)
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
-        """The answer to a direct read of one child; None: it does not exist. `before`: what was known of it then."""
+        """Record a direct read of a child; None: it does not exist. `before`: the version known before the read."""
         if child is not None:
             self._remember(child)
         elif before is not None:
             self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """A child of a kind that is never watched (the keys Secret), as just read or created."""
+        """Record a child of a kind that is not watched (the keys Secret), as read or created now."""
         if child is None:
             self._unwatched.pop(ref, None)
         else:
             self._unwatched[ref] = child
 
     def deleted(self, uid: str) -> None:
-        """A deletion was accepted; until the watch shows it the object counts as deleting."""
+        """Record an accepted deletion; the object counts as terminating until the watch shows it."""
         self._deleted.add(uid)
 
     def gone(self, uid: str) -> None:
-        """The API server says that this object does not exist."""
+        """Record that this object does not exist."""
         self._gone.add(uid)
         for ref, written in list(self._written.items()):
             if written.child.uid == uid:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Of all objects that are known, to be given to `audited` when a listing that begins now is done."""
+        """Return the UIDs of all known objects, the `before` argument of audited() for a listing that starts now."""
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod], *, before: frozenset[str]) -> None:
-        """A full listing: corrects what the watch missed while its connection was down.
+        """Record a full listing, which corrects what the watch missed while it was disconnected.
 
-        before: the UIDs that were known when the listing began. What was known then and is not known now went while it
-            was on its way, and lives on in it only. What was not known then came while it was on its way: that the
-            listing lacks it says nothing.
+        before: the UIDs that were known when the listing started. An object that was known then and is not known now
+            was deleted during the listing. An object that was not known then may have been created during it, so its
+            absence from the listing proves nothing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
@@ -182,7 +182,7 @@ class ResourceCache:
         self._forget(living | {child.uid for child in listed.values()})
 
     def _pod_uids(self) -> frozenset[str]:
-        """Of the pods that the watch shows."""
+        """Return the UIDs of the pods that the watch shows."""
         return frozenset(seen.uid for seen in self._index.pods.get(self._key, ()))
 
     def _remember(self, child: SeenChild) -> None:
@@ -194,7 +194,7 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Marks of objects that neither the watch nor the store holds any more."""
+        """Drop marks of objects that are neither in the watch nor in the store."""
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed
         self._deleted &= indexed | living

@@ -1,4 +1,4 @@
-"""Events of the custom resource. The same words about the same resource are one Event that counts."""
+"""Events of the custom resource. Repeated Events with the same text increase the count of one Event."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_operator.render.context import FIELD_MANAGER
 logger = logging.getLogger(__name__)
 
 MAX_NOTE = 1000
-"""The API server refuses a note of more than 1024 bytes."""
+"""The API server rejects longer notes, in bytes."""
 
 
 class Recorder:
-    """Writes Events. One that cannot be written is logged and forgotten: Events are news, not state."""
+    """Writes Events. A failure is logged and not retried, because Events are not state."""
 
     def __init__(self, api: KubeApi, *, instance: str) -> None:
         self._api = api

@@ -1,7 +1,7 @@
-"""CURVE keys: the operator's one admin pair, and the pairs of each resource, made, read and rotated.
+"""CURVE keys: creation, reading and rotation of the operator's admin pair and the pairs of each resource.
 
-The secret half of the admin key lives in the operator's namespace and nowhere else. A resource's Secret is read by
-name; Secrets are never listed or watched.
+The secret half of the admin key is only in the operator's namespace. A resource's Secret is read by name; Secrets are
+never listed or watched.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MANAGED_BY = "megatron-operator"
 
 
 class KeyFormatError(ValueError):
-    """A Secret does not hold what it should. Names the Secret, the entry and the remedy."""
+    """A Secret lacks a valid entry. The message names the Secret, the entry and the remedy."""
 
 
 async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, name: str = ADMIN_SECRET) -> KeyPair:
-    """The operator's admin pair, made on first use."""
+    """Return the operator's admin pair, which is created on first use."""
     secret = await api.get(SECRET, namespace, name)
     if secret is None:
         files = generate_key_files(roles=("admin",))
@@ -69,17 +69,17 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
 
 
 def new_resource_keys(admin: KeyPair) -> dict[str, str]:
-    """Entries of a fresh `NAME-keys`: three pairs, and the public half of the admin key."""
+    """Return the entries of a new `NAME-keys`: three pairs, and the public half of the admin key."""
     files = generate_key_files(roles=("server", "engine", "client"))
     files["admin.pub"] = admin.public.decode()
     return {name: files[name] for name in KEY_NAMES}
 
 
 def keys_view(secret: Object, admin: KeyPair) -> KeysView:
-    """What decisions may know of a resource's Secret.
+    """Return the public part of a resource's Secret, which decisions read.
 
     Raises:
-        KeyFormatError: when it lacks an entry.
+        KeyFormatError: an entry is missing.
     """
     notes = secret["metadata"].get("annotations") or {}
     generation = int(notes.get(ANNOTATION_GENERATION) or 1)
@@ -98,11 +98,11 @@ def keys_view(secret: Object, admin: KeyPair) -> KeysView:
 
 
 def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: str) -> Object | None:
-    """The merge patch, with preconditions, that brings a Secret to where `action` wants it. None: it is there.
+    """Return the merge patch, with preconditions, that brings a Secret to the stage of `action`; None if it is there.
 
     Raises:
-        KeyFormatError: when it lacks an entry.
-        ValueError: when it is not at the stage before; whoever decided saw an older Secret.
+        KeyFormatError: an entry is missing.
+        ValueError: the Secret is not at the previous stage, because the decision saw an older version of it.
     """
     view = keys_view(secret, admin)
     files = {name: _entry(secret, name, whole=True).decode() for name in KEY_NAMES}
@@ -127,15 +127,15 @@ def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: s
 
 
 def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:
-    """What the link to a resource's coordinator needs, from its `NAME-keys`.
+    """Return the keys of the link to a resource's coordinator, from `NAME-keys`.
 
     Raises:
-        KeyFormatError: when the Secret lacks an entry, or admits another operator's admin key.
+        KeyFormatError: an entry is missing, or the Secret has the admin key of another operator.
     """
     if admin.public not in _lines(secret, "admin.pub"):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: admin.pub is not this operator's admin key yet, so its coordinator would refuse every verb"
+            f"Secret {name}: admin.pub is not this operator's admin key yet, so its coordinator would reject every verb"
         )
     first, *others = _lines(secret, "server.pub")
     return PeerKeys(own=admin, server_public=first, other_server_publics=tuple(others))
@@ -151,6 +151,6 @@ def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:
     if not text.split():
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: entry {entry} is missing or empty; delete the Secret to have it made anew"
+            f"Secret {name}: entry {entry} is missing or empty; delete the Secret to have it created again"
         )
     return text if whole else text.split()[0]

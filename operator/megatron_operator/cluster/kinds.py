@@ -1,4 +1,4 @@
-"""Where each kind the operator touches lives in the API. A table instead of discovery: no request, no surprise."""
+"""API paths of the kinds that the operator uses, as a table, which saves the requests of API discovery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str | None = None, *, subresource: str | None = None) -> str:
-        """URL path of a collection, an object or a subresource of it. `namespace=None` spans all namespaces."""
+        """Return the URL path of a collection, an object or a subresource. `namespace=None` means all namespaces."""
         parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
         if namespace is not None:
             parts += ["namespaces", namespace]
@@ -50,17 +50,13 @@ CHILD_KINDS: tuple[Kind, ...] = (
     Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
     Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
 )
-"""What the operator applies, watches (by label) and deletes. Secrets are read by name only, never listed."""
+"""Kinds that the operator applies, watches (by label) and deletes. Secrets are only read by name."""
 
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT)}
 
 
 def kind_of(api_version: str, kind: str) -> Kind:
-    """The table's entry.
-
-    Raises:
-        ValueError: for a kind the operator has no business with.
-    """
+    """Return the entry of a kind. Raises ValueError for a kind that is not in the table."""
     try:
         return _BY_NAME[api_version, kind]
     except KeyError:

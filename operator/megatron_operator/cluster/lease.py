@@ -1,10 +1,9 @@
-"""Leadership by a Lease whose every acquisition has a number: the term, from which the fences of signals are made.
+"""Leader election by a Lease. Each acquisition increments the term, from which the fences of signals are computed.
 
-Safety does not rest on clocks of different machines. A holder counts its own lease as lost `renew_deadline` after the
-last renewal *began*, on its own monotonic clock; a challenger counts it as free `duration` after it last *saw* the
-lease change, on its own monotonic clock. The term only grows, by one and by compare-and-swap, so that whatever an old
-leader may still have in flight is refused by every coordinator that a newer one has spoken to. Nothing that a
-coordinator says changes it.
+Safety does not depend on synchronised clocks. A holder treats its lease as lost `renew_deadline` after the *start* of
+the last renewal; a challenger treats the lease as free `duration` after it last *observed* a change. Both use their own
+monotonic clock. The term only grows, by one and by compare-and-swap, so a coordinator that has received a signal of a
+new leader rejects all later signals of the old one. Nothing that a coordinator reports changes the term.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 TERM_ANNOTATION = f"{GROUP}/term"
 MAX_TERM = 1 << 32
-"""A Lease is not acquired so often: a term above it was not counted up to, and counting begins again."""
+"""A higher term cannot come from counting acquisitions; counting restarts."""
 
 
 class LeadershipLostError(RuntimeError):
-    """This process does not lead any more and must end; another may already be writing."""
+    """This process is no longer the leader and must exit; another one may write already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Who this is. The same identity means a later start of the same pod, whose earlier process is dead: it may take
-    over at once."""
+    """Identity of this process. The same identity means a restart of the same pod, whose previous process has ended, so
+    it may take over at once."""
     duration: float = 10.0
-    """Seconds after which a lease that nobody renews is free."""
+    """Seconds without a renewal after which the lease is free."""
 
     @property
     def renew_interval(self) -> float:
@@ -48,7 +47,7 @@ class LeaseSettings:
 
     @property
     def renew_deadline(self) -> float:
-        """Seconds a holder trusts its last renewal for; shorter than `duration` by more than a request may take."""
+        """Validity of a renewal for its holder, in seconds: `duration` less more than the request timeout."""
         return self.duration * 2 / 3
 
     @property
@@ -57,7 +56,7 @@ class LeaseSettings:
 
 
 class Elector:
-    """Acquires, renews and gives back one Lease."""
+    """Acquires, renews and releases one Lease."""
 
     def __init__(self, api: KubeApi, settings: LeaseSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -75,14 +74,14 @@ class Elector:
 
     @property
     def seconds_left(self) -> float:
-        """How long the last renewal is still trusted; negative when it is not."""
+        """Remaining validity of the last renewal; negative if it has expired."""
         return self._trusted_until - self._clock()
 
     def check(self) -> None:
-        """Call before every write and signal.
+        """Check leadership. Call before every write and signal.
 
         Raises:
-            LeadershipLostError: when the lease is not surely held.
+            LeadershipLostError: the last renewal has expired.
         """
         if not self.leading:
             raise LeadershipLostError(
@@ -90,7 +89,7 @@ class Elector:
             )
 
     async def acquire(self) -> int:
-        """Wait until this process leads; its term."""
+        """Wait until this process leads. Return its term."""
         while True:
             try:
                 if await self._try_acquire():
@@ -101,11 +100,7 @@ class Elector:
             await asyncio.sleep(self._settings.renew_interval)
 
     async def hold(self) -> None:
-        """Renew until that fails for too long.
-
-        Raises:
-            LeadershipLostError: always, sooner or later.
-        """
+        """Renew the lease until renewals fail for `renew_deadline`; then raise LeadershipLostError."""
         while True:
             await asyncio.sleep(self._settings.renew_interval)
             try:
@@ -117,7 +112,7 @@ class Elector:
             self.check()
 
     async def release(self) -> None:
-        """Give the lease back, so that a successor need not wait for it to expire. Best effort."""
+        """Release the lease, so that a successor need not wait for it to expire. Best effort."""
         if not self.leading or self._lease is None:
             return
         self._trusted_until = float("-inf")
@@ -162,12 +157,12 @@ class Elector:
             await self._write(term=self.term)
 
     async def _reread(self) -> None:
-        """After a lost swap: still ours (a write whose answer was lost) or somebody else's."""
+        """After a failed swap, check whether the lease is still ours: the answer to a successful write may be lost."""
         lease = await self._get()
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
         if lease is None or holder != self._settings.identity or _term(lease) != self.term:
             self._trusted_until = float("-inf")
-            raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'nobody'}")
+            raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'no process'}")
         self._lease = lease
 
     async def _get(self) -> Object | None:
@@ -178,7 +173,7 @@ class Elector:
             raise ApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _write(self, *, term: int) -> None:
-        """Swap in this holder. What counts as the renewal's time is when the request left."""
+        """Write this holder by compare-and-swap. The renewal counts from when the request was sent."""
         began = self._clock()
         renewing = self._lease is not None and term == self.term
         acquired = self._lease["spec"].get("acquireTime") if renewing and self._lease else _now()
@@ -222,7 +217,7 @@ def _term(lease: Object) -> int:
         term = -1
     if 0 <= term <= MAX_TERM:
         return term
-    logger.warning("the lease's term is not one; counting begins again", extra={"term": str(found)[:80]})
+    logger.warning("the term of the lease is invalid; counting restarts", extra={"term": str(found)[:80]})
     return 0
 
 

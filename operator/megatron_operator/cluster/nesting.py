@@ -1,8 +1,8 @@
-"""JSON of the API server that is nested so deeply that Python's decoder refuses it.
+"""Protection against JSON that is nested too deeply for Python's decoder.
 
 A user who may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch
-of all resources. No object that the operator deals with is nested more than some 30 levels deep. So what lies deeper
-than `MOST_LEVELS` is null here, and the resource is rejected for its spec by the rules for specs.
+of all resources. Valid objects have about 30 levels. Values deeper than `MOST_LEVELS` are replaced by null, and then
+the validation of specs rejects the resource.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def shallow(text: bytes) -> bytes:
-    """The JSON text with null in place of every array and object beyond `MOST_LEVELS`."""
+    """Return the JSON text with every array and object beyond `MOST_LEVELS` replaced by null."""
     if text.count(b"{") + text.count(b"[") <= MOST_LEVELS or not _is_deep(text):
         return text
     kept, depth, begin = [], 0, 0
@@ -39,7 +39,7 @@ def shallow(text: bytes) -> bytes:
 
 
 def _is_deep(text: bytes) -> bool:
-    """Without decoding: each round takes the innermost pairs of brackets away."""
+    """Check the depth without decoding: each round removes the innermost pairs of brackets."""
     brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
     for _ in range(MOST_LEVELS):
         if not brackets:
@@ -49,11 +49,7 @@ def _is_deep(text: bytes) -> bool:
 
 
 def decode(text: bytes | str) -> Any:
-    """JSON of any depth.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Decode JSON of any depth. Raises ValueError if it is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -61,7 +57,7 @@ def decode(text: bytes | str) -> Any:
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An answer whose JSON, be it one text or a text in each line, every decoder takes."""
+    """An HTTP answer whose JSON, one document or one per line, is limited in depth."""
 
     async def start(self, connection: Any) -> BoundedResponse:
         await super().start(connection)
@@ -79,7 +75,7 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class _BoundedLines:
-    """A stream that is read in chunks line by line, as a watch is, or whole."""
+    """A stream that is read line by line, as a watch is, or whole."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream
@@ -88,7 +84,7 @@ class _BoundedLines:
         return getattr(self._stream, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Whole lines, as soon as they are there."""
+        """Yield complete lines as soon as they are received."""
         begun: list[bytes] = []
         async for chunk in self._stream.iter_chunked(size):
             *whole, rest = chunk.split(b"\n")

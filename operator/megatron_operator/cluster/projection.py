@@ -1,4 +1,4 @@
-"""What is kept in memory of each watched object: the view that decisions need, and what tells versions apart."""
+"""Projection of watched objects: the fields that decisions read, and those that identify a version."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SeenChild:
     ref: ChildRef
     version: int
     owner_uid: str
-    """UID of the resource that owns it; empty when none does."""
+    """UID of the resource that owns it; empty without one."""
     view: ChildView
-    """`owned` and `verified` are filled in when a World is made."""
+    """`owned` and `verified` are set when a World is created."""
     fingerprint: str
-    """Hash of all that somebody could have changed: everything but status and bookkeeping."""
+    """Hash of the fields that a user could change: everything but status and bookkeeping."""
     cluster_ip: str = ""
     """Services: the virtual address; empty for headless ones."""
 
@@ -67,17 +67,17 @@ class SeenResource:
 
 
 def version_of(obj: Object) -> int:
-    """Resource versions of one object grow and can be compared as numbers (Kubernetes API concepts, KEP-5504)."""
+    """Return the resource version. Versions of one object are growing numbers (KEP-5504)."""
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
 def instance_of(obj: Object) -> str:
-    """Name of the resource that a child or pod says it belongs to."""
+    """Return the name of the resource in the labels of a child or pod."""
     return str((obj["metadata"].get("labels") or {}).get(LABEL_INSTANCE, ""))
 
 
 def owner_uid(obj: Object) -> str:
-    """UID of the MegatronInference among the owner references, or empty."""
+    """Return the UID of the MegatronInference among the owner references, or an empty string."""
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
             return str(reference.get("uid", ""))
@@ -96,7 +96,7 @@ def fingerprint(obj: Object) -> str:
 
 
 def project_child(obj: Object) -> SeenChild:
-    """`apiVersion` and `kind` must be set."""
+    """Project a child, whose `apiVersion` and `kind` must be set."""
     owner = owner_uid(obj)
     view = reduce_child(obj, owner_uid=owner or "none", verified=False)
     cluster_ip = str((obj.get("spec") or {}).get("clusterIP") or "") if obj["kind"] == "Service" else ""
@@ -130,7 +130,7 @@ def project_resource(obj: Object) -> SeenResource:
 
 
 def _changed_by(metadata: Object) -> str:
-    """The field manager that owns `spec.desiredState`; of several, the one that wrote last."""
+    """Return the field manager that owns `spec.desiredState`; of several, the latest."""
     owners = [
         entry
         for entry in metadata.get("managedFields") or ()

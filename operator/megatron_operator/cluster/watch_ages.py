@@ -1,8 +1,8 @@
-"""How long ago the API server last took each watch.
+"""Age of each watch: time since the API server last accepted it.
 
-The server ends every watch after `watch_seconds`, and kopf asks for it anew from the version it has come to. So a watch
-that is not taken again in time brings nothing any more, whatever the reason: its connection is forgotten on the way,
-the server refuses it, or nobody asks.
+The server ends every watch after `watch_seconds`, and kopf renews it from the last seen version. So a watch that is not
+renewed in time is dead, whatever the reason: a proxy dropped its connection, the server rejects it, or kopf stopped
+watching.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import aiohttp
 from yarl import URL
 
 GRACE_SECONDS = 5.0
-"""For the server to end a watch by itself before the client does."""
+"""Margin that lets the server end a watch before the client does."""
 
 NOT_FOUND = 404
 
 
 class WatchAges:
-    """The watches of all sessions that are made with `trace()`, by their path."""
+    """Watches of all sessions that use trace(), by path."""
 
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
         self._clock = clock
         self._taken: dict[str, float] = {}
         self.vanished = asyncio.Event()
-        """A kind that was watched is served no more. Who asked for it gets no answer: it is to be ended."""
+        """Set when the API server no longer serves a watched kind. Then kopf must be stopped."""
 
     @property
     def silent_seconds(self) -> float:
-        """How long the oldest watch is overdue; 0 when none is."""
+        """How long the oldest watch is overdue, in seconds; 0 if none is."""
         oldest = min(self._taken.values(), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
     def trace(self) -> aiohttp.TraceConfig:
-        """What tells this object of the requests of a session."""
+        """Return a trace configuration that reports the requests of a session to this object."""
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
         config.on_request_end.append(self._answered)
@@ -45,7 +45,7 @@ class WatchAges:
 
     async def _asked(self, _: aiohttp.ClientSession, __: object, request: aiohttp.TraceRequestStartParams) -> None:
         if _is_watch(request.url):
-            # One that was never taken is as old as the first time that it was asked for.
+            # A watch that was never accepted counts from its first request.
             self._taken.setdefault(request.url.path, self._clock())
 
     async def _answered(self, _: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestEndParams) -> None:

@@ -1,4 +1,4 @@
-"""Every write to the API server, behind one gate: only the leader writes, only to what it owns, only to what it saw."""
+"""All writes to the API server. Only the leader writes, only to objects it owns, only to versions it has seen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_operator.plan.world import ChildRef, Manifest
 from megatron_operator.render.context import FIELD_MANAGER
 
 NO_VERSION = "1"
-"""The store's revision before its first write: no object has it, and what does not exist may be made with it."""
+"""A resource version that no object has. A write with it succeeds only if the object does not exist."""
 
 
 class NotOwnedError(ApiError):
-    """An object of that name exists and belongs to somebody else. It is left alone."""
+    """An object of that name exists and has another owner. It is not changed."""
 
     def __init__(self, ref: ChildRef, *, namespace: str) -> None:
         super().__init__(
@@ -29,8 +29,8 @@ class NotOwnedError(ApiError):
 class Writer:
     """The operator's writes.
 
-    guard: raises when this process does not lead (any more); called right before every request.
-    count: told the verb and kind of every request that reached the server.
+    guard: called before every request; raises if this process is not the leader.
+    count: called with the verb and kind of every request that reached the server.
     """
 
     def __init__(self, api: KubeApi, *, guard: Callable[[], None], count: Callable[[str, str], None]) -> None:
@@ -39,12 +39,12 @@ class Writer:
         self._count = count
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
-        """Server-side apply, forced only onto the very object `known`, which the resource must own. An object that is
-        not known is made only if there is none of its name.
+        """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
+        child is created, if no object has its name.
 
         Raises:
-            NotOwnedError: somebody else's object bears the name.
-            ApiError: the server refused.
+            NotOwnedError: an object with another owner has the name.
+            ApiError: the server rejected the request.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         if known is None:
@@ -69,20 +69,20 @@ class Writer:
         return project_child(answer)
 
     async def vet_child(self, manifest: Manifest, *, known: SeenChild) -> None:
-        """The same in a dry run, onto a child that is there.
+        """Apply in a dry run to an existing child.
 
         Raises:
-            ApiError: the server would refuse it.
+            ApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         self._guard()
         await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
-        """The whole `.status`, only onto the version that the decision was made from.
+        """Replace `.status`, only on the version that the decision was based on.
 
         Raises:
-            ApiError: conflict when the resource has changed since or is another; 404 when it is gone.
+            ApiError: conflict if the resource has changed or was replaced; 404 if it does not exist.
         """
         body = {
             "apiVersion": RESOURCE.api_version,
@@ -101,7 +101,7 @@ class Writer:
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
-        """Raises ApiError; conflict when it exists."""
+        """Create an object. Raises ApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         self._guard()
         answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
@@ -109,31 +109,31 @@ class Writer:
         return answer
 
     async def patch(self, kind: Kind, name: str, *, namespace: str, body: Object) -> Object:
-        """Merge patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
+        """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
         self._guard()
         answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
         self._count("patch", kind.kind)
         return answer
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
-        """Raises ApiError: 404 when it is gone, conflict when the name means another object now."""
+        """Delete a child. Raises ApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
         self._guard()
         await self._api.delete(kind, namespace, ref.name, uid=uid)
         self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str) -> None:
-        """Raises ApiError as `delete_child`."""
+        """Delete a pod. Raises ApiError like delete_child()."""
         self._guard()
         await self._api.delete(POD, namespace, name, uid=uid)
         self._count("delete", POD.kind)
 
 
 def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
-    """The manifest for that very object and no other of its name."""
+    """Return the manifest with the UID and version of `known` as preconditions."""
     return {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """The manifest for an object that is not there: whatever is there is of another version, and the server says so."""
+    """Return the manifest for an object that must not exist: any existing one has another version and is a conflict."""
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}

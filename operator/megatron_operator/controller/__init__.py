@@ -1,1 +1,1 @@
-"""kopf glue: watches wake one task per resource; the task observes, decides, persists and acts."""
+"""kopf integration: watches wake one task per resource, which observes, decides, persists and acts."""

@@ -1,4 +1,4 @@
-"""The acts of one pass. Each may be repeated without harm; the first that fails ends the pass."""
+"""The actions of one pass. All are idempotent; the first failure ends the pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_operator.plan.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
-    Refusal,
+    Rejection,
     RotateKeys,
     Signal,
     VetChild,
@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 
 
 AT_ONCE = 8
-"""Applies of one resource that are under way at once."""
+"""Limit of concurrent applies of one resource."""
 WORKLOADS = ("Deployment", "StatefulSet")
 
 
 def _waves(actions: Sequence[ApplyChild]) -> tuple[list[ApplyChild], list[ApplyChild]]:
-    """What pods refer to, and what makes pods."""
+    """Return the applies of objects that pods refer to, and those of objects that create pods."""
     workloads = [action for action in actions if action.ref.kind in WORKLOADS]
     return [action for action in actions if action.ref.kind not in WORKLOADS], workloads
 
 
 class Actor:
-    """Carries out the actions of one resource's decisions."""
+    """Executes the actions of one resource's decisions."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class Actor:
         self._settings = settings
         self._admin = admin
         self._count_signal = count_signal
-        self.refusals: dict[ChildRef, Refusal] = {}
+        self.rejections: dict[ChildRef, Rejection] = {}
         self.vetted: dict[ChildRef, str] = {}
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
-        """Carry them out in order. True when something changed that the next pass should look at right away.
+        """Execute the actions in order. Return whether the next pass should follow at once, because something changed.
 
         Raises:
-            ApiError: something that may pass by itself; the pass is to be repeated after a pause.
+            ApiError: a possibly transient failure; repeat the pass after a backoff.
             LeadershipLostError: this process must end.
         """
         changed = False
@@ -105,7 +105,7 @@ class Actor:
         return changed
 
     async def _others(self, actions: Iterable[Action], resource: SeenResource) -> tuple[bool, bool]:
-        """In order. Whether something changed, and whether all were carried out."""
+        """Execute actions in order. Return whether something changed, and whether all were executed."""
         changed = False
         for action in actions:
             match action:
@@ -140,7 +140,7 @@ class Actor:
         return changed, True
 
     async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
-        """What pods need at once, then what makes pods; children of one kind of need do not depend on each other."""
+        """Apply the children that pods refer to concurrently, then those that create pods."""
         for wave in _waves(actions):
             room = asyncio.Semaphore(AT_ONCE)
             outcomes = await asyncio.gather(
@@ -162,16 +162,16 @@ class Actor:
         try:
             seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
         except NotOwnedError as error:
-            return self._refused(action.ref, action.hash, error)
+            return self._rejected(action.ref, action.hash, error)
         except ApiError as error:
             if error.conflict:
-                # The object is another than the one known, or changed hands: look again, then decide anew.
+                # The object was replaced or has another owner: read it, then decide again.
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
             if error.permanent:
-                return self._refused(action.ref, action.hash, error)
+                return self._rejected(action.ref, action.hash, error)
             raise
         self._cache.applied(seen)
-        self.refusals.pop(action.ref, None)
+        self.rejections.pop(action.ref, None)
         return True
 
     async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
@@ -185,10 +185,10 @@ class Actor:
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
                 return False
             if error.permanent:
-                return self._refused(action.ref, action.hash, error)
+                return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
-        self.refusals.pop(action.ref, None)
+        self.rejections.pop(action.ref, None)
         return True
 
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
@@ -202,12 +202,12 @@ class Actor:
             created = await self._writer.create(manifest)
         except ApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
-                return self._refused(ref, "", NotOwnedError(ref, namespace=resource.namespace))
+                return self._rejected(ref, "", NotOwnedError(ref, namespace=resource.namespace))
             if error.permanent:
-                return self._refused(ref, "", error)
+                return self._rejected(ref, "", error)
             raise
         self._observer.remember_keys(created)
-        self.refusals.pop(ref, None)
+        self.rejections.pop(ref, None)
         return True
 
     async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
@@ -228,15 +228,17 @@ class Actor:
                 return False
             if error.permanent:
                 ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-                return self._refused(ref, "", error)
+                return self._rejected(ref, "", error)
             raise
         self._observer.remember_keys(written)
-        self.refusals.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
+        self.rejections.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
         return True
 
-    def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
-        logger.warning("child refused", extra={"child": str(ref), "code": error.code, "error": error.message})
-        self.refusals[ref] = Refusal(hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC))
+    def _rejected(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
+        logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
+        self.rejections[ref] = Rejection(
+            hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
+        )
         return False
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:

@@ -1,8 +1,8 @@
-"""One run of kopf, from its start to an end that is always reached.
+"""One run of kopf, with a bounded shutdown.
 
-kopf gives up when a kind that it watches vanishes under it, and may then wait for ever: watches that ask for a new
-login in that moment take their cancellation for the end of a pause and go on. So whoever notices that a kind is gone
-ends kopf in good order before it gives up by itself, and a kopf that does not come to its end is left alone.
+kopf fails when a watched kind is deleted, and its shutdown may then hang: a watch that is renewing its login at that
+moment treats its cancellation as the end of a pause and continues. So this module stops kopf in an orderly way as soon
+as a watched kind is gone, and abandons a kopf that does not stop in time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_operator.controller.watches import build_registry, kopf_settings
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""kopf itself waits for 5 s before it cancels what is left."""
+"""Timeout of the shutdown. kopf itself waits 5 s before it cancels its remaining tasks."""
 
 
 class WatchesEndedError(Exception):
-    """Watching cannot go on and may be started anew. The message says why."""
+    """The watches have ended and may be restarted. The message has the cause."""
 
 
 class KopfRun:
@@ -50,16 +50,16 @@ class KopfRun:
         self._watch_seconds = watch_seconds
         self._started = started
         self._told = asyncio.Event()
-        """That kopf is to end, or is ending."""
+        """Set when kopf should stop or is stopping."""
 
     def end(self) -> None:
         self._told.set()
 
     async def run(self) -> None:
-        """Until it is told to end, or a signal tells kopf.
+        """Run until `stop` is set or kopf gets a signal.
 
         Raises:
-            WatchesEndedError: it ended by itself.
+            WatchesEndedError: kopf ended by itself.
         """
         operating = asyncio.create_task(self._operate(), name="kopf")
         told = asyncio.create_task(self._told.wait())
@@ -72,12 +72,12 @@ class KopfRun:
             for task in (operating, told, vanished):
                 task.cancel()
         if not operating.done():
-            raise WatchesEndedError(f"kopf has not come to its end for {END_SECONDS:g} s")
+            raise WatchesEndedError(f"kopf has not stopped within {END_SECONDS:g} s")
         error = operating.exception()
         if error is not None:
             raise WatchesEndedError(str(error) or repr(error)) from error
         if self.watches.vanished.is_set():
-            raise WatchesEndedError("a kind that is watched is served no more")
+            raise WatchesEndedError("the API server no longer serves a watched kind")
 
     async def _operate(self) -> None:
         registry = build_registry(
@@ -89,7 +89,7 @@ class KopfRun:
 
         @kopf.on.cleanup(registry=registry)
         async def cleanup(**_: Any) -> None:
-            # kopf counts every task made since its start as one of its own and would wait for them; its own waiter
+            # kopf treats every task created since its start as its own and would wait for it; its own waiter
             # for the stop flag is among them.
             self._told.set()
             await self._supervisor.stop()

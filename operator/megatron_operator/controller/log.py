@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, or the same fields as text."""
+"""Structured logs: one JSON object per line, or the same fields as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON escapes every character that is not ASCII, and with it whatever a terminal would act upon."""
+    """One JSON object per line. All non-ASCII and control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record; what follows an exception is indented, so that no text can pass for a record of its own."""
+    """One line per record. Further lines, such as tracebacks, are indented, so that no text can forge a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S.%f")[:-3]
@@ -48,7 +48,7 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(*, style: Literal["json", "text"] = "json", level: str = "INFO") -> None:
-    """Own the root logger: everything to stderr in one style. kopf speaks up only when something is wrong."""
+    """Configure the root logger: all records go to stderr in one format; of kopf, only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     root = logging.getLogger()

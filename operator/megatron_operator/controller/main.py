@@ -1,6 +1,6 @@
-"""The operator process: log in, become the leader, watch, run the tasks; end when told to or when leadership is lost.
+"""The operator process: log in, become the leader, watch, run tasks, until SIGTERM or the loss of leadership.
 
-Exit codes: 0 told to stop, 1 leadership lost. Whoever starts the process starts it again.
+Exit codes: 0 stopped by a signal, 1 leadership lost. The kubelet restarts the process.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ AUDITS_AT_ONCE = 2
 
 
 class OperatorStartError(RuntimeError):
-    """What this process was told cannot be used. The message names it and the remedy."""
+    """An option of this process is unusable. The message names it and the remedy."""
 
 
 def run(options: RunOptions) -> int:
-    """The exit code. Logging is configured by the caller.
+    """Run the operator and return its exit code. The caller configures logging.
 
     Raises:
-        OperatorStartError: no login, a taken port, a template that cannot be filled in.
+        OperatorStartError: no credentials, a port in use, or an invalid address template.
     """
     try:
         return asyncio.run(OperatorProcess(options).run())
@@ -58,7 +58,7 @@ def run(options: RunOptions) -> int:
 
 
 class OperatorProcess:
-    """One life of one operator."""
+    """One operator process."""
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
@@ -89,14 +89,14 @@ class OperatorProcess:
         await probes.start()
         try:
             configuration = await load_configuration(kubeconfig=options.kubeconfig, context=options.context)
-            # The Lease has connections of its own: it must be renewed whatever else waits for an answer.
+            # The Lease has its own connections, so that other pending requests do not delay its renewal.
             async with KubeApi(configuration) as api, KubeApi(configuration) as lease_api:
                 return await self._run_with(api, lease_api, configuration)
         finally:
             await probes.stop()
 
     def _handle_signals(self) -> None:
-        """Again whenever kopf has put its own in their place, which it does at its start."""
+        """Install the signal handlers, again after kopf has replaced them at its start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
@@ -119,7 +119,7 @@ class OperatorProcess:
         try:
             return await self._lead(api, configuration, elector, hold)
         except LeadershipLostError as error:
-            logger.error("leadership lost; ending", extra={"error": str(error)})
+            logger.error("leadership lost; exiting", extra={"error": str(error)})
             return 1
         finally:
             hold.cancel()
@@ -144,17 +144,17 @@ class OperatorProcess:
                 await self._serve(configuration, supervisor, hold)
                 return 0
             except WatchesEndedError as error:
-                logger.warning("watches ended; starting over", extra={"error": str(error)})
+                logger.warning("watches ended; restarting them", extra={"error": str(error)})
             self._handle_signals()
             await asyncio.sleep(RESTART_SECONDS)
             if not await self._unless_stopped(self._await_crd(api)):
                 return 0
 
     async def _serve(self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]) -> None:
-        """Watch and run tasks until told to stop.
+        """Watch and run tasks until the process is stopped.
 
         Raises:
-            WatchesEndedError: they may be started anew.
+            WatchesEndedError: the watches may be restarted.
             LeadershipLostError: this process must end.
         """
         self._phase = "listing"
@@ -232,7 +232,7 @@ class OperatorProcess:
         return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)
 
     async def _await_crd(self, api: KubeApi) -> None:
-        """kopf serves only what it finds at its start when it may not watch CRDs, so find it first."""
+        """Wait until the kind is served: kopf only watches kinds that exist at its start, unless it may watch CRDs."""
         self._phase = "waiting for the CRD"
         namespace = self._options.namespaces[0] if self._options.namespaces else None
         said = False
@@ -250,7 +250,7 @@ class OperatorProcess:
             await asyncio.sleep(CRD_RETRY_SECONDS)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
-        """Wait for the work. False: told to stop before it was done."""
+        """Wait for `work`. Return False if the process is stopped first."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stop.wait())
         try:

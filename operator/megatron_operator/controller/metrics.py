@@ -1,4 +1,4 @@
-"""What the operator counts, and what it knows of its resources at the moment it is asked."""
+"""Prometheus metrics: counters of the operator, and the state of its resources at each scrape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERB_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One resource as last decided upon."""
+    """One resource after its last decision."""
 
     namespace: str
     name: str
@@ -48,12 +48,12 @@ class Metrics:
         )
         self.verb_seconds = Histogram(
             "megatron_operator_verb_seconds",
-            "From the intent of a signal to the phase that it came to.",
+            "Time from the intent of a signal to each phase that it reaches.",
             ["verb", "phase"],
             buckets=VERB_BUCKETS,
             registry=self.registry,
         )
-        self.resources = Gauge("megatron_operator_resources", "Resources being served.", registry=self.registry)
+        self.resources = Gauge("megatron_operator_resources", "Managed resources.", registry=self.registry)
         self.leading = Gauge("megatron_operator_leading", "1 while this process leads.", registry=self.registry)
         self.term = Gauge("megatron_operator_term", "Term of this leader.", registry=self.registry)
 
@@ -64,12 +64,12 @@ class Metrics:
         self.signals.labels(signal=kind.value).inc()
 
     def show(self, readings: Callable[[], Iterable[Reading]]) -> None:
-        """Add what is known of each resource, read when a page is asked for."""
+        """Register the metrics of each resource, which are read at each scrape."""
         self.registry.register(_Resources(readings))
 
 
 class VerbClock:
-    """Times each operation of one resource from its intent to every phase it comes to, as this process sees it."""
+    """Measures the time of each operation from its intent to every phase, as observed by this process."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock
@@ -77,7 +77,7 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """The lifecycle of a decision, which is about to be persisted."""
+        """Record the lifecycle of a decision before it is persisted."""
         operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
         if not operation or not phase or (operation, phase) == self._seen:
             return
@@ -106,10 +106,10 @@ class _Resources(Collector):
             labels=[*labels, "type", "status", "reason"],
         )
         queued = GaugeMetricFamily(
-            "megatron_operator_queued_requests", "Requests that wait at a coordinator.", labels=labels
+            "megatron_operator_queued_requests", "Requests that wait in a coordinator.", labels=labels
         )
         in_flight = GaugeMetricFamily(
-            "megatron_operator_in_flight_requests", "Requests that an engine works on.", labels=[*labels, "engine"]
+            "megatron_operator_in_flight_requests", "Requests in flight in an engine.", labels=[*labels, "engine"]
         )
         for reading in self._readings():
             key = [reading.namespace, reading.name]
@@ -119,7 +119,7 @@ class _Resources(Collector):
                 conditions.add_metric([*key, entry["type"], entry["status"], entry["reason"]], 1)
             if reading.coordinator.reachable:
                 queued.add_metric(key, reading.coordinator.queue_length)
-                # Whatever else a coordinator calls an engine is no label here.
+                # Other names that a coordinator reports are not used as labels.
                 known = {entry["name"] for entry in reading.status.get("engines") or ()}
                 for engine in reading.coordinator.engines:
                     if engine.name in known:

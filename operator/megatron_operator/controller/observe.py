@@ -1,4 +1,4 @@
-"""The reads of one pass: everything a World is made of, from the cache, the keys Secret and the coordinator."""
+"""The reads of one pass: builds a World from the cache, the keys Secret and the coordinator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Refusal, ResourceView, World
+from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Rejection, ResourceView, World
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.transport.security import KeyPair
 
@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 CREATION_SECONDS = 5.0
-"""A StatefulSet without pods is asked about after so long, and again each time so long has passed."""
+"""Interval at which the Events of a StatefulSet without pods are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserverSettings:
     settings: Settings
     admin: KeyPair | None
-    """None: no security, plain sockets."""
+    """None without security, i.e. with unencrypted sockets."""
     resolve: Resolver
     resync_seconds: float
     audits: asyncio.Semaphore
-    """How many resources may be listed at once, of all that there are: the API server serves others too."""
+    """Limit of concurrent listings over all resources, to protect the API server."""
 
 
 class Observer:
@@ -64,7 +64,7 @@ class Observer:
         self._creations_due = 0.0
 
     async def resource(self) -> SeenResource | None:
-        """The resource, after catching up where the watch may be behind. None when it is gone."""
+        """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
         if self._cache.resource() is None:
             return None
         if time.monotonic() >= self._audit_due:
@@ -73,7 +73,7 @@ class Observer:
         return self._cache.resource()
 
     async def reread_resource(self) -> None:
-        """After a refused write: what is it now?"""
+        """Read the resource after a rejected write."""
         seen = self._cache.resource()
         if seen is None:
             return
@@ -84,7 +84,7 @@ class Observer:
             self._cache.wrote_resource(project_resource(obj))
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
-        """After a refused write to a child."""
+        """Read a child after a rejected write."""
         before = self._cache.child(ref)
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
@@ -94,13 +94,13 @@ class Observer:
         resource: SeenResource,
         *,
         term: int,
-        refusals: Mapping[ChildRef, Refusal],
+        rejections: Mapping[ChildRef, Rejection],
         vetted: Mapping[ChildRef, str],
     ) -> World:
-        """One snapshot.
+        """Return a snapshot.
 
         Raises:
-            pydantic.ValidationError: the stored spec is not one this version understands.
+            pydantic.ValidationError: this version cannot parse the stored spec.
         """
         spec = parse_spec(resource.spec)
         secret = await self._read_keys(resource) if self._options.admin is not None else None
@@ -124,13 +124,13 @@ class Observer:
             pods=self._cache.pods(),
             coordinator=coordinator,
             keys=self._keys_view(secret),
-            refusals=refusals,
+            rejections=rejections,
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
-        """The keys Secret as it is now, if it is this resource's."""
+        """Read the keys Secret, if this resource owns it."""
         self._keys = None
         return await self._read_keys(resource)
 
@@ -144,7 +144,7 @@ class Observer:
             return None
 
     def remember_keys(self, obj: Object) -> None:
-        """The keys Secret as just written."""
+        """Record the keys Secret after a write."""
         self._keys = (obj["metadata"]["uid"], obj)
         seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
         self._cache.read_unwatched(seen.ref, seen)
@@ -169,7 +169,7 @@ class Observer:
         return await self._link.refresh(expected=ready)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """What Events say of StatefulSets that should have pods and have none. Looked up at most every few seconds."""
+        """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""
         with_pods = {pod.engine for pod in self._cache.pods()}
         bare = sorted(
             ref.name
@@ -189,7 +189,7 @@ class Observer:
         return self._creations
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
-        """The keys Secret: read by name until it is there and ours, then again at every resync only."""
+        """Return the keys Secret: read by name until it exists and is ours, then only at every resync."""
         ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
         if self._keys is None:
             obj = await self._api.get(SECRET, resource.namespace, ref.name)
@@ -204,7 +204,7 @@ class Observer:
         return self._keys[1]
 
     async def _catch_up(self) -> None:
-        """Read directly what was written but never showed up in the watch."""
+        """Read objects that were written but have not appeared in the watch."""
         resource = self._cache.resource()
         if resource is None:
             return
@@ -212,7 +212,7 @@ class Observer:
             await self.reread_child(ref, namespace=resource.namespace)
 
     async def _audit(self) -> None:
-        """List everything of this resource: a watch that was cut off may have missed the end of an object."""
+        """List all objects of this resource, because an interrupted watch may have missed deletions."""
         resource = self._cache.resource()
         if resource is None:
             return

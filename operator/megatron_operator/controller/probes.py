@@ -1,10 +1,10 @@
 """Probes and metrics.
 
-    GET /healthz  200 with the heartbeat as JSON, 503 when a pass hangs or a watch is cut off
-    GET /readyz   200 when this process leads and watches, or stands by for the leader; else 503 naming what is missing
+    GET /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
+    GET /readyz   200 if this process leads and watches, or is a standby; else 503 with what is missing
     GET /metrics  Prometheus
 
-They run on the same event loop as the tasks: a loop that hangs answers no probe.
+They run on the event loop of the tasks, so a blocked loop answers no probe.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 STALLED_SECONDS = 120.0
-"""A pass that takes longer hangs: every request and every wait in it has a deadline far below. A watch that has not
-shown for so long what is known to exist, or that was to be asked for anew so long ago, is cut off."""
+"""A longer pass hangs: every request and every wait in it has a much shorter deadline. A watch that has not shown an
+existing object for so long, or whose renewal is overdue by as much, is dead."""
 STALLS = ("oldest_pass_seconds", "watch_behind_seconds", "watch_silent_seconds")
 
 
 class BindError(RuntimeError):
-    """The address is taken. The message names it."""
+    """The address is in use. The message names it."""
 
 
 class Probes:
     """One listening socket.
 
-    heartbeat: fields of /healthz; `oldest_pass_seconds` is the age of the longest pass under way.
-    missing: what keeps the process from being ready, one phrase each.
+    heartbeat: fields of /healthz; `oldest_pass_seconds` is the age of the longest running pass.
+    missing: unmet conditions of readiness, one phrase each.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One task per resource UID: started when the resource is first seen, ended by itself, watched over here."""
+"""Runs one task per resource UID, from when the resource is first seen until the task ends."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """make_task: builds a task. It is given the event that its parts may set to wake it."""
+    """make_task: creates a task; its argument is the event that wakes the task."""
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
         self._make_task = make_task
         self._tasks: dict[str, tuple[ResourceTask, asyncio.Task[None]]] = {}
         self._by_key: dict[Key, str] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done with the exception of a task that nothing can go on after: leadership is lost."""
+        """Future with the fatal exception of a task: the loss of leadership."""
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Age of the longest pass under way; 0 when none is."""
+        """Age of the longest running pass in seconds; 0 without one."""
         now = time.monotonic()
         return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch of any resource has been behind; 0 when none is."""
+        """How long the watch of any resource has lagged behind, in seconds; 0 if none lags."""
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     def readings(self) -> list[Reading]:
         return [task.reading for task, _ in self._tasks.values()]
 
     def wake_resource(self, uid: str, key: Key) -> None:
-        """The resource itself appeared, changed or went. A task that finds it gone ends itself."""
+        """Wake the task: its resource was created, changed or deleted. A task of a deleted resource ends itself."""
         if uid not in self._tasks:
             task = self._make_task(uid, key, asyncio.Event())
             runner = asyncio.create_task(task.run(), name=f"resource {key[0]}/{key[1]}")
@@ -52,13 +52,13 @@ class Supervisor:
         self._tasks[uid][0].wake()
 
     def wake_instance(self, key: Key) -> None:
-        """Something that bears this resource's name changed."""
+        """Wake the task after a change of an object with this resource's name."""
         uid = self._by_key.get(key)
         if uid is not None:
             self._tasks[uid][0].wake()
 
     async def stop(self) -> None:
-        """End all tasks where they stand; their next start goes on from there."""
+        """Cancel all tasks. The next start continues from the persisted state."""
         runners = [runner for _, runner in self._tasks.values()]
         for runner in runners:
             runner.cancel()

@@ -1,7 +1,7 @@
-"""The task of one resource: observe, decide, persist, act, wait to be woken; until the resource is gone.
+"""The task of one resource: a loop of observe, decide, persist, act and wait, until the resource is deleted.
 
-An exception ends a pass, never the task: it is logged and the next pass comes after a pause that grows. Only the loss
-of leadership goes up. What a pass does is decided by `decide` alone; this loop knows no rule about resources.
+An exception ends a pass, not the task: it is logged, and the next pass follows after a backoff. Only the loss of
+leadership is raised. All rules about resources are in `decide`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.plan.decide import refuse_spec
+from megatron_operator.plan.decide import reject_spec
 from megatron_operator.plan.world import Decision, World
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
 AFTER_ERROR_SECONDS = 1.0
 EAGER_PASSES = 10
-"""Passes that may follow one another without a pause because each changed something."""
+"""Limit of consecutive passes without a pause, while each changes something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a task works with."""
+    """Dependencies of a task."""
 
     cache: ResourceCache
     observer: Observer
@@ -51,11 +51,11 @@ class Parts:
     decide: Callable[[World], Decision]
     resync_seconds: float
     coalesce_seconds: float = 0.02
-    """Events come in bursts, one for each object: a pass begins so long after the first of them."""
+    """Delay of a pass after the first event, because events come in bursts."""
 
 
 class ResourceTask:
-    """See the module. `wake` may be called from anywhere on the event loop, any number of times."""
+    """See the module. `wake` may be called from any code on the event loop, any number of times."""
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid
@@ -74,19 +74,19 @@ class ResourceTask:
 
     @property
     def reading(self) -> Reading:
-        """What metrics say of the resource."""
+        """The resource as exported by metrics."""
         return Reading(*self.key, status=self._status, coordinator=self._parts.link.snapshot)
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch has not shown something that is known to exist."""
+        """How long an existing object has been missing in the watch, in seconds."""
         return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
-        """Until the resource is gone.
+        """Run until the resource is deleted.
 
         Raises:
-            LeadershipLostError: this process does not lead any more.
+            LeadershipLostError: this process is no longer the leader.
         """
         backoff = BACKOFF_FIRST
         try:
@@ -118,7 +118,7 @@ class ResourceTask:
             await self._parts.link.close()
 
     async def run_once(self) -> float | None:
-        """One pass; seconds until the next at the latest, or None when the resource is gone."""
+        """Run one pass. Return the seconds until the next one at the latest; None if the resource is deleted."""
         parts = self._parts
         resource = await parts.observer.resource()
         if resource is None:
@@ -133,7 +133,7 @@ class ResourceTask:
         if await parts.actor.act(decision.actions, resource):
             return self._again()
         self._eager = 0
-        # What was written and is not shown by the watch is looked up then.
+        # Then objects that were written and are missing in the watch are read.
         shown = parts.resync_seconds if parts.cache.behind_seconds == 0.0 else WATCH_LAG_SECONDS
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
@@ -142,16 +142,16 @@ class ResourceTask:
         try:
             actor = parts.actor
             world = await parts.observer.world(
-                resource, term=parts.elector.term, refusals=actor.refusals, vetted=actor.vetted
+                resource, term=parts.elector.term, rejections=actor.rejections, vetted=actor.vetted
             )
         except ValidationError as error:
-            return refuse_spec(
+            return reject_spec(
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
         return parts.decide(world)
 
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
-        """Write the status if it differs. False: it was not what the decision was made from; decide again."""
+        """Write the status if it differs. Return False if the resource has changed since the decision: decide again."""
         wanted, stored = _canonical(status), _canonical(resource.status)
         if wanted == stored or self._persisted == (wanted, stored):
             return True
@@ -163,7 +163,7 @@ class ResourceTask:
             await self._parts.observer.reread_resource()
             return False
         self._parts.cache.wrote_resource(written)
-        # A status that the schema stores differently must not be written again and again.
+        # A status that the API server stores in another form must not be written in every pass.
         self._persisted = (wanted, _canonical(written.status))
         return True
 
@@ -172,7 +172,7 @@ class ResourceTask:
         return 0.0 if self._eager <= EAGER_PASSES else 1.0
 
     async def _sleep(self, pause: float, *, fixed: float) -> None:
-        """A wake-up shortens the pause, but for its `fixed` part: whatever failed is not hammered."""
+        """Sleep. A wake-up shortens the pause, except for its `fixed` part, the backoff after a failure."""
         unconditional = min(pause, fixed)
         if unconditional:
             await asyncio.sleep(unconditional)
@@ -201,7 +201,7 @@ class ResourceTask:
     def _log_failure(self, error: Exception, pause: float) -> None:
         fields = {"resource": "/".join(self.key), "error": str(error), "retry_seconds": pause}
         if isinstance(error, ApiError) and error.namespace_ends:
-            logger.info("namespace is being deleted; waiting for the end", extra=fields)
+            logger.info("namespace is being deleted; waiting until the resource is gone", extra=fields)
         elif isinstance(error, ApiError):
             logger.warning("pass failed", extra=fields)
         else:
@@ -209,7 +209,7 @@ class ResourceTask:
 
 
 def _first(error: ValidationError) -> str:
-    """The first complaint about a spec, with its path."""
+    """Return the first error of a spec, with its path."""
     entry = error.errors()[0]
     path = ".".join(str(part) for part in ("spec", *entry["loc"]))
     return f"{path}: {entry['msg']}"

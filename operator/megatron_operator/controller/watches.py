@@ -1,8 +1,8 @@
-"""What kopf does here: watch, keep projections in its indexes, and wake tasks. Nothing else.
+"""kopf's handlers: they watch, keep projections in indexes and wake tasks, nothing else.
 
-No create, update or delete handlers, no daemons, no timers: so no finalizer, no annotation, no write of kopf's own.
-kopf runs an object's event handlers after its indexes hold that object's new version, and the first of them only when
-all kinds are listed: a woken task never sees less than what woke it.
+There are no create, update or delete handlers, daemons or timers, so kopf adds no finalizers and annotations and writes
+nothing. kopf runs an object's event handlers after its indexes hold that object's new version, and the first handler
+after all kinds are listed. So a woken task always sees the change that woke it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def build_registry(
     wake_resource: Callable[[str, Key], None],
     wake_instance: Callable[[Key], None],
 ) -> kopf.OperatorRegistry:
-    """Everything kopf is told to do.
+    """Return the registry with all handlers.
 
     started: called once, before any event, with the live indexes.
-    wake_resource: a resource with this UID appeared, changed or went.
-    wake_instance: something that belongs to the resource of this namespace and name did.
+    wake_resource: called when the resource with this UID was created, changed or deleted.
+    wake_instance: called when an object of the resource with this namespace and name was.
     """
     registry = kopf.OperatorRegistry()
 
@@ -97,7 +97,7 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Nobody here asks what of an object has changed, which kopf would find out at each event by two deep copies."""
+    """Disables the computation of differences, for which kopf copies each object twice per event."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -106,14 +106,14 @@ class _NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, **_: Any) -> None:
-        """Nothing is kept in the cluster."""
+        """Stores no progress in the cluster."""
 
 
 def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
-    """Every default of kopf's that matters, said out loud.
+    """Set the relevant settings of kopf explicitly.
 
-    watch_seconds: a watch lasts so long. The server sends a bookmark shortly before its end, so that the next goes on
-        from there without a listing; a watch that has fallen silent is found and caught up with in the same time.
+    watch_seconds: duration of a watch. The server sends a bookmark shortly before its end, so the next watch continues
+        without a listing. A dead watch is detected and replaced in the same time.
     """
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -129,7 +129,7 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     settings.watching.reconnect_backoff = 0.1
     settings.execution.default_backoff = 5
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
-    # It would kill a process whose kopf has ended and was started anew.
+    # It would kill a process whose kopf has ended and was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = _NoDifferences()
     for kind in (*CHILD_KINDS, POD):

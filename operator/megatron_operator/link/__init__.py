@@ -1,1 +1,1 @@
-"""The connection to the admin port of a coordinator: its status, and the signals that it gets."""
+"""The connection to the admin port of a coordinator: status and signals."""

@@ -1,4 +1,4 @@
-"""The address of the admin port of a resource's coordinator. Injectable, so that tests may run it anywhere."""
+"""Resolves the address of a coordinator's admin port. Injectable for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AddressTemplateError(ValueError):
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
-    """Return the virtual address of the Service. It needs no DNS and is reachable from nodes and pods."""
+    """Return the cluster IP of the Service, which needs no DNS and is reachable from nodes and pods."""
     if not cluster_ip:
         return None
     host = f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip

@@ -1,4 +1,4 @@
-"""A canary: one short greedy completion for one engine, and the check of its answer."""
+"""Canaries: one short greedy completion by one engine, and the check of its answer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 MOST_TOKENS = 64
-"""A longer answer is wrong, and is not quoted in full."""
+"""A longer answer is not quoted in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
 """Token ids that every vocabulary has."""
 UNSUPPORTED = frozenset({ErrorCode.WRONG_ROLE, ErrorCode.MALFORMED})
 PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCode.UNAVAILABLE, ErrorCode.QUEUE_FULL})
-"""The engine or the coordinator was not there, so the engine is not judged. The canary is sent again."""
+"""The engine or the coordinator was unavailable, so there is no verdict. The canary is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A prompt whose greedy continuation is known at any precision: no other token comes within 3.5 nats."""
+    """A prompt whose greedy continuation is the same at any precision: no other token comes within 3.5 nats."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
 KNOWN: dict[str, Expectation] = {
-    # "1, 2, 3, 4, 5, 6, 7," goes on with " 8, ".
+    # "1, 2, 3, 4, 5, 6, 7," continues with " 8, ".
     "builtin:smollm2-135m": Expectation(
         prompt=(33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28, 216, 37, 28, 216, 38, 28, 216, 39, 28),
         tokens=(216, 40, 28, 216),
@@ -54,7 +54,7 @@ class Canary:
     uid: bytes
     asked: AskCanary
     until: float
-    """Until this time, on the sender's clock, the answer is awaited."""
+    """Deadline of the answer, on the sender's clock."""
 
 
 def new_canary(asked: AskCanary, *, now: float) -> Canary:
@@ -71,7 +71,7 @@ def frames_of(canary: Canary) -> list[bytes]:
 
 
 def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
-    """Return the verdict on the engine; None if the answer says nothing about it."""
+    """Return the verdict on the engine; None if the answer allows none."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
         if answer.code in PASSING:
@@ -100,14 +100,14 @@ def _fault(canary: Canary, answer: Final, reply: dict[str, Any], *, said: object
     if not len(tokens):
         return "the completion is empty"
     if len(tokens) > MOST_TOKENS:
-        return f"{len(tokens)} tokens where {NEW_TOKENS} were asked for"
+        return f"{len(tokens)} tokens instead of {NEW_TOKENS}"
     found = reply.get("generated_log_probs")
     log_probs = found if isinstance(found, list) else []
     if len(log_probs) != len(tokens) or not all(_is_finite(value) for value in log_probs):
         return f"log-probabilities {log_probs!r:.200} of {len(tokens)} tokens; each token must have a finite one"
     known = KNOWN.get(canary.asked.model)
     if known is not None and tuple(tokens.tolist()) != known.tokens:
-        return f"tokens {tokens.tolist()} where this model says {list(known.tokens)}"
+        return f"tokens {tokens.tolist()} instead of {list(known.tokens)}"
     return None
 
 
@@ -116,7 +116,7 @@ def _is_finite(value: object) -> bool:
 
 
 class CanaryBook:
-    """The canaries of one link: those that await an answer, and the last verdict on each engine."""
+    """The canaries of one link: those without an answer, and the last verdict on each engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -124,7 +124,7 @@ class CanaryBook:
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
-        """Send a canary, unless the answer of one to that engine and revision is awaited. False if it was not sent."""
+        """Send a canary, unless one to that engine and revision is unanswered. Return False if it was not sent."""
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
             return True
@@ -135,7 +135,7 @@ class CanaryBook:
         return True
 
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
-        """Handle an answer; True if there is a verdict.
+        """Handle an answer. Return whether there is a verdict.
 
         uid: None for an ERROR without one, by which a coordinator without support for canaries rejects them.
         """
@@ -151,5 +151,5 @@ class CanaryBook:
         return True
 
     def forget_sent(self) -> None:
-        """On a new connection, answers to canaries of the old one are no longer awaited."""
+        """Forget unanswered canaries, because their connection has ended."""
         self._waiting.clear()

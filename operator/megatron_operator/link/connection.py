@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
-from megatron_operator.link.snapshot import printable, refusal_of, snapshot_of, without_traffic
+from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
 from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.protocol import limits
@@ -42,12 +42,12 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 PEER_NAME = "megatron-operator"
-"""The name of every operator: the HELLO of a new leader replaces the registration of the old one."""
+"""Name that all operators use, so that the HELLO of a new leader replaces the registration of the old one."""
 DEFAULT_SIGNAL_SECONDS = 60.0
 MAX_MESSAGES_A_SECOND = 500
 MAX_BYTES_A_SECOND = 8 << 20
 """A coordinator that sends more is disconnected for `flood_pause`, because reading it would delay other resources."""
-REMEMBERED_REFUSALS = 16
+REMEMBERED_REJECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class LinkTimings:
     """Seconds."""
 
     hello_retry: float = 0.5
-    """Between HELLO messages until the coordinator answers."""
+    """Interval of HELLO messages until the coordinator answers."""
     status_interval: float = 5.0
-    """Between STATUS messages while nothing is in progress."""
+    """Interval of STATUS messages while nothing is in progress."""
     status_interval_busy: float = 0.5
-    """Between STATUS messages while a signal is unanswered or a change is expected."""
+    """Interval of STATUS messages while a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
     """Without an answer to STATUS for this long the coordinator is lost, and a new socket is opened."""
     refresh_timeout: float = 3.0
@@ -110,7 +110,7 @@ class CoordinatorLink:
         self._nudge = asyncio.Event()
         self._reply: StatusReply | None = None
         self._in_flight: dict[str, _InFlight] = {}
-        self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._rejections: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
         """When a request was last reported; None before the first answer."""
         self._canaries = CanaryBook(clock)
@@ -120,7 +120,7 @@ class CoordinatorLink:
         self._fault = ""
         """The error of the last message that could not be read."""
         self._second = (0.0, 0, 0)
-        """Received in the current second: its begin, messages, bytes."""
+        """Received in the current second: its start, messages, bytes."""
 
     def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
         """Connect to `address`; None disconnects. Does nothing if both arguments are those of the last call."""
@@ -164,7 +164,7 @@ class CoordinatorLink:
             return CoordinatorSnapshot(error=self._error)
         return snapshot_of(
             self._reply,
-            refusals=self._refusals,
+            rejections=self._rejections,
             canaries=self._canaries.reports,
             idle_seconds=0.0 if self._busy_at is None else self._clock() - self._busy_at,
         )
@@ -205,12 +205,12 @@ class CoordinatorLink:
         self._expects_change = expected
 
     def awaits(self, operation_id: str) -> bool:
-        """Whether this signal was sent and its answer may still come."""
+        """Return whether this signal was sent and its answer may still come."""
         waiting = self._in_flight.get(operation_id)
         return waiting is not None and waiting.until > self._clock()
 
     def signal(self, signal: Signal) -> bool:
-        """Send a signal, unless its answer is still awaited. False without a connection.
+        """Send a signal, unless it is unanswered. Return False without a connection.
 
         The caller has checked its leadership. A signal is never queued for a later connection.
         """
@@ -229,14 +229,14 @@ class CoordinatorLink:
         )
         if not self._send(message.to_frames()):
             return False
-        self._refusals.pop(signal.operation_id, None)
+        self._rejections.pop(signal.operation_id, None)
         until = self._clock() + timeout + self._timings.ack_margin
         self._in_flight[signal.operation_id] = _InFlight(signal.kind, until, self._asked)
         self._nudge.set()
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless the answer of one to that engine and revision is awaited. False if not connected."""
+        """Send a canary, unless one to that engine and revision is unanswered. Return False without a connection."""
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Answers to what was sent are no longer awaited. A signal that is sent again joins its operation by its id."""
+        """Forget unanswered messages of the old connection. A repeated signal joins its operation by its id."""
         was = self._registered.is_set()
         self._registered.clear()
         self._reply = None
@@ -292,7 +292,7 @@ class CoordinatorLink:
             self._link.receive(frames)
             return
         self._fault = f"more than {MAX_MESSAGES_A_SECOND} messages or {MAX_BYTES_A_SECOND} bytes in a second"
-        logger.warning("coordinator cut off", extra={"address": self._address, "error": self._fault})
+        logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
         self._link.mute(self._no_answer(), seconds=self._timings.flood_pause)
         self._error = self._no_answer()
 
@@ -326,7 +326,7 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer. Answers come in the order of the questions."""
+        """Send STATUS and wait for its answer. Answers come in the order of the requests."""
         if not self._send(Status().to_frames()):
             return False
         self._asked += 1
@@ -396,7 +396,7 @@ class CoordinatorLink:
             self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
-        # A signal that was sent before the question, and is not in its answer, was lost.
+        # A signal that was sent before the STATUS, and is not in its answer, was lost.
         known = {operation.operation_id for operation in reply.operations}
         sent = self._in_flight.items()
         self._drop([key for key, waiting in sent if self._answers > waiting.asked and key not in known])
@@ -406,9 +406,9 @@ class CoordinatorLink:
     def _on_ack(self, ack: ControlAck) -> None:
         waiting = self._in_flight.pop(ack.operation_id, None)
         if waiting is not None and not ack.ok:
-            self._refusals[ack.operation_id] = refusal_of(ack, signal=waiting.signal)
-            while len(self._refusals) > REMEMBERED_REFUSALS:
-                self._refusals.popitem(last=False)
+            self._rejections[ack.operation_id] = rejection_of(ack, signal=waiting.signal)
+            while len(self._rejections) > REMEMBERED_REJECTIONS:
+                self._rejections.popitem(last=False)
         logger.info(
             "signal answered",
             extra={

@@ -1,6 +1,6 @@
-"""Conversion of a coordinator's answers to the snapshot that decisions use.
+"""Converts a coordinator's answers to the snapshot that decisions use.
 
-A coordinator may run any image. Its texts are cut, and unprintable characters are escaped, before they reach a status,
+A coordinator may run any image. Its texts are shortened and unprintable characters escaped before they reach a status,
 a log or a terminal.
 """
 
@@ -31,16 +31,17 @@ NAMES_TOLD = 8
 def snapshot_of(
     reply: StatusReply,
     *,
-    refusals: Mapping[str, OperationReport],
+    rejections: Mapping[str, OperationReport],
     canaries: Mapping[str, CanaryReport] | None = None,
     idle_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
     """Return the snapshot of STATUS_REPLY.
 
-    refusals: signals that the coordinator rejected at once and may not remember; operations in `reply` take precedence.
+    rejections: signals that the coordinator rejected at once and may not remember; operations in `reply` take
+                precedence.
     canaries, idle_seconds: measured by the link.
     """
-    operations = dict(refusals)
+    operations = dict(rejections)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
     return CoordinatorSnapshot(
         reachable=True,
@@ -74,19 +75,19 @@ def snapshot_of(
 
 
 def printable(text: str, most: int) -> str:
-    """Cut `text` to `most` characters and escape those that do not print, such as control characters."""
+    """Shorten `text` to `most` characters and escape unprintable ones, such as control characters."""
     return escaped(text[:most])[:most]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """Return the part whose change wakes a task: nothing that changes with every request, except that a request waits
-    while the engines are suspended."""
+    """Return the part whose change wakes a task. It does not change with every request, except that it shows whether a
+    request waits while the engines are suspended."""
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
     return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, engines=engines)
 
 
-def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
+def rejection_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
     """Return the report of a signal that was answered with `ok: false`."""
     return OperationReport(
         outcome=OperationOutcome.FAILED,

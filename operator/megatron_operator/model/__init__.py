@@ -1,1 +1,1 @@
-"""The custom resource: typed models, its vocabulary, and the CRD generated from them."""
+"""The custom resource: typed models, its terms, and the generated CRD."""

@@ -1,4 +1,4 @@
-"""What every model of the custom resource shares."""
+"""Base classes of the models of the custom resource."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Name = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class ApiModel(BaseModel):
-    """A part of the resource: frozen, camelCase on the wire, unknown keys refused."""
+    """A part of the resource: frozen, camelCase in JSON; unknown keys are rejected."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -27,12 +27,12 @@ class ApiModel(BaseModel):
 
 
 def section(model: type[T], description: str) -> Any:
-    """An object that may be left out and then holds its own defaults, in Python and (`default: {}`) in the CRD."""
+    """Return a field for an object with defaults of its own, in Python and (`default: {}`) in the CRD."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
 def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:
-    """One entry of `x-kubernetes-validations`. `expression` is CEL that yields the message with the offending value."""
+    """Return an entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
     entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression

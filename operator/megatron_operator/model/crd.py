@@ -1,7 +1,7 @@
-"""The CustomResourceDefinition, generated from the typed models.
+"""Generates the CustomResourceDefinition from the typed models.
 
 Structural schema rules (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/):
-no references, no unions, no additionalProperties beside properties. pydantic's JSON schema is rewritten to that.
+no references, no unions, no additionalProperties next to properties.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Endpoint", "string", ".status.endpoint", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
-"""Print columns: name, type, path, priority (1 shows with `-o wide` only)."""
+"""Print columns: name, type, path, priority (1: only with `-o wide`)."""
 
 NAME_RULES = [
     cel(
@@ -60,7 +60,7 @@ NAME_RULES = [
 
 
 def structural_schema(model: type[BaseModel]) -> Schema:
-    """The OpenAPI v3 structural schema of a model."""
+    """Return the OpenAPI v3 structural schema of a model."""
     document = model.model_json_schema(by_alias=True, mode="validation")
     return _structural(document, document.get("$defs", {}))
 
@@ -87,15 +87,15 @@ def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """The whole CRD."""
+    """Return the CRD."""
     schema = {
         "type": "object",
-        "description": "A language model served by data-parallel engines behind a coordinator and an OpenAI front end.",
+        "description": "A language model served by data-parallel engines, a coordinator and OpenAI servers.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            # The length bounds the estimated cost of the rules below, which have better messages.
+            # The length limits the estimated cost of the rules below, which have better messages.
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
             "spec": structural_schema(MegatronInferenceSpec),
             "status": structural_schema(MegatronInferenceStatus),

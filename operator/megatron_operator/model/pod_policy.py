@@ -1,4 +1,4 @@
-"""What an installation of the operator allows in pod templates beyond the default allow list."""
+"""Fields of pod templates that an installation of the operator allows beyond the default allow list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Switch(Enum):
-    """One value of the Helm chart for each further class of fields; the value is its path and its command line flag."""
+    """Helm chart values, one for each further class of fields, with their paths and command line flags."""
 
     HOST_PATHS = "podPolicy.hostPaths", "--allow-host-path"
     CAPABILITIES = "podPolicy.capabilities", "--allow-capability"
@@ -21,14 +21,14 @@ class Switch(Enum):
 
     @property
     def remedy(self) -> str:
-        """Names the chart value and the flag."""
+        """The remedy that names the chart value and the flag."""
         value, flag = self.value
         return f"an administrator can allow it with {value} in the operator's chart ({flag})"
 
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The further classes that are allowed. The default allows none of them."""
+    """The further classes that are allowed; by default none."""
 
     host_paths: tuple[str, ...] = ()
     """Absolute path prefixes of hostPath volumes, which are mounted read-only."""
@@ -39,11 +39,11 @@ class PodPolicy:
     """Containers and init containers that the operator does not render."""
     service_accounts: tuple[str, ...] = ()
     image_repositories: tuple[str, ...] = ()
-    """Repositories of images besides that of the runtime image; one that ends in `/` allows everything below it."""
+    """Further repositories of images, besides the runtime image's; one that ends in `/` allows all below it."""
     environment: tuple[str, ...] = ()
     """Environment variables that the default policy rejects because they load code or redirect a token."""
     metadata: tuple[str, ...] = ()
-    """Keys of labels and annotations that the default policy rejects; one that ends in `/` allows its whole prefix."""
+    """Keys of labels and annotations that the default policy rejects; one that ends in `/` is a prefix."""
 
     def __post_init__(self) -> None:
         for prefix in self.host_paths:
@@ -53,7 +53,7 @@ class PodPolicy:
 
 
 def repository_of(image: str) -> str:
-    """The repository of an image reference, with registry and namespace spelt out and without tag and digest."""
+    """Return the repository of an image, with explicit registry and namespace, without tag and digest."""
     name = image.partition("@")[0]
     head, slash, last = name.rpartition("/")
     name = f"{head}{slash}{last.partition(':')[0]}"
@@ -66,7 +66,7 @@ def repository_of(image: str) -> str:
 
 
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
-    """Whether an image is of one of the repositories. An entry that ends in `/` stands for all below it."""
+    """Return whether an image is of one of the repositories. An entry that ends in `/` matches all below it."""
     found = repository_of(image)
     for entry in repositories:
         if entry.endswith("/"):

@@ -1,7 +1,7 @@
-"""`MegatronInference` v1alpha1: the spec. Defaults are written here and nowhere else.
+"""`MegatronInference` v1alpha1: the spec and all its defaults.
 
-Cross-field rules stand twice, side by side: as CEL for the API server and as validators for offline commands
-(`render`, `plan`); tests hold the two to the same verdicts.
+Cross-field rules are defined twice: as CEL for the API server and as validators for the offline commands (`render`,
+`plan`). Tests check that both give the same results.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class SuspendLevel(StrEnum):
 
 
 class Parallelism(ApiModel):
-    tensor: int = Field(default=1, ge=1, le=256, description="Ranks that share every layer.")
-    pipeline: int = Field(default=1, ge=1, le=256, description="Stages the layers are cut into.")
-    expert: int = Field(default=1, ge=1, le=256, description="Ranks the experts are spread over.")
+    tensor: int = Field(default=1, ge=1, le=256, description="Tensor-parallel ranks, which share every layer.")
+    pipeline: int = Field(default=1, ge=1, le=256, description="Pipeline stages.")
+    expert: int = Field(default=1, ge=1, le=256, description="Expert-parallel ranks.")
 
     @property
     def ranks(self) -> int:
@@ -80,7 +80,7 @@ class Batching(ApiModel):
             "x-kubernetes-validations": [
                 cel(
                     "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
-                    "spec.engine.batching.maxTokens: every running request needs a token of each step; give at least "
+                    "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
                     "spec.engine.batching.maxRequests",
                 )
             ]
@@ -88,29 +88,27 @@ class Batching(ApiModel):
     )
 
     max_requests: int | None = Field(
-        default=None, ge=1, le=65536, description="Most requests in one batch; derived from memory when absent."
+        default=None, ge=1, le=65536, description="Limit of requests in one batch; derived from memory if absent."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, le=16_777_216, description="Most tokens in one step; derived from memory when absent."
+        default=None, ge=1, le=16_777_216, description="Limit of tokens in one step; derived from memory if absent."
     )
-    block_size_tokens: int = Field(
-        default=256, ge=1, le=65536, description="Tokens in one block of the prefix cache's hash chain."
-    )
+    block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
     kv_cache_memory: str = Field(
         default="2Gi",
-        description="Memory of each rank for the KV cache, as a Kubernetes quantity.",
+        description="KV cache memory of each rank, as a Kubernetes quantity.",
         max_length=20,
         pattern=QUANTITY_PATTERN,
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
-    chunked_prefill: bool = Field(default=True, description="Cut long prompts into chunks that share steps.")
+    chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
 
     @model_validator(mode="after")
     def _enough_tokens(self) -> Self:
         if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
             raise ValueError(
                 f"spec.engine.batching.maxTokens: is {self.max_tokens}; every running request needs a token of each "
-                f"step; give at least spec.engine.batching.maxRequests = {self.max_requests}"
+                f"step; set at least spec.engine.batching.maxRequests = {self.max_requests}"
             )
         return self
 
@@ -118,73 +116,73 @@ class Batching(ApiModel):
 class EngineSpec(ApiModel):
     image: str | None = Field(
         default=None,
-        description="Image of the engines; the operator's runtime image when absent. Other repositories than that of "
+        description="Image of the engines; the operator's runtime image if absent. Other repositories than that of "
         "the runtime image need podPolicy.imageRepositories in the operator's chart.",
         max_length=512,
     )
     gpus_per_pod: int = Field(
-        default=0, ge=0, le=64, description="GPUs each pod asks for, one rank on each; 0 means engines on CPUs."
+        default=0, ge=0, le=64, description="GPUs of each pod, with one rank on each; 0 means engines on CPUs."
     )
     ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Ranks in each pod of an engine on CPUs.")
     batching: Batching = section(Batching, "Continuous batching and the KV cache.")
     startup_seconds: int = Field(
-        default=1800, ge=10, le=86400, description="How long loading may take before a pod is started again."
+        default=1800, ge=10, le=86400, description="Time for loading after which a pod is restarted."
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged over the rendered pod, containers by name (the container is called engine): resources, "
+        description="Merged into the rendered pod, containers by name (the container is engine): resources, "
         "tolerations, affinity, volumes, … The operator rejects fields that its pod policy does not allow.",
     )
 
 
 class Routing(ApiModel):
-    policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="How an engine is chosen.")
+    policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="Policy that chooses an engine.")
     alpha: str = Field(
         default="0.5",
-        description="Weight of the prefix match against idleness, from 0 to 1, as a decimal string.",
+        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string.",
         max_length=20,
         pattern=r"^(0(\.[0-9]+)?|1(\.0+)?)$",
     )
 
 
 class CoordinatorSpec(ApiModel):
-    routing: Routing = section(Routing, "Which engine gets a request.")
+    routing: Routing = section(Routing, "Routing of requests to engines.")
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged over the rendered pod, containers by name (the container is coordinator), as far as the "
+        description="Merged into the rendered pod, containers by name (the container is coordinator), as far as the "
         "operator's pod policy allows.",
     )
 
 
 class TlsSpec(ApiModel):
     secret_name: Name = Field(
-        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is taken up "
+        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is loaded "
         "without a restart."
     )
 
 
 class ServerSpec(ApiModel):
-    replicas: int = Field(default=1, ge=1, le=100, description="OpenAI front ends.")
+    replicas: int = Field(default=1, ge=1, le=100, description="Number of OpenAI servers.")
     tls: TlsSpec | None = Field(
-        default=None, description="Serve HTTPS, on port 443 of the Service; plain HTTP on port 80 when absent."
+        default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
     )
     api_keys_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="File of accepted API keys, one a line; every request needs one when set."
+        default=None, description="File of accepted API keys, one per line. If set, every request needs one."
     )
     share_prefix_cache: bool = Field(
         default=False,
-        description="API keys share cached prefixes: response times and cached_tokens then tell the holder of one key "
-        "which prompts others sent.",
+        description="API keys share cached prefixes. Response times and cached_tokens then reveal to the holder of one "
+        "key which prompts others have sent.",
     )
     allow_priority: bool = Field(
-        default=False, description="Requests may choose a priority; otherwise one that is not 0 is answered 400."
+        default=False, description="Requests may set a priority; otherwise one other than 0 is answered with 400."
     )
     tool_call_parser: ToolCallParser | None = Field(
-        default=None, description="Parser of tool calls in completions; auto looks at the chat template."
+        default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged over the rendered pod, containers by name (the container is server), as far as the "
+        description="Merged into the rendered pod, containers by name (the container is server), as far as the "
         "operator's pod policy allows.",
     )
 
@@ -193,19 +191,21 @@ class PauseSpec(ApiModel):
     mode: PauseMode = Field(
         default=PauseMode.HOLD, description="Hold queues requests that arrive while paused; Reject answers 503."
     )
-    max_queued: int = Field(default=10000, ge=1, le=10_000_000, description="Most requests held; beyond it 429.")
+    max_queued: int = Field(
+        default=10000, ge=1, le=10_000_000, description="Limit of held requests; further ones are answered with 429."
+    )
     max_wait_seconds: int = Field(
-        default=300, ge=1, le=86400, description="How long a request that reached no engine is held."
+        default=300, ge=1, le=86400, description="Time for which a request without an engine is held."
     )
 
 
 class SuspendSpec(ApiModel):
     level: SuspendLevel = Field(
         default=SuspendLevel.OFFLOAD,
-        description="Offload gives memory back and keeps the pods; ReleasePods also scales the engines to zero pods.",
+        description="Offload releases memory and keeps the pods; ReleasePods also scales the engines to zero pods.",
     )
     escalate_after_seconds: int | None = Field(
-        default=None, ge=0, le=31_536_000, description="Suspended with Offload for this long becomes ReleasePods."
+        default=None, ge=0, le=31_536_000, description="Time after which a suspension with Offload becomes ReleasePods."
     )
     wake_on_request: bool = Field(
         default=False,
@@ -216,24 +216,24 @@ class SuspendSpec(ApiModel):
         default=600,
         ge=10,
         le=31_536_000,
-        description="A resource that a request woke is suspended again when it had no request for this long.",
+        description="Idle time after which a resource that a request woke is suspended again.",
     )
 
 
 class RestartBudget(ApiModel):
     restarts: int = Field(
-        default=5, ge=0, le=1000, description="Container restarts of one engine that the window may hold."
+        default=5, ge=0, le=1000, description="Limit of container restarts of one engine in the window."
     )
     window_seconds: int = Field(default=600, ge=1, le=86400, description="Length of the window.")
 
 
 class LifecycleSpec(ApiModel):
-    pause: PauseSpec = section(PauseSpec, "What becomes of requests that arrive while paused or suspended.")
-    suspend: SuspendSpec = section(SuspendSpec, "How much a suspended resource gives back.")
+    pause: PauseSpec = section(PauseSpec, "Handling of requests that arrive while paused or suspended.")
+    suspend: SuspendSpec = section(SuspendSpec, "What a suspended resource releases.")
     drain_seconds: int = Field(
-        default=60, ge=0, le=86400, description="How long requests may finish before an engine or server goes."
+        default=60, ge=0, le=86400, description="Time for requests to finish before an engine or server is removed."
     )
-    restart_budget: RestartBudget = section(RestartBudget, "When crashing engines are given up on.")
+    restart_budget: RestartBudget = section(RestartBudget, "When the operator stops restarting a crashing engine.")
 
 
 class KeysSpec(ApiModel):
@@ -241,19 +241,21 @@ class KeysSpec(ApiModel):
         default=1,
         ge=1,
         le=1_000_000_000,
-        description="Raise it to have all CURVE keys replaced while requests go on. It is absolute: what status.keys "
-        "has reached already is not done again.",
+        description="Raise it to rotate all CURVE keys without interrupting requests. Absolute: a generation that "
+        "status.keys has reached is not created again.",
     )
     rotate_after_days: int | None = Field(
-        default=None, ge=1, le=36500, description="Keys of this age are replaced by themselves; never when absent."
+        default=None, ge=1, le=36500, description="Age at which keys are rotated automatically; never if absent."
     )
 
 
 class RolloutSpec(ApiModel):
-    max_unavailable: int = Field(default=1, ge=1, le=1024, description="Engines that a rollout may take out at once.")
+    max_unavailable: int = Field(
+        default=1, ge=1, le=1024, description="Engines that a rollout may replace at the same time."
+    )
 
 
-_NO_PLACE = "has no {revision} to fill with spec.weights.revision; put it into the path, or remove spec.weights"
+_NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it to the path, or remove spec.weights"
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
 
@@ -262,7 +264,7 @@ class MegatronInferenceSpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra={
             "x-kubernetes-validations": [
-                # The values themselves cannot stand in the message: the estimated cost of string() exceeds the budget.
+                # The message cannot contain the values: the estimated cost of string() exceeds the budget.
                 cel(
                     f"{_RANKS} % {_POD_DIVISOR} == 0",
                     "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
@@ -305,24 +307,24 @@ class MegatronInferenceSpec(ApiModel):
 
     desired_state: DesiredState = Field(
         default=DesiredState.RUNNING,
-        description="Running serves; Paused freezes work in place; Suspended also gives the memory back; Stopped "
+        description="Running serves; Paused pauses generation; Suspended also releases memory; Stopped "
         "drains and removes the engines.",
     )
     replicas: int = Field(
         default=1,
         ge=0,
         le=1024,
-        description="Data-parallel engines; what kubectl scale and autoscalers change. 0 gives every engine pod back.",
+        description="Data-parallel engines; kubectl scale and autoscalers change it. 0 removes all engine pods.",
     )
-    model: ModelSpec = Field(description="What is served.")
-    weights: WeightsSpec | None = Field(default=None, description="Which revision of the weights is served.")
-    parallelism: Parallelism = section(Parallelism, "How one engine is spread; its ranks are the product.")
+    model: ModelSpec = Field(description="The model.")
+    weights: WeightsSpec | None = Field(default=None, description="The revision of the weights.")
+    parallelism: Parallelism = section(Parallelism, "Parallelism of one engine; the product is its number of ranks.")
     engine: EngineSpec = section(EngineSpec, "The engines.")
     coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
-    server: ServerSpec = section(ServerSpec, "The OpenAI front end.")
-    lifecycle: LifecycleSpec = section(LifecycleSpec, "How the verbs behave.")
-    keys: KeysSpec = section(KeysSpec, "When the keys are replaced that the components know each other by.")
-    rollout: RolloutSpec = section(RolloutSpec, "How changes reach the engines.")
+    server: ServerSpec = section(ServerSpec, "The OpenAI servers.")
+    lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
+    keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
+    rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
 
     @model_validator(mode="after")
     def _cross_field(self) -> Self:
@@ -362,10 +364,10 @@ class MegatronInferenceSpec(ApiModel):
 
 
 def check_name(name: str) -> None:
-    """Refuse a resource name whose children could not be named, with the words of the CRD.
+    """Reject a resource name that leads to invalid names of children, with the messages of the CRD.
 
     Raises:
-        ValueError: naming `metadata.name`, its value and the remedy.
+        ValueError: with `metadata.name`, its value and the remedy.
     """
     if len(name) > MAX_NAME_LENGTH:
         raise ValueError(
@@ -382,18 +384,18 @@ def check_name(name: str) -> None:
 
 
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
-    """The typed spec of a resource as read from the API server or a file.
+    """Return the typed spec of a resource from the API server or a file.
 
     Raises:
-        pydantic.ValidationError: with the path of every field that is wrong.
+        pydantic.ValidationError: with the path of every invalid field.
     """
     return _parse_spec(json.dumps(spec))
 
 
 @lru_cache(maxsize=1024)
 def _parse_spec(text: str) -> MegatronInferenceSpec:
-    """Every pass over a resource asks, and its spec is mostly the one before.
+    """Parse a spec. Cached, because consecutive passes over a resource mostly parse the same spec.
 
-    As JSON, strictly: what the API server's schema refuses, such as "yes" for a boolean, is refused here too.
+    Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
     return MegatronInferenceSpec.model_validate_json(text, strict=True)

@@ -1,4 +1,4 @@
-"""What an installation of the operator fixes for every resource."""
+"""Settings of an operator installation, which apply to every resource."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Settings:
     """Installation-wide inputs of rendering and deciding."""
 
     runtime_image: str
-    """Image of coordinator, server and engines where the resource names none."""
+    """Image of coordinator, server and engines if the resource sets none."""
     operator_namespace: str = "megatron-system"
-    """Where the operator's own pods run; its admin key lives here and NetworkPolicies admit it."""
+    """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     image_pull_policy: str = "IfNotPresent"
     security: bool = True
-    """CURVE on every socket: keys are created, mounted and named on the command lines."""
+    """CURVE on every socket: keys are created, mounted and passed on the command lines."""
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
-    """What pod templates may contain. None: no check, for templates that were accepted when they were recorded."""
+    """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories, besides that of the runtime image, whose termination messages and errors the status quotes."""
+    """Repositories, besides the runtime image's, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
 
     def quotes(self, image: str) -> bool:
-        """Whether the status may quote what a container of this image says."""
+        """Return whether the status may quote messages of containers of this image."""
         return in_repositories(image, (self.runtime_image, *self.quoted_repositories))

@@ -1,4 +1,4 @@
-"""`spec.model` and `spec.weights`: which model, where its weights come from, in which form."""
+"""`spec.model` and `spec.weights`: the model, and the source and format of its weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SecretKeyRef(ApiModel):
 
 _PATH_PART = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
-"""An absolute path without a part that is `.` or `..`: it is joined to where the volume is mounted."""
+"""An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
 
 
 class HuggingFaceSource(ApiModel):
@@ -45,7 +45,7 @@ class HuggingFaceSource(ApiModel):
     )
     revision: str | None = Field(
         default=None,
-        description="Commit to load. Pin it: a branch may move between the starts of two engines.",
+        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
         min_length=1,
         max_length=200,
     )
@@ -120,7 +120,7 @@ class ModelSource(ApiModel):
 
     @property
     def path(self) -> str | None:
-        """The path in the volume, `{revision}` not yet filled; None where the source has no path."""
+        """The path in the volume, with `{revision}` not replaced; None if the source has no path."""
         for source in (self.persistent_volume_claim, self.image):
             if source is not None:
                 return source.path
@@ -130,20 +130,20 @@ class ModelSource(ApiModel):
 class ModelSpec(ApiModel):
     name: str | None = Field(
         default=None,
-        description="Name in /v1/models; metadata.name when absent.",
+        description="Name in /v1/models; metadata.name if absent.",
         min_length=1,
         max_length=256,
         pattern=r"^[A-Za-z0-9][\w./:-]*$",
     )
-    source: ModelSource = Field(description="Where the weights come from: exactly one of the fields below.")
-    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto looks at the files.")
+    source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
+    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto detects it from the files.")
     dtype: Dtype = Field(
         default=Dtype.AUTO,
-        description="Type the weights are computed in; Auto takes what the model says and the device does well.",
+        description="Data type of the computation; Auto chooses by model and device.",
     )
     max_sequence_length: int = Field(
         default=4096,
-        description="Longest prompt plus completion, in tokens.",
+        description="Limit of prompt plus completion, in tokens.",
         ge=1,
         le=16_777_216,
     )
@@ -151,7 +151,7 @@ class ModelSpec(ApiModel):
 
 class WeightsSpec(ApiModel):
     revision: str = Field(
-        description="Fills {revision} in the path of the model's source. A change refreshes the weights in place.",
+        description="Replaces {revision} in the path of the model's source. A change updates the weights in place.",
         min_length=1,
         max_length=63,
         pattern=r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",

@@ -1,7 +1,7 @@
-"""The words of the lifecycle: what a user may want, what engines and coordinators report, what may be said to them.
+"""Enumerations of the lifecycle: desired states, reported states, signals.
 
-The states of engines and coordinators and the table of legal signals are the wire's own; the rest are the spellings
-of the custom resource and its status. Nothing here decides anything.
+The states of engines and coordinators and the table of legal signals are those of the protocol; the other names are
+those of the custom resource and its status.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class DesiredState(StrEnum):
-    """`spec.desiredState`: the state a user asks for."""
+    """`spec.desiredState`: the state that the user requests."""
 
     RUNNING = "Running"
     PAUSED = "Paused"
@@ -36,7 +36,7 @@ class DesiredState(StrEnum):
 
 
 class ResourceState(StrEnum):
-    """`status.state` and `status.lifecycle.observed`: what was last observed of the whole resource."""
+    """`status.state` and `status.lifecycle.observed`: the last observed state of the resource."""
 
     PENDING = "Pending"  # nothing serves yet: children are being created or engines are loading
     RUNNING = "Running"
@@ -48,8 +48,8 @@ class ResourceState(StrEnum):
     RESUMING = "Resuming"
     STOPPING = "Stopping"
     STOPPED = "Stopped"
-    UNKNOWN = "Unknown"  # the coordinator did not answer, so nothing can be claimed about the engines
-    FAILED = "Failed"  # the restart budget is spent; a change of the spec starts again
+    UNKNOWN = "Unknown"  # the coordinator did not answer, so the state of the engines is unknown
+    FAILED = "Failed"  # the restart budget is exhausted; a change of the spec resets it
 
 
 class SignalKind(StrEnum):
@@ -65,26 +65,26 @@ class SignalKind(StrEnum):
 
 
 class LifecyclePhase(StrEnum):
-    """`status.lifecycle.phase`: how far one operation has come."""
+    """`status.lifecycle.phase`: progress of one operation."""
 
-    PENDING = "Pending"  # the intent is written, nothing was sent
-    SUBMITTED = "Submitted"  # sent at least once; every rank has yet to confirm
+    PENDING = "Pending"  # the intent is persisted, no signal was sent
+    SUBMITTED = "Submitted"  # sent at least once; not every rank has confirmed
     CONFIRMED = "Confirmed"  # every rank confirmed
-    UNKNOWN = "Unknown"  # sent, and the coordinator cannot be asked what became of it
+    UNKNOWN = "Unknown"  # sent, and the coordinator does not answer
     FAILED = "Failed"  # the coordinator answered with an error
 
 
 class KeyStage(StrEnum):
-    """`status.keys.stage`: what `NAME-keys` holds during a rotation, and what is waited for before the next stage."""
+    """`status.keys.stage`: content of `NAME-keys` during a rotation, and what the next stage waits for."""
 
     SETTLED = "Settled"  # one generation
-    ADMITTING = "Admitting"  # two are admitted, the old one is used; until the coordinator admits the new one
+    ADMITTING = "Admitting"  # two are accepted, the old one is used; until the coordinator accepts the new one
     SWITCHING = "Switching"  # engines and servers use the new one; until none of them is connected with the old one
-    RESTARTING = "Restarting"  # the coordinator is started anew with the new one; until it answers with it
+    RESTARTING = "Restarting"  # the coordinator is restarted with the new one; until it answers with it
 
 
 class OperationOutcome(StrEnum):
-    """What a coordinator remembers of an operation id."""
+    """State of an operation id in the coordinator."""
 
     IN_PROGRESS = "InProgress"
     CONFIRMED = "Confirmed"
@@ -95,9 +95,9 @@ LEGAL_SIGNALS: dict[CoordinatorState, frozenset[SignalKind]] = {
     state: frozenset(kind for kind in SignalKind if state in PROTOCOL_LEGAL_SIGNALS[Header[kind]])
     for state in CoordinatorState
 }
-"""Signals a coordinator in each state accepts. PAUSE in PAUSED and SUSPENDED succeeds and changes nothing."""
+"""Signals that a coordinator accepts in each state. PAUSE in PAUSED and SUSPENDED succeeds without an effect."""
 
 SIGNAL_TARGET: dict[SignalKind, CoordinatorState] = {
     kind: TRANSITIONS[Header[kind]].coordinator_after for kind in SignalKind if Header[kind] in TRANSITIONS
 } | {SignalKind.DRAIN: CoordinatorState.RUNNING}
-"""The coordinator's state once a signal is confirmed. After STOP it is RUNNING again, for future engines."""
+"""The coordinator's state after a signal is confirmed. After STOP it is RUNNING again, for new engines."""

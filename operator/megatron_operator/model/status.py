@@ -1,4 +1,4 @@
-"""`MegatronInference` v1alpha1: the status, as the CRD describes it."""
+"""`MegatronInference` v1alpha1: the status."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ class Condition(ApiModel):
         description="One of Ready, CoordinatorReady, EnginesReady, LifecycleSettled, Progressing, Degraded."
     )
     status: str = Field(description="True, False or Unknown.")
-    reason: str = Field(description="CamelCase word that programs may compare.")
-    message: str = Field(description="One sentence for people.")
-    observed_generation: int = Field(description="Generation of the spec that this speaks about.")
-    last_transition_time: str = Field(description="When the status last changed.", json_schema_extra=TIME)
+    reason: str = Field(description="Reason in CamelCase, for programs.")
+    message: str = Field(description="Message of one sentence.")
+    observed_generation: int = Field(description="Generation of the spec that the condition is about.")
+    last_transition_time: str = Field(description="Time of the last change of the status.", json_schema_extra=TIME)
 
 
 class Lifecycle(ApiModel):
-    desired: DesiredState = Field(description="The state asked for, as last seen.")
-    observed: ResourceState = Field(description="The state last observed.")
+    desired: DesiredState = Field(description="The desired state, as last seen.")
+    observed: ResourceState = Field(description="The last observed state.")
     requested_at: str | None = Field(
-        default=None, description="When this desired state was first seen.", json_schema_extra=TIME
+        default=None, description="Time when this desired state was first seen.", json_schema_extra=TIME
     )
     operation_id: str | None = Field(default=None, description="Id of the last operation; the same on every resend.")
     signal: SignalKind | None = Field(default=None, description="Signal of that operation.")
-    engine: str | None = Field(default=None, description="The one engine it is for; all when absent.")
-    goal: DesiredState | None = Field(default=None, description="The desired state it serves.")
+    engine: str | None = Field(default=None, description="The only engine that it is for; all if absent.")
+    goal: DesiredState | None = Field(default=None, description="The desired state of the operation.")
     fence: int | None = Field(
-        default=None, description="Fence of its signal: the term of the leader that sent it last, and fenceOffset."
+        default=None, description="Fence of its signal: the term of the leader that sent it last, plus fenceOffset."
     )
     fence_offset: int | None = Field(
         default=None,
-        description="Added to the leader's term: this resource's coordinator has seen fences of an earlier Lease.",
+        description="Added to the leader's term if the coordinator has received fences of an earlier Lease.",
     )
-    phase: LifecyclePhase | None = Field(default=None, description="How far it has come.")
-    confirmed_ranks: int | None = Field(default=None, description="Ranks that confirmed.")
-    total_ranks: int | None = Field(default=None, description="Ranks that were asked.")
-    message: str | None = Field(default=None, description="The coordinator's error, if it failed.")
+    phase: LifecyclePhase | None = Field(default=None, description="Progress of the operation.")
+    confirmed_ranks: int | None = Field(default=None, description="Ranks that have confirmed.")
+    total_ranks: int | None = Field(default=None, description="Ranks that must confirm.")
+    message: str | None = Field(default=None, description="The coordinator's error, if the operation failed.")
     weights: str | None = Field(default=None, description="UPDATE_WEIGHTS: revision of the weights.")
-    source: str | None = Field(default=None, description="UPDATE_WEIGHTS: where engines find them.")
-    epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: the epoch they become.")
-    refused: bool | None = Field(default=None, description="It failed without having done anything.")
+    source: str | None = Field(default=None, description="UPDATE_WEIGHTS: source of the weights.")
+    epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: epoch of the weights.")
+    rejected: bool | None = Field(default=None, description="Whether it failed without an effect.")
     since: str | None = Field(
-        default=None, description="When it was started, confirmed or failed.", json_schema_extra=TIME
+        default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
     )
     woken_generation: int | None = Field(
         default=None, description="Generation at which a request woke the suspended resource."
@@ -60,70 +60,70 @@ class Lifecycle(ApiModel):
 
 class WeightsStatus(ApiModel):
     revision: str = Field(description="Revision of the weights that engines hold.")
-    model: str = Field(description="Hash of the model they are weights of.")
+    model: str = Field(description="Hash of the model.")
 
 
 class KeysStatus(ApiModel):
-    generation: int = Field(description="Generation of the CURVE keys; during a rotation the new one.")
-    stage: KeyStage = Field(description="How far its rotation has come.")
-    since: str | None = Field(default=None, description="When this generation was made.", json_schema_extra=TIME)
+    generation: int = Field(description="Generation of the CURVE keys; during a rotation the new generation.")
+    stage: KeyStage = Field(description="Stage of the rotation.")
+    since: str | None = Field(default=None, description="Time of creation of this generation.", json_schema_extra=TIME)
 
 
 class Plan(ApiModel):
-    step: str = Field(description="What is being done.")
-    waiting_on: str = Field(description="What it is waiting for, in one sentence.")
+    step: str = Field(description="The current step.")
+    waiting_on: str = Field(description="What the step waits for, in one sentence.")
     since: str = Field(description="Since when.", json_schema_extra=TIME)
 
 
 class RestartWindow(ApiModel):
-    since: str = Field(description="When the window began.", json_schema_extra=TIME)
-    base: int = Field(description="Restarts counted before it.")
+    since: str = Field(description="Start of the window.", json_schema_extra=TIME)
+    base: int = Field(description="Restarts before the window.")
 
 
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
-    state: str = Field(description="What the engine last reported, or Pending, Loading, Released, Failed.")
+    state: str = Field(description="State that the engine last reported, or Pending, Loading, Released, Failed.")
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
-    digest: str | None = Field(default=None, description="Of its weights, as it reports; equal weights, equal digest.")
+    digest: str | None = Field(default=None, description="Digest of its weights; equal weights have equal digests.")
     canary: str | None = Field(
         default=None,
-        description="After a rollout replaced it: Pending, Passed, Failed, or Skipped where none can be sent.",
+        description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent.",
     )
-    canary_message: str | None = Field(default=None, description="What was wrong with its canary's answer.")
-    restarts: int = Field(default=0, description="Container restarts of its present pods.")
-    window: RestartWindow | None = Field(default=None, description="The restart budget's current window.")
-    diagnosis: str | None = Field(default=None, description="Why it was given up on.")
+    canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
+    restarts: int = Field(default=0, description="Container restarts of its current pods.")
+    window: RestartWindow | None = Field(default=None, description="Current window of the restart budget.")
+    diagnosis: str | None = Field(default=None, description="Why the operator no longer restarts it.")
 
 
 class Transition(ApiModel):
     from_: str = Field(alias="from", description="State before.")
     to: str = Field(description="State after.")
-    by: str = Field(description="Who or what asked for it.")
-    operation_id: str | None = Field(default=None, description="Operation that completed it.")
-    at: str = Field(description="When it was confirmed.", json_schema_extra=TIME)
+    by: str = Field(description="Author of the request.")
+    operation_id: str | None = Field(default=None, description="Operation that completed the transition.")
+    at: str = Field(description="Time when it was confirmed.", json_schema_extra=TIME)
     seconds: float = Field(description="Time from the request to the confirmation.")
 
 
 class FailedRequest(ApiModel):
-    id: str = Field(description="Its id, as the error of the OpenAI API and the logs of the coordinator name it.")
-    engines: list[str] = Field(description="Engines that it ended, the first first.")
-    time: str = Field(description="When the coordinator failed it.", json_schema_extra=TIME)
+    id: str = Field(description="Id of the request in the error of the OpenAI API and in the coordinator's log.")
+    engines: list[str] = Field(description="Engines that it crashed, in order.")
+    time: str = Field(description="Time when the coordinator failed it.", json_schema_extra=TIME)
 
 
 class MegatronInferenceStatus(ApiModel):
-    observed_generation: int | None = Field(default=None, description="Generation of the spec last acted upon.")
-    state: ResourceState | None = Field(default=None, description="The state of the whole resource.")
-    ready: str | None = Field(default=None, description="Serving engines / wanted engines, such as 2/2.")
+    observed_generation: int | None = Field(default=None, description="Last processed generation of the spec.")
+    state: ResourceState | None = Field(default=None, description="State of the resource.")
+    ready: str | None = Field(default=None, description="Serving engines / desired engines, such as 2/2.")
     model: str | None = Field(default=None, description="Name in /v1/models.")
-    revision: str | None = Field(default=None, description="Revision of the engines that the spec renders to.")
+    revision: str | None = Field(default=None, description="Revision of the engines of the current spec.")
     endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API inside the cluster.")
     epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
     replicas: int | None = Field(default=None, description="Engines that exist.")
-    ready_replicas: int | None = Field(default=None, description="Engines registered and serving or ready to.")
+    ready_replicas: int | None = Field(default=None, description="Engines that are registered and serve or can serve.")
     updated_replicas: int | None = Field(
-        default=None, description="Engines at the current revision that have shown that it works."
+        default=None, description="Engines of the current revision that are verified to work."
     )
     selector: str | None = Field(default=None, description="Selects one pod of each engine, for autoscalers.")
     conditions: list[Condition] | None = Field(
@@ -131,10 +131,10 @@ class MegatronInferenceStatus(ApiModel):
         description="See docs/reference.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    lifecycle: Lifecycle | None = Field(default=None, description="The verb under way, or the last one.")
-    weights: WeightsStatus | None = Field(default=None, description="What spec.weights has become of.")
-    keys: KeysStatus | None = Field(default=None, description="The keys that its components know each other by.")
-    plan: Plan | None = Field(default=None, description="What the operator waits for; absent when nothing.")
+    lifecycle: Lifecycle | None = Field(default=None, description="The current or last operation.")
+    weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
+    keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
+    plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
     engines: list[EngineStatus] | None = Field(
         default=None,
         description="The engines.",
@@ -143,6 +143,6 @@ class MegatronInferenceStatus(ApiModel):
     history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
     failed_requests: list[FailedRequest] | None = Field(
         default=None,
-        description="The last requests that were answered with engine_failed because they end engines, oldest first; "
+        description="The last requests that were answered with engine_failed because they crash engines, oldest first; "
         f"at most {FAILED_REQUESTS}.",
     )

@@ -1,4 +1,4 @@
-"""Text of foreign origin on its way to a status, an Event, a log or a terminal."""
+"""Escapes untrusted text for a status, an Event, a log or a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["printable", "printable_data"]
 
 
 def printable_data(value: Any, *, limit: int) -> Any:
-    """Plain data, such as a status, with every string in it escaped and no longer than `limit` characters."""
+    """Return plain data, such as a status, with every string escaped and limited to `limit` characters."""
     if isinstance(value, str):
         return printable(value)[:limit]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Pure decisions: a `World` goes in, a `Decision` comes out. No I/O, no clock, no framework.
+"""Pure decisions: `decide.decide` maps a `World` to a `Decision`. No I/O, no clock, no framework.
 
-`world` has the types; `decide.decide` is the whole of it; `reduce` turns API objects into the World's views.
+`world` has the types; `reduce` converts API objects to the views of a World.
 """

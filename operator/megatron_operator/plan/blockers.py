@@ -1,4 +1,4 @@
-"""What a wait for a component is really about: the best explanation that its pods and refusals give."""
+"""Causes of a wait for a component, from its pods and from rejected children."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def component_pods(scene: Scene, component: str) -> list[PodView]:
     return [pod for pod in scene.world.pods if pod.component == component]
 
 
-def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
-    """The first child, of all or of this name, that the API server refuses."""
+def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
+    """Return the first rejected child, of all or of this name."""
     unrendered = scene.rendered.template_error if name is None else scene.rendered.shared[1].get(name)
     if unrendered is not None:
         return unrendered
@@ -31,15 +31,15 @@ def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
         if manifest is not None:
             manifests.append(manifest)
     for manifest in manifests:
-        found = scene.rendered.refused(manifest)
+        found = scene.rendered.rejected(manifest)
         if found is not None and name in (None, child_ref(manifest).name):
             return found
     return None
 
 
 def coordinator_wait(scene: Scene) -> Finding:
-    """Why the coordinator does not answer, as reason and object of "waiting for"."""
-    found = refusal(scene, name=scene.ctx.coordinator_name)
+    """Return why the coordinator does not answer, as reason and what is waited for."""
+    found = rejection(scene, name=scene.ctx.coordinator_name)
     pods = component_pods(scene, COORDINATOR)
     found = found or first_diagnosis(pods)
     if found is not None:
@@ -51,25 +51,25 @@ def coordinator_wait(scene: Scene) -> Finding:
 
 
 def server_wait(scene: Scene) -> Finding | None:
-    """Why no front end is ready; None when one is."""
+    """Return why no OpenAI server is ready; None if one is."""
     pods = component_pods(scene, SERVER)
     if any(pod.ready and not pod.deleting for pod in pods):
         return None
-    found = refusal(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
+    found = rejection(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
     if found is not None:
         return found[0], f"a front end: {found[1]}"
     return Reason.SERVER_STARTING, "a front end's pod to become ready"
 
 
 def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
-    """What is wrong with one engine; None while it merely starts, or serves."""
+    """Return the error of one engine; None while it starts or serves."""
     if engine.budget.exhausted is not None:
         return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
     manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
     if manifest is not None:
-        refused = scene.rendered.refused(manifest)
-        if refused is not None:
-            return refused
+        rejected = scene.rendered.rejected(manifest)
+        if rejected is not None:
+            return rejected
     found = first_diagnosis(engine.pods)
     if found is not None:
         return found
@@ -77,7 +77,7 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     if failed is not None and not engine.pods and engine.scaled > 0:
         cause = find_cause(failed, CREATION)
         remedy = f"; {cause.remedy}" if cause else ""
-        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be made: {failed}{remedy}"
+        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {failed}{remedy}"
     ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
     coordinator = scene.world.coordinator
     settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
@@ -87,12 +87,12 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
 
 
 def absent_engines(scene: Scene) -> list[EngineView]:
-    """Wanted engines that should have pods and do not serve."""
+    """Return the desired engines that should have pods and do not serve."""
     return [engine for engine in scene.wanted if not engine.serving and scene.pods_for(engine) > 0]
 
 
 def engines_wait(scene: Scene) -> Finding:
-    """Why engines that should serve do not, as reason and object of "waiting for"."""
+    """Return why engines that should serve do not, as reason and what is waited for."""
     if scene.rendered.engine_error is not None:
         reason, message = scene.rendered.engine_error
         return reason, f"the engines: {message}"
@@ -103,7 +103,7 @@ def engines_wait(scene: Scene) -> Finding:
             return found[0], f"engine {engine.name}: {found[1]}"
     bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
     if bare is not None:
-        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to make its pods"
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
     names = ", ".join(engine.name for engine in absent[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"
@@ -111,8 +111,8 @@ def engines_wait(scene: Scene) -> Finding:
 
 
 def degradation(scene: Scene) -> Finding | None:
-    """Anything that waiting alone may not cure, whatever is being done."""
-    found = refusal(scene)
+    """Return any error that waiting alone may not resolve."""
+    found = rejection(scene)
     if found is not None:
         return found
     for engine in scene.wanted:

@@ -1,8 +1,8 @@
-"""The restart budget: how often the containers of one engine may end before the operator gives it up.
+"""The restart budget: limit of container restarts of one engine, after which the operator removes its pods.
 
-Counted from what pods report. A window opens with the first restart after the last one closed; what happened before
-it does not count, nor do pods of another revision than the spec's: an engine is not given up for what was taken back
-while its pods still crashed. Given up means no pods until the spec changes.
+Restarts are counted from the pods' status. A window starts with the first restart after the previous window. Earlier
+restarts do not count, nor do pods of another revision than the spec's, so that a reverted change is not charged. An
+engine with an exhausted budget has no pods until the spec changes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_operator.plan.world import PodView, World
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What an engine has used."""
+    """Restarts of an engine in the current window."""
 
     restarts: int = 0
     since: str | None = None
     base: int = 0
     exhausted: str | None = None
-    """The diagnosis it was given up with."""
+    """The diagnosis when the budget was exhausted."""
 
     def to_status(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"restarts": self.restarts}
@@ -43,9 +43,9 @@ def _previous(world: World, name: str) -> Mapping[str, Any]:
 
 
 def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str) -> Budget:
-    """The budget of engine `name`, from its entry in the status and its present pods. A changed spec starts anew.
+    """Return the budget of engine `name`, from its entry in the status and its current pods. A new spec resets it.
 
-    `revision` is what the spec renders to; while that cannot be known ("") every pod counts.
+    revision: of the spec; every pod counts while it is unknown ("").
     """
     if revision:
         pods = tuple(pod for pod in pods if pod.revision in ("", revision))
@@ -58,7 +58,7 @@ def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revisio
     since, base = window.get("since"), int(window.get("base", 0))
     counted = int(before.get("restarts", 0)) if before else restarts
     if restarts < counted:
-        # New pods count from zero; a window that is open stays open.
+        # New pods count from zero; an open window stays open.
         base = max(0, base - counted)
     elif restarts > counted and seconds_since(since, world.now) > limit.window_seconds:
         since, base = stamp(world.now), counted

@@ -1,4 +1,4 @@
-"""From the last words of a container, or of a scheduler, to the probable cause and what to do about it. One table."""
+"""Table from termination and scheduler messages to the probable cause and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
     return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
 
 
-LAST_WORDS: tuple[Cause, ...] = (
+TERMINATION_MESSAGE: tuple[Cause, ...] = (
     _cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
@@ -28,7 +28,7 @@ LAST_WORDS: tuple[Cause, ...] = (
     _cause(
         Reason.NO_GPU,
         r"no CUDA(-capable)? (device|GPU)|CUDA.*not available|found no NVIDIA|invalid device ordinal",
-        "let spec.engine.gpusPerPod be the GPUs of a pod, and see that the node's device plugin offers them",
+        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
     ),
     _cause(
         Reason.ACCESS_DENIED,
@@ -39,7 +39,7 @@ LAST_WORDS: tuple[Cause, ...] = (
         Reason.RENDEZVOUS_FAILED,
         r"rendezvous|connect\(\) timed out|store.*(timed? ?out|timeout)|Connection closed by peer"
         r"|gloo.*(timed? ?out|connect)",
-        "see that all pods of the engine are scheduled, and that NetworkPolicies let them reach each other",
+        "check that all pods of the engine are scheduled, and that NetworkPolicies allow their connections",
     ),
     _cause(
         Reason.PORT_TAKEN,
@@ -49,7 +49,7 @@ LAST_WORDS: tuple[Cause, ...] = (
     _cause(
         Reason.DISK_FULL,
         r"no space left on device|ENOSPC|disk quota exceeded",
-        "give the cache volume more room in podTemplate, or the node more ephemeral storage",
+        "increase the cache volume in podTemplate, or the node's ephemeral storage",
     ),
     _cause(
         Reason.WEIGHTS_MISSING,
@@ -63,13 +63,13 @@ LAST_WORDS: tuple[Cause, ...] = (
         "correct the field of the spec that the message names",
     ),
 )
-"""The first that matches. What is specific comes first."""
+"""The first match applies, so specific patterns come first."""
 
 SCHEDULING: tuple[Cause, ...] = (
     _cause(
         Reason.VOLUME_MISSING,
         r"persistentvolumeclaim .*not found|unbound immediate PersistentVolumeClaims|volume node affinity",
-        "create the claim that spec.model.source.persistentVolumeClaim names, and see that it is bound",
+        "create the claim that spec.model.source.persistentVolumeClaim names, and check that it is bound",
     ),
     _cause(
         Reason.UNSCHEDULABLE,
@@ -77,7 +77,7 @@ SCHEDULING: tuple[Cause, ...] = (
         "free GPUs, add nodes that have them, or lower spec.replicas or parallelism",
     ),
     _cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
-    _cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or take the taint away"),
+    _cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or remove the taint"),
     _cause(
         Reason.UNSCHEDULABLE,
         r"node affinity|node selector|didn't match",
@@ -97,7 +97,7 @@ CREATION: tuple[Cause, ...] = (
         "correct spec.engine.podTemplate",
     ),
 )
-"""Why the API server did not take a pod that a StatefulSet wanted to make."""
+"""Causes of a pod that the API server rejected."""
 
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",
@@ -105,9 +105,9 @@ EXIT_CODES: dict[int, str] = {
     134: "it aborted",
     137: "it was killed, most often for its memory",
     139: "it crashed with a segmentation fault",
-    143: "it was told to end",
+    143: "it was terminated",
 }
 
 
-def find_cause(text: str, causes: tuple[Cause, ...] = LAST_WORDS) -> Cause | None:
+def find_cause(text: str, causes: tuple[Cause, ...] = TERMINATION_MESSAGE) -> Cause | None:
     return next((cause for cause in causes if cause.pattern.search(text)), None)

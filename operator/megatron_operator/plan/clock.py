@@ -1,4 +1,4 @@
-"""Times as the status holds them. The only present time is `World.now`."""
+"""Timestamps of the status. The current time is `World.now`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 
 
 def stamp(moment: datetime) -> str:
-    """RFC 3339 to the millisecond, for durations."""
+    """Return RFC 3339 with milliseconds, for durations."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def stamp_seconds(moment: datetime) -> str:
-    """RFC 3339 to the second, as conditions are written."""
+    """Return RFC 3339 with seconds, for conditions."""
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -20,6 +20,6 @@ def parse(text: str | None) -> datetime | None:
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Seconds from a stamp to now; infinity when there is no stamp."""
+    """Return the seconds from a timestamp to now; infinity without a timestamp."""
     moment = parse(text)
     return (now - moment).total_seconds() if moment is not None else float("inf")

@@ -1,4 +1,4 @@
-"""World to Decision: upkeep, the first policy that applies, the status it composes, the Events of what changed."""
+"""World to Decision: upkeep, the first policy that applies, its status, and Events of the changes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_operator.plan.upkeep import upkeep
 from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
 
 MOST_TEXT = 2048
-"""Characters of one string in a status, once escaped."""
+"""Limit of characters of a string in a status, after escaping."""
 
 
 def decide(world: World) -> Decision:
-    """What to do now, and why. Pure: equal worlds give equal decisions."""
+    """Return the decision for a world. Pure: equal worlds give equal decisions."""
     scene = Scene(quotable(world))
     for policy in POLICIES:
         verdict = policy(scene)
@@ -40,7 +40,7 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
-        requeue_after=_soonest(verdict.requeue_after, scene.rendered.refusal_retry_in),
+        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in),
     )
 
 
@@ -49,7 +49,7 @@ def _soonest(*times: float | None) -> float | None:
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Without a second action on the same child: a policy's word on a child replaces upkeep's."""
+    """Drop second actions on the same child: a policy's action replaces that of upkeep."""
     last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
     return tuple(
         action
@@ -63,7 +63,7 @@ def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, A
 
 
 def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEvent]:
-    """One Event for each transition of the state, for each new trouble, and for each request that ends engines."""
+    """Return one Event for each state transition, each new error, and each request that crashes engines."""
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
         origin = before.get("state") or "new"
@@ -82,8 +82,8 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEve
     return events
 
 
-def refuse_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
-    """For a spec that this version cannot parse (it has fields of a later one): say so, touch nothing."""
+def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
+    """Return the decision for a spec that this version cannot parse: report it, change nothing."""
     error = printable(error)
     before = {entry["type"]: entry for entry in status.get("conditions") or ()}
     findings = {

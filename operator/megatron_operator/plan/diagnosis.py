@@ -1,4 +1,4 @@
-"""From what a kubelet or scheduler says about a pod to a reason and one sentence with a remedy."""
+"""Diagnosis of a pod: a reason and a sentence with a remedy, from the kubelet's or scheduler's messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_operator.render.context import PREFLIGHT
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
-_LAST_WORDS = 400
-"""Characters of a termination message that a status keeps."""
+_TERMINATION_MESSAGE = 400
+"""Limit of characters of a termination message in the status."""
 
 
 @dataclass(frozen=True, slots=True)
-class _LastWords:
-    """A termination message: our own processes write one line of JSON, others whatever they said last."""
+class _Termination:
+    """A termination message: one line of JSON of our own processes, or any text of others."""
 
     text: str
     reason: str = ""
@@ -29,25 +29,27 @@ class _LastWords:
     @property
     def quoted(self) -> str:
         text = " ".join(self.text.split())
-        return f": …{text[-_LAST_WORDS:]}" if len(text) > _LAST_WORDS else (f": {text}" if text else "")
+        return (
+            f": …{text[-_TERMINATION_MESSAGE:]}" if len(text) > _TERMINATION_MESSAGE else (f": {text}" if text else "")
+        )
 
 
-def _last_words(pod: PodView) -> _LastWords:
+def _termination_message(pod: PodView) -> _Termination:
     try:
         told = json.loads(pod.last_message)
         rank = told.get("rank")
-        return _LastWords(
+        return _Termination(
             text=str(told["message"]),
             reason=str(told.get("reason") or ""),
             rank=rank if isinstance(rank, int) else None,
             remedy=str(told.get("remedy") or ""),
         )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return _LastWords(pod.last_message)
+        return _Termination(pod.last_message)
 
 
 def diagnose(pod: PodView) -> tuple[Reason, str] | None:
-    """What is wrong with a pod, or None while it merely starts or runs."""
+    """Return the error of a pod, or None while it starts or runs."""
     if pod.deleting or pod.ready:
         return None
     said = f": {pod.message}" if pod.message else ""
@@ -75,19 +77,19 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
 def _ended(pod: PodView) -> tuple[Reason, str]:
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
-    words = _last_words(pod)
-    rank = f", rank {words.rank}" if words.rank is not None and pod.ended != PREFLIGHT else ""
+    termination = _termination_message(pod)
+    rank = f", rank {termination.rank}" if termination.rank is not None and pod.ended != PREFLIGHT else ""
     who = f"pod {pod.name} (node rank {pod.index} of {pod.engine}{rank})" if pod.engine else f"pod {pod.name}"
-    cause = find_cause(f"{words.reason}: {words.text}")
-    said = words.remedy or (cause.remedy if cause else "")
+    cause = find_cause(f"{termination.reason}: {termination.text}")
+    said = termination.remedy or (cause.remedy if cause else "")
     remedy = f"; {said}" if said else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
     what = f"container {pod.ended}" if pod.ended == PREFLIGHT else "its container"
-    return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){words.quoted}{remedy}"
+    return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted}{remedy}"
 
 
 def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
-    """The diagnosis of the first pod, by name, that has one."""
+    """Return the first diagnosis of the pods, by name."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         found = diagnose(pod)
         if found is not None:

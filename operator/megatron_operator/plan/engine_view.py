@@ -1,4 +1,4 @@
-"""One engine as policies see it: its StatefulSet, its pods, and what the coordinator says of it."""
+"""One engine as policies see it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_operator.plan.world import ChildView, EngineReport, PodView
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine: its StatefulSet, its pods, and what the coordinator says of it."""
+    """One engine: its StatefulSet, its pods, and its state in the coordinator."""
 
     index: int
     name: str
@@ -31,22 +31,22 @@ class EngineView:
 
     @property
     def scaled(self) -> int:
-        """Pods that its StatefulSet is set to."""
+        """`spec.replicas` of its StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0
 
     @property
     def empty(self) -> bool:
-        """It has no pods and is to have none."""
+        """It has no pods and should have none."""
         return self.scaled == 0 and not self.pods
 
     @property
     def stale(self) -> bool:
-        """Its StatefulSet holds another revision than the spec renders to."""
+        """Its StatefulSet has another revision than the spec."""
         found = self.statefulset
         return found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods made from another template than their StatefulSet now has; some may be on their way out."""
+        """Pods of another template than the current one of their StatefulSet; some may be terminating."""
         revision = self.statefulset.revision if self.statefulset else ""
         return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

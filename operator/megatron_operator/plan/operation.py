@@ -1,11 +1,11 @@
-"""One operation: a signal whose intent is written before it is sent and whose outcome is asked for after a restart.
+"""One operation: a signal whose intent is persisted before it is sent, and whose result survives a restart.
 
     Pending --persisted, then sent--> Submitted --coordinator remembers--> Confirmed | Failed
                                          |  ^
-                       not to be asked   v  |   asked again, or sent again with the same id
+                           unreachable   v  |   reachable again, or sent again with the same id
                                         Unknown
 
-A Pending operation was certainly never sent, so it may be dropped; a Submitted one never is while it can still act.
+A Pending operation was never sent, so it may be dropped; a Submitted one is kept while it can still have an effect.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
 
 Phase = LifecyclePhase
 
-REFUSALS = frozenset({409, 412, 423, 424})
-"""Codes that say that nothing was done: illegal in this state, stale fence, another in progress, engines missing."""
+REJECTIONS = frozenset({409, 412, 423, 424})
+"""Error codes without an effect: illegal in this state, stale fence, another in progress, engines missing."""
 
 UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that `status.lifecycle` records."""
+    """The operation of `status.lifecycle`."""
 
     id: str
     signal: SignalKind
@@ -49,19 +49,19 @@ class Operation:
     total_ranks: int | None = None
     message: str | None = None
     weights: str | None = None
-    """UPDATE_WEIGHTS: the revision of the weights; `source` is where they are, `epoch` what they become."""
+    """UPDATE_WEIGHTS: revision of the weights; `source` and `epoch` are theirs, too."""
     source: str | None = None
     epoch: int | None = None
-    refused: bool = False
-    """Failed without having done anything."""
+    rejected: bool = False
+    """It failed without an effect."""
 
     @property
     def open(self) -> bool:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """It was this signal, and the signal has had whatever effect it will have."""
-        done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.refused)
+        """Return whether it was this signal, and its effect is complete."""
+        done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
     def to_status(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class Operation:
             "weights": self.weights,
             "source": self.source,
             "epoch": self.epoch,
-            "refused": self.refused or None,
+            "rejected": self.rejected or None,
             "since": self.since,
         }
         return {key: value for key, value in fields.items() if value is not None}
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
-    """The operation that was persisted last, exactly."""
+    """Return the operation that was persisted last."""
     if not lifecycle.get("operationId"):
         return None
     return Operation(
@@ -102,12 +102,12 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
         weights=lifecycle.get("weights"),
         source=lifecycle.get("source"),
         epoch=lifecycle.get("epoch"),
-        refused=bool(lifecycle.get("refused", False)),
+        rejected=bool(lifecycle.get("rejected", False)),
     )
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
-    """A new intent. It is sent by a later decision, which finds it persisted."""
+    """Return a new intent. A later decision, which finds it persisted, sends it."""
     return Operation(
         id=world.new_operation_id,
         signal=signal,
@@ -120,7 +120,7 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """The persisted operation in the light of this snapshot; None when it says nothing about the present goal."""
+    """Return the persisted operation, updated from this snapshot; None if it does not serve the current goal."""
     if operation is None:
         return None
     changed_goal = operation.goal is not desired
@@ -139,7 +139,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         return None if obsolete else operation
     if operation.open:
         return _ask(operation, world)
-    # That all engines were told to drain outlives its goal: until UNPAUSE they get no work.
+    # A DRAIN of all engines outlives its goal: until UNPAUSE they get no requests.
     drained_all = operation.signal is SignalKind.DRAIN and operation.engine is None
     return None if changed_goal and not drained_all else operation
 
@@ -161,12 +161,12 @@ def _ask(operation: Operation, world: World) -> Operation | None:
         phase=Phase.FAILED,
         since=stamp(world.now),
         message=report.message or "the coordinator gave no reason",
-        refused=report.code in REFUSALS,
+        rejected=report.code in REJECTIONS,
     )
 
 
 def _forgotten(operation: Operation, coordinator: CoordinatorSnapshot, now: str) -> Operation | None:
-    """The coordinator does not know the id: the signal never arrived, or the coordinator is a new one."""
+    """Handle an id that the coordinator does not know: the signal was lost, or the coordinator has restarted."""
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)
     if operation.epoch is not None and coordinator.epoch >= operation.epoch:
@@ -182,7 +182,7 @@ def _forgotten(operation: Operation, coordinator: CoordinatorSnapshot, now: str)
 
 
 def known(operation: Operation, coordinator: CoordinatorSnapshot) -> bool:
-    """The coordinator has the operation, so sending it again would add nothing."""
+    """Return whether the coordinator has the operation, so that it need not be sent again."""
     return operation.id in coordinator.operations
 
 

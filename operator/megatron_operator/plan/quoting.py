@@ -1,4 +1,4 @@
-"""Which foreign text a status may quote: only that of images whose repositories the installation lists.
+"""Restricts which container messages a status may quote: those of images whose repositories the installation lists.
 
 A container of any other image can read Secrets and files and write them to its termination message, or send them to
 its coordinator as an error. A user who may read the status could then read them without access to the pods' logs.
@@ -16,7 +16,7 @@ NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does no
 
 
 def quotable(world: World) -> World:
-    """The World without the text of containers whose images may not be quoted."""
+    """Return the World without the messages of containers whose images may not be quoted."""
     quotes = world.settings.quotes
     pods = tuple(
         pod if not pod.last_message or quotes(pod.image) else replace(pod, last_message=NOT_QUOTED)
@@ -28,7 +28,7 @@ def quotable(world: World) -> World:
 
 
 def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
-    """Every image that the spec names for a container."""
+    """Return every container image in the spec."""
     if spec.engine.image is not None:
         yield spec.engine.image
     for template in (spec.engine.pod_template, spec.coordinator.pod_template, spec.server.pod_template):
@@ -41,7 +41,7 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
 
 
 def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """Numbers and states are kept: they are what decisions are made from."""
+    """Remove texts. Numbers and states stay, because decisions depend on them."""
     operations = {
         name: replace(report, message=NOT_QUOTED if report.message else "")
         for name, report in snapshot.operations.items()

@@ -1,4 +1,4 @@
-"""From objects as the API server returns them to the views of a World. Pure; shared by every observer."""
+"""Converts objects of the API server to the views of a World. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Object = Mapping[str, Any]
 
 
 def child_ref(obj: Object) -> ChildRef:
-    """Names an object; works on manifests too."""
+    """Return the reference of an object or manifest."""
     return ChildRef(kind=obj["kind"], name=obj["metadata"]["name"], api_version=obj["apiVersion"])
 
 
 def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
-    """A child object as decisions see it. `apiVersion` and `kind` must be set (list items lack them)."""
+    """Return the view of a child. `apiVersion` and `kind` must be set (list items lack them)."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
@@ -47,7 +47,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:
-    """Of our own revisions; those that a StatefulSet keeps are named after it and of no interest."""
+    """Return the data of our own ControllerRevisions, not of those that a StatefulSet creates."""
     ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
     return obj.get("data") if ours else None
 
@@ -61,7 +61,7 @@ def _containers(status: Object) -> list[Object]:
 
 
 def _waiting(status: Object) -> tuple[str, str]:
-    """Reason and message of the first container that waits, or of the scheduler."""
+    """Return reason and message of the first waiting container, or of the scheduler."""
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
@@ -78,9 +78,9 @@ def _succeeded(container: Object) -> bool:
 
 
 def _last_end(status: Object) -> Object | None:
-    """The most recent termination of any container."""
+    """Return the most recent termination of any container."""
     ends: list[Object] = []
-    # An init container is to end; once it did so well, what it said before is of no interest.
+    # Init containers end normally; after their success, earlier terminations are irrelevant.
     before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
     for container in (*before, *(status.get("containerStatuses") or ())):
         for when in ("state", "lastState"):
@@ -91,14 +91,14 @@ def _last_end(status: Object) -> Object | None:
 
 
 def _image_of(obj: Object, container: str) -> str:
-    """The image that a pod names for one of its containers."""
+    """Return the image of a container in the pod's spec."""
     spec = obj.get("spec") or {}
     containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
     return next((str(entry.get("image") or "") for entry in containers if entry.get("name") == container), "")
 
 
 def reduce_pod(obj: Object) -> PodView:
-    """A pod as decisions see it."""
+    """Return the view of a pod."""
     metadata, status = obj["metadata"], obj.get("status") or {}
     labels = metadata.get("labels") or {}
     ready = _condition(status, "Ready")

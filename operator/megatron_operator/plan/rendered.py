@@ -1,4 +1,4 @@
-"""The children of a World's resource as they are to be, and what the API server said of them when it said no."""
+"""The desired children of a World's resource, and the API server's rejections of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.world import ChildRef, Manifest, Refusal, World
+from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import SERVER, InvalidPodTemplate, NotAllowed, RenderContext, manifest_hash
@@ -19,15 +19,15 @@ from megatron_operator.render.server import server_deployment
 Finding = tuple[Reason, str]
 
 APPS = "apps/v1"
-REFUSAL_RETRY_SECONDS = 15
-"""A refused child is offered again this often: quotas and admission rules change without an event for us."""
+REJECTION_RETRY_SECONDS = 15
+"""Interval at which a rejected child is applied again, because quotas and admission rules change without an event."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Each manifest is rendered once.
+    """Renders each manifest once.
 
-    ctx: with the weights that engines hold. model_hash: of the model that the spec asks for.
+    ctx: with the current weights of the engines. model_hash: of the model of the spec.
     """
 
     world: World
@@ -36,7 +36,7 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and by name why others cannot. Those are left as they are."""
+        """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
         manifests, findings = plain_children(self.ctx), {}
         for name, build, ctx in (
             (self.ctx.coordinator_name, coordinator_deployment, self.ctx),
@@ -50,14 +50,14 @@ class Rendered:
 
     @cached_property
     def server(self) -> Manifest | None:
-        """The front end's Deployment among the shared children; None when they cannot be rendered."""
+        """The Deployment of the OpenAI servers; None if it cannot be rendered."""
         manifests, _ = self.shared
         name = ("Deployment", self.ctx.server_name)
         return next((each for each in manifests if (each["kind"], each["metadata"]["name"]) == name), None)
 
     @cached_property
     def _server_ctx(self) -> RenderContext:
-        """Front ends that serve keep the tokenizer they started with when only the weights changed."""
+        """Keep the template of running OpenAI servers if only the weights have changed."""
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
         weights = self.ctx.spec.weights
@@ -67,7 +67,7 @@ class Rendered:
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
 
     def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
-        """The StatefulSet of an engine. One that shall have no pods never fails for its podTemplate."""
+        """Return the StatefulSet of an engine. Without pods it never fails because of its podTemplate."""
         count = self.ctx.spec.pods_per_engine if pods is None else pods
         if (index, count) not in self._engine_manifests:
             self._engine_manifests[index, count] = self._render_engine(index, count)
@@ -78,9 +78,9 @@ class Rendered:
         return {}
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """An engine rendered from the inputs of the revision it has now, which is not the wanted one: with no pods, or
-        with as many as that revision has. None when the inputs are not known, or not rendered that way any more: then
-        it is left as it is."""
+        """Return an engine rendered from the recorded inputs of its current revision, which is not the desired
+        one: with no pods or with all pods of that revision. None if the inputs are unknown or are rendered
+        differently now: then the engine is left unchanged."""
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
         before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
@@ -109,7 +109,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count)
         except InvalidPodTemplate:
             manifest = None
-        if count == 0 and (manifest is None or self.refused(manifest) is not None):
+        if count == 0 and (manifest is None or self.rejected(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -121,12 +121,12 @@ class Rendered:
 
     @cached_property
     def template_error(self) -> Finding | None:
-        """Why a podTemplate cannot be merged or is not allowed, if so."""
+        """The error of a podTemplate that cannot be merged or is not allowed."""
         return next(iter(self.shared[1].values()), self.engine_error)
 
     @cached_property
     def engine_error(self) -> Finding | None:
-        """Why the engines cannot be rendered, if so."""
+        """The error of engines that cannot be rendered."""
         if self.ctx.spec.replicas == 0 or self.engine_manifest(0) is not None:
             return None
         try:
@@ -135,32 +135,32 @@ class Rendered:
             return _finding(error)
         return None
 
-    def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
-        """The API server's last answer to this very manifest, if it was an error."""
+    def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
+        """Return the API server's last rejection of this manifest."""
         ref = child_ref(manifest)
-        refusal = self.world.refusals.get(ref)
-        if refusal is None or refusal.hash != manifest_hash(manifest):
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
-        template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
+        template = ref.kind in ("Deployment", "StatefulSet") and rejection.code in (400, 422)
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
-        return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
+        return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """It was not refused, or so long ago that it is time to offer it again."""
-        return self.refused(manifest) is None or self.just_refused(child_ref(manifest)) is None
+        """Return whether it was not rejected, or may be applied again."""
+        return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
 
-    def just_refused(self, ref: ChildRef) -> Refusal | None:
-        """The last answer about a child, while it is not yet time to try again."""
-        refusal = self.world.refusals.get(ref)
-        if refusal is None or (self.world.now - refusal.at).total_seconds() >= REFUSAL_RETRY_SECONDS:
+    def just_rejected(self, ref: ChildRef) -> Rejection | None:
+        """Return the last rejection of a child, until it may be applied again."""
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
             return None
-        return refusal
+        return rejection
 
     @cached_property
-    def refusal_retry_in(self) -> float | None:
-        """Seconds until the next refused child is offered again; None while none is refused."""
-        ages = [(self.world.now - refusal.at).total_seconds() for refusal in self.world.refusals.values()]
-        return min((REFUSAL_RETRY_SECONDS - age for age in ages if age < REFUSAL_RETRY_SECONDS), default=None)
+    def rejection_retry_in(self) -> float | None:
+        """Seconds until the next rejected child is applied again; None if none is rejected."""
+        ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
+        return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
 
 
 def _finding(error: InvalidPodTemplate) -> Finding:

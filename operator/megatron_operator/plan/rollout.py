@@ -1,14 +1,14 @@
-"""The rollout planner: from what is observed of each engine to the next single step. Pure arithmetic, no memory.
+"""The rollout planner: the next single step, from the observed state of each engine. Pure and stateless.
 
-Invariants, held by a search over every reachable state (tests/unit/operator/test_rollout_model.py):
+Invariants, which a test verifies in every reachable state (tests/unit/operator/test_rollout_model.py):
 
-- A step takes capacity away only by DRAIN, and only while more than `replicas - maxUnavailable` engines are available.
-- An engine loses its pods only when it is of another revision and either does not serve or was drained.
-- While nothing proves the wanted revision, at most `maxUnavailable` engines are given it: a bad revision never spreads,
-  and an engine that is merely restarting is not lost to it. Proven means: an engine of it serves and its canary passed.
-- Engines that do not serve are replaced first, because that costs nothing.
-- An engine of the wanted revision is never touched, whatever revisions were wanted in between: edits collapse into
-  the last one, and a revert keeps what still runs the old one.
+- A step reduces capacity only by DRAIN, and only while more than `replicas - maxUnavailable` engines are available.
+- An engine loses its pods only if it has another revision and either does not serve or was drained.
+- Until the desired revision is proven, at most `maxUnavailable` engines get it, so a bad revision does not spread and
+  restarting engines are not replaced by it. Proven means: an engine of it serves and its canary passed.
+- Engines that do not serve are replaced first, because that costs no capacity.
+- An engine of the desired revision is never changed, whatever revisions were desired in between: edits collapse into
+  the last one, and a revert keeps engines of the old revision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import StrEnum
 
 
 class Canary(StrEnum):
-    """Whether an engine that a rollout replaced has answered a completion of its own."""
+    """Verification of an engine that a rollout replaced, by a canary completion."""
 
     NONE = ""  # it was not replaced by a rollout
     PENDING = "Pending"
@@ -30,19 +30,19 @@ class Canary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One wanted engine, as far as a rollout cares."""
+    """The view of one desired engine that a rollout needs."""
 
     name: str
     current: bool
-    """Its StatefulSet is of the wanted revision."""
+    """Its StatefulSet has the desired revision."""
     leftover: bool = False
-    """Its StatefulSet is of the wanted revision and some of its pods are not."""
+    """Its StatefulSet has the desired revision and some of its pods have not."""
     serving: bool = True
-    """The coordinator routes to it, or would if it were not draining."""
+    """The coordinator routes to it, or would if it was not draining."""
     draining: bool = False
-    """The coordinator gives it no work."""
+    """The coordinator dispatches no requests to it."""
     drained: bool = False
-    """Nothing is gained by draining it (again)."""
+    """A DRAIN of it is unnecessary."""
     canary: Canary = Canary.NONE
     leaving: bool = False
     """Pods of it are being deleted already."""
@@ -53,13 +53,13 @@ class EngineFacts:
 
     @property
     def unproven(self) -> bool:
-        """Of the wanted revision, and it has not shown that this revision works."""
+        """It has the desired revision, which it has not proven yet."""
         return self.current and (not self.serving or self.leftover or self.canary in (Canary.PENDING, Canary.FAILED))
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Give these engines the wanted template and delete their old pods."""
+    """Apply the desired template of these engines and delete their old pods."""
 
     names: tuple[str, ...]
 
@@ -78,7 +78,7 @@ class Prove:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Something is under way, or the next step would take too much."""
+    """Wait: a step is in progress, or the next one would reduce capacity too much."""
 
     names: tuple[str, ...]
     what: str
@@ -86,27 +86,27 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """The new revision answers wrongly: nothing more is replaced until the spec changes."""
+    """The new revision gives wrong answers: the rollout stops until the spec changes."""
 
     name: str
     drain: bool
-    """It is still given work; it must not be."""
+    """It still gets requests and must not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing is to be rolled."""
+    """All engines have the desired revision."""
 
 
 Step = Replace | Drain | Prove | Await | Halt | Finished
 
 
 def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool) -> Step:
-    """The next single step.
+    """Return the next single step.
 
     Args:
-        engines: every wanted engine that has or is to have pods, by index.
-        running: the resource runs, so that engines may be drained and asked.
+        engines: every desired engine that has or should have pods, by index.
+        running: the resource runs, so that engines may be drained and get canaries.
     """
     leftover = [engine for engine in engines if engine.leftover and not engine.leaving]
     if leftover:
@@ -134,13 +134,13 @@ def _to_prove(engine: EngineFacts) -> bool:
 
 
 def _down(engines: Sequence[EngineFacts], outdated: list[EngineFacts], max_unavailable: int) -> tuple[str, ...]:
-    """Outdated engines that do not serve and may be replaced now."""
+    """Return outdated engines that do not serve and may be replaced now."""
     down = [engine.name for engine in outdated if not engine.serving]
     return tuple(reversed(down))[: _room(engines, max_unavailable)]
 
 
 def _room(engines: Sequence[EngineFacts], max_unavailable: int) -> int:
-    """How many more engines may be given the wanted revision now."""
+    """Return how many more engines may get the desired revision now."""
     if any(engine.current and not engine.unproven for engine in engines):
         return len(engines)
     return max(0, max_unavailable - sum(engine.unproven for engine in engines))

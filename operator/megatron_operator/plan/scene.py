@@ -1,6 +1,6 @@
-"""A World put in order: one view of each engine, what is effectively wanted, what is observed, what was rendered.
+"""Derived views of a World: engines, effective desired state, observed state, rendered children.
 
-Everything here is a function of the World; policies read it and never look at the World's raw lists themselves.
+Everything here is a function of the World. Policies read the scene, not the World's raw lists.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
-"""How long past the drain deadline a Stopped resource keeps its pods when no coordinator, or an unwilling one, stops
-its engines. Then the pods go anyway: Stopped must not depend on a healthy coordinator."""
+"""Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
+engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A World with everything that policies ask of it, each worked out once."""
+    """A World with cached derived values."""
 
     world: World
 
     @cached_property
     def ctx(self) -> RenderContext:
-        """The spec, with the weights that engines hold rather than those they are to get."""
+        """The spec, with the current weights of the engines instead of the desired ones."""
         resource = self.world.resource
         spec, held = resource.spec, self.weights_held
         if held is not None and spec.weights is not None:
@@ -55,23 +55,23 @@ class Scene:
 
     @cached_property
     def server_key(self) -> int:
-        """Generation of the coordinator's own key: as the Secret says, or as the Secret to be made will."""
+        """Generation of the coordinator's own key: from the Secret, or of the Secret that will be created."""
         if self.world.keys is not None:
             return self.world.keys.server_generation
         if ChildRef("Secret", f"{self.world.resource.name}-keys") in self.world.children:
-            # It is there and cannot be read: nothing is started anew for that.
+            # The Secret exists and cannot be read: do not restart anything because of that.
             return int((self.status.get("keys") or {}).get("generation", 1))
         return self.next_keys
 
     @cached_property
     def next_keys(self) -> int:
-        """Generation of keys that are made because there are none: another than any that was."""
+        """Generation of the first keys: higher than any earlier one."""
         lost = (self.status.get("keys") or {}).get("generation", 0)
         return max(int(lost) + 1, self.world.resource.spec.keys.generation)
 
     @cached_property
     def weights_held(self) -> str | None:
-        """Revision of the weights that engines serve with; None while none ever did, and pods start with the spec's."""
+        """Revision of the weights that engines serve; None before the first engine served, when pods use the spec's."""
         found = self.operation
         if found is not None and found.weights is not None and found.phase is LifecyclePhase.CONFIRMED:
             return found.weights
@@ -86,7 +86,7 @@ class Scene:
 
     @cached_property
     def weights_due(self) -> str | None:
-        """Revision of the weights that engines are to be given in place; None when they hold it."""
+        """Revision of the weights that engines should load in place; None if they have it."""
         wanted, held = self.world.resource.spec.weights, self.weights_held
         return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
 
@@ -102,7 +102,7 @@ class Scene:
 
     @cached_property
     def woken(self) -> bool:
-        """A request woke the suspended resource, now or earlier at this generation of the spec."""
+        """Whether a request woke the suspended resource, now or earlier in this generation of the spec."""
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
             return False
@@ -116,13 +116,13 @@ class Scene:
 
     @property
     def may_wake(self) -> bool:
-        """A request may wake the resource at any moment."""
+        """Whether a request may wake the resource."""
         suspend = self.world.resource.spec.lifecycle.suspend
         return suspend.wake_on_request and self.desired is DesiredState.SUSPENDED
 
     @cached_property
     def idle_in(self) -> float | None:
-        """Seconds until a woken resource that gets no request sleeps again; None while that cannot be known."""
+        """Seconds until a woken resource without requests is suspended again; None while unknown."""
         coordinator = self.world.coordinator
         if not coordinator.reachable:
             return None
@@ -130,7 +130,7 @@ class Scene:
 
     @cached_property
     def desired(self) -> DesiredState:
-        """`spec.desiredState`, where no replicas means Suspended and a waking request means Running."""
+        """`spec.desiredState`; zero replicas mean Suspended, and a request that wakes the resource means Running."""
         spec = self.world.resource.spec
         if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
             return DesiredState.SUSPENDED
@@ -138,13 +138,13 @@ class Scene:
 
     @cached_property
     def requested_at(self) -> str | None:
-        """When the effective desired state was first seen; None if that is now."""
+        """Time when the effective desired state was first seen; None if it is new."""
         same = self.lifecycle.get("desired") == self.desired.value
         return self.lifecycle.get("requestedAt") if same else None
 
     @cached_property
     def release(self) -> bool:
-        """While suspended, engine pods are given back."""
+        """Whether the engine pods are removed while suspended."""
         spec = self.world.resource.spec
         suspend = spec.lifecycle.suspend
         if self.desired is not DesiredState.SUSPENDED:
@@ -156,7 +156,7 @@ class Scene:
 
     @cached_property
     def escalation_in(self) -> float | None:
-        """Seconds until a suspended resource gives its pods back as well; None when it never will."""
+        """Seconds until a suspended resource also releases its pods; None if it keeps them."""
         after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
         history = self.status.get("history") or []
         if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
@@ -179,8 +179,8 @@ class Scene:
 
     @cached_property
     def all_draining(self) -> bool:
-        """All engines were told to drain, for something that is done or wanted no more; only UNPAUSE gives them, and
-        those that register meanwhile, work again. Engines that hold another model go first."""
+        """Whether a DRAIN of all engines is in effect although its goal is done or obsolete. Only UNPAUSE ends it, also
+        for newly registered engines. Engines of another model are replaced first."""
         found = self.operation
         if found is not None and found.open:
             return False
@@ -194,7 +194,7 @@ class Scene:
 
     @cached_property
     def overdue_in(self) -> float | None:
-        """Seconds until a stop that makes no progress goes on without its coordinator; None unless stopping."""
+        """Seconds until a stalled stop continues without the coordinator; None unless stopping."""
         if self.desired is not DesiredState.STOPPED or self.requested_at is None:
             return None
         grace = STUCK_GRACE_SECONDS if self.world.coordinator.reachable else UNREACHABLE_GRACE_SECONDS
@@ -203,7 +203,7 @@ class Scene:
 
     @cached_property
     def stopped(self) -> bool:
-        """Nothing more is to be said to the engines: their pods may go."""
+        """Whether the engines need no further signal, so that their pods may be removed."""
         if self.desired is not DesiredState.STOPPED:
             return False
         overdue = self.overdue_in
@@ -213,7 +213,7 @@ class Scene:
 
     @cached_property
     def engines(self) -> tuple[EngineView, ...]:
-        """Every engine that is wanted or exists, by index."""
+        """Every engine that is desired or exists, by index."""
         world, ctx = self.world, self.ctx
         pattern = re.compile(re.escape(f"{ctx.name}-engine-") + r"(0|[1-9][0-9]*)")
         indexes = set(range(ctx.spec.replicas))
@@ -242,7 +242,7 @@ class Scene:
         )
 
     def _canary(self, name: str) -> dict[str, Any]:
-        """Owed from the moment an engine's StatefulSet changes its revision under its pods."""
+        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision."""
         before = self.engine_status(name)
         found = self.world.children.get(ChildRef("StatefulSet", name, APPS))
         if found is None or found.replicas == 0:
@@ -258,7 +258,7 @@ class Scene:
         return {"canary": answered if report.supported else Canary.SKIPPED, "canary_message": report.message}
 
     def engine_status(self, name: str) -> Mapping[str, Any]:
-        """What was persisted of an engine; empty when nothing was."""
+        """Return the persisted status of an engine, or an empty one."""
         return next((entry for entry in self.status.get("engines") or () if entry["name"] == name), {})
 
     @cached_property
@@ -271,7 +271,7 @@ class Scene:
 
     @cached_property
     def old_model(self) -> tuple[EngineView, ...]:
-        """Engines with pods that hold another model than the spec says."""
+        """Engines with pods of another model than the spec's."""
         return tuple(
             engine
             for engine in self.engines
@@ -280,16 +280,16 @@ class Scene:
 
     @cached_property
     def engines_empty(self) -> bool:
-        """No engine has a pod or is to get one without a further write."""
+        """Whether no engine has a pod or gets one without a further write."""
         return all(engine.empty for engine in self.engines)
 
     @cached_property
     def suspended(self) -> bool:
-        """Coordinator and all serving engines are SUSPENDED, and nothing is under way."""
+        """Whether the coordinator and all serving engines are SUSPENDED, and no operation is in progress."""
         return self.steady is CoordinatorState.SUSPENDED and not (self.operation and self.operation.open)
 
     def pods_for(self, engine: EngineView) -> int:
-        """How many pods an engine is to have now: none, or all."""
+        """Return how many pods an engine should have: none, or all."""
         full = self.ctx.spec.pods_per_engine
         if engine.budget.exhausted is not None:
             return 0
@@ -305,7 +305,7 @@ class Scene:
 
     @cached_property
     def steady(self) -> CoordinatorState | None:
-        """The coordinator's state if it is steady and every serving engine agrees, else None."""
+        """The coordinator's state if it is settled and every serving engine has the same, else None."""
         coordinator = self.world.coordinator
         if not coordinator.reachable or coordinator.state not in STEADY_ENGINE_STATES:
             return None
@@ -315,7 +315,7 @@ class Scene:
 
     @cached_property
     def observed(self) -> ResourceState:
-        """The state that coordinator, engines and pods are in together. Never claims what a rank has not reported."""
+        """The common state of coordinator, engines and pods, as reported by every rank."""
         if self.wanted and all(engine.budget.exhausted for engine in self.wanted):
             return ResourceState.FAILED
         if self.desired is DesiredState.STOPPED and self.engines_empty:
@@ -334,13 +334,13 @@ class Scene:
 
     @cached_property
     def state(self) -> ResourceState:
-        """`status.state`: what is observed, or the verb that is on its way."""
+        """`status.state`: the observed state, or the verb in progress."""
         if self.observed in (ResourceState.STOPPED, ResourceState.FAILED):
             return self.observed
         return self.state_with(self.operation)
 
     def state_with(self, operation: Operation | None) -> ResourceState:
-        """`status.state` as it is once `operation` is the one under way."""
+        """Return `status.state` while `operation` is in progress."""
         if self.observed in (ResourceState.STOPPED, ResourceState.FAILED):
             return self.observed
         if self.desired is DesiredState.STOPPED and (self.serving or not self.engines_empty):
@@ -359,4 +359,4 @@ VERB_STATE: dict[SignalKind, ResourceState] = {
     SignalKind.RESUME: ResourceState.RESUMING,
     SignalKind.STOP: ResourceState.STOPPING,
 }
-"""What a resource is doing while a signal is under way. DRAIN of one engine does not change its state."""
+"""State of a resource while a signal is in progress. DRAIN of one engine does not change it."""

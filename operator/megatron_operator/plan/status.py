@@ -1,7 +1,7 @@
-"""The status composer: scene and verdict to the whole `.status`.
+"""Composes `.status` from a scene and a verdict.
 
-Invariants: the same facts give the same bytes (no time moves unless the fact it dates moved), so that a pass that
-changes nothing writes nothing; nothing that changes with traffic is in it.
+Invariants: equal facts give equal bytes (a timestamp changes only with its fact), so that a pass without changes writes
+nothing; and the status has no values that change with traffic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Finding = tuple[str, Reason, str]
 
 
 def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
-    """The whole status."""
+    """Return the status."""
     world, ctx = scene.world, scene.ctx
     state = scene.state_with(verdict.operation)
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
@@ -81,8 +81,8 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
-    """What was recorded outlives the coordinator that reported it. Ordered by time, so that equal reports change
-    nothing."""
+    """Merge recorded failed requests with reported ones: records outlive the coordinator. Ordered by time, so that
+    equal reports give equal bytes."""
     found = {entry["id"]: entry for entry in scene.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
         entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
@@ -91,7 +91,7 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
-    """Recorded once an engine serves with them; from then on they change in place only."""
+    """Return the weights, which are recorded when the first engine serves and then only change in place."""
     wanted = scene.world.resource.spec.weights
     if wanted is None:
         return None
@@ -100,7 +100,7 @@ def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:
-    """What was last known of the keys outlives their Secret: the next ones are another generation."""
+    """Return the keys. They are kept after the Secret is deleted, so that new keys get another generation."""
     found = scene.world.keys
     if found is None:
         return scene.status.get("keys")
@@ -112,7 +112,7 @@ def _keys(scene: Scene) -> Mapping[str, Any] | None:
 
 
 def _updated(engine: EngineView) -> bool:
-    """It has the wanted revision, and where a rollout gave it that, it has shown that it works."""
+    """Return whether an engine has the desired revision and, after a rollout, has passed its canary."""
     proven = engine.canary not in (Canary.PENDING, Canary.FAILED)
     return engine.scaled > 0 and not engine.stale and not engine.stale_pods and proven
 
@@ -153,7 +153,7 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
 
 
 def _last_revision(scene: Scene, engine: EngineView) -> str:
-    """A StatefulSet that was taken away is made again from the revision it had."""
+    """Return the revision of an engine. A deleted StatefulSet is created again with its last revision."""
     return "" if engine.surplus else str(scene.engine_status(engine.name).get("revision", ""))
 
 
@@ -227,7 +227,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
 def condition(
     kind: ConditionType, finding: Finding, *, generation: int, before: dict[str, Any] | None, now: str
 ) -> dict[str, Any]:
-    """One condition; its transition time moves only with its status."""
+    """Return a condition; its transition time changes only with its status."""
     status, reason, message = finding
     kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
     return {
@@ -260,7 +260,7 @@ def _engines_ready(scene: Scene) -> Finding:
     if scene.observed is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.release and scene.engines_empty:
-        return "False", Reason.SUSPENDED, "engine pods are given back"
+        return "False", Reason.SUSPENDED, "the engine pods are removed"
     if not scene.world.coordinator.reachable:
         return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
     if serving == wanted:
@@ -271,8 +271,8 @@ def _engines_ready(scene: Scene) -> Finding:
 
 def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
     if state is REACHED[scene.desired] and scene.observed is state:
-        return "True", Reason.SETTLED, f"{state.value}, as asked"
-    return "False", verdict.reason, f"{scene.desired.value} is asked for, {state.value} is observed"
+        return "True", Reason.SETTLED, f"{state.value}, as requested"
+    return "False", verdict.reason, f"{scene.desired.value} is requested, {state.value} is observed"
 
 
 def _progressing(verdict: Verdict) -> Finding:

@@ -1,8 +1,8 @@
-"""Children that need no decision: what is missing is made, what differs is applied, what is left over is deleted.
+"""Upkeep of children: create missing ones, apply changes, delete obsolete ones.
 
-An engine's template is the exception: it changes only on its turn in a rollout (`policies.rollout`), or while the
-engine has no pods. Until then what is missing or differs of it is rendered from its own revision. Nothing here
-restarts an engine that has pods.
+An engine's template is the exception: it changes only in a rollout (`policies.rollout`), or while the engine has no
+pods. Until then its missing or changed objects are rendered from its current revision. Nothing here restarts an engine
+with pods.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply(manifest: Manifest) -> ApplyChild:
 
 
 def _due(scene: Scene, manifest: Manifest) -> bool:
-    """The child is missing or differs, and applying it is neither refused nor pointless."""
+    """Return whether a child is missing or differs, and may be applied."""
     view = scene.world.children.get(child_ref(manifest))
     if not scene.rendered.may_offer(manifest):
         return False
@@ -41,7 +41,7 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
 
 
 def upkeep(scene: Scene) -> list[Action]:
-    """Applies and deletions that are right whatever policy decides."""
+    """Return applies and deletions that do not depend on the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
     shared, _ = scene.rendered.shared
@@ -54,9 +54,9 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """The Secret is made once, and admits the admin key that this operator has now."""
+    """Create the Secret once, and let it accept the current admin key of this operator."""
     name, keys = scene.ctx.keys_name, scene.world.keys
-    if not scene.world.settings.security or scene.rendered.just_refused(ChildRef("Secret", name)) is not None:
+    if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
     if ChildRef("Secret", name) not in scene.world.children:
         return [CreateKeys(name, scene.next_keys)]
@@ -66,19 +66,19 @@ def _keys(scene: Scene) -> list[Action]:
 
 
 def _try_again(scene: Scene) -> list[Action]:
-    """A template that was refused before its engine's turn is tried again now and then: what refused it may be gone."""
+    """Retry the dry run of a rejected template periodically, because the cause may be gone."""
     rendered = scene.rendered
     waiting = [rendered.engine_manifest(engine.index) for engine in scene.wanted if engine.stale]
     if scene.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
-        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
+        if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
     return []
 
 
 def _record_revision(scene: Scene) -> list[Action]:
-    """The wanted revision is recorded before any engine has it. What is recorded never changes."""
+    """Record the desired revision before any engine gets it. Records never change."""
     try:
         manifest = revision_child(scene.ctx)
     except InvalidPodTemplate:
@@ -88,7 +88,7 @@ def _record_revision(scene: Scene) -> list[Action]:
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
-    """A server for another model waits until no engine holds the old one: the two are swapped together."""
+    """Return whether a child may be applied. A server for another model waits until no engine has the old one."""
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
     view = scene.world.children.get(child_ref(manifest))
@@ -112,8 +112,8 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
-    """The wanted template where it costs nothing: the engine has it, or has no pods. Else that of its own revision,
-    as where the wanted one is not allowed or cannot be merged."""
+    """Return the StatefulSet with the desired template if the engine has it or has no pods. Otherwise, and if the
+    desired template is not allowed or cannot be merged, with that of the engine's current revision."""
     found = engine.statefulset
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
@@ -136,7 +136,7 @@ def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Acti
 
 
 def _leftover_revisions(scene: Scene) -> list[Action]:
-    """Records of revisions that no engine has, had when last seen, or is to get."""
+    """Delete records of revisions that no engine has, last had, or will get."""
     if scene.rendered.template_error is not None:
         return []
     kept = {engine.rendered_revision for engine in scene.engines}
@@ -153,7 +153,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
 
 
 def _leftover_config(scene: Scene) -> list[Action]:
-    """ConfigMaps of earlier contents, once no pod can still want one."""
+    """Delete ConfigMaps with earlier contents that no pod uses."""
     if scene.rendered.template_error is not None or any(e.stale or e.stale_pods for e in scene.engines):
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}

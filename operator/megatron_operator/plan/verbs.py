@@ -1,8 +1,8 @@
-"""The verb path: from what is observed and what is wanted to the next single legal signal.
+"""The verb path: the next legal signal from the observed to the desired state.
 
-A verb is a path over the coordinator's states; this module knows the whole graph and nothing else. Invariants, held by
-an exhaustive test: only signals that LEGAL_SIGNALS allows leave here; a signal leaves only while coordinator and
-serving engines agree on a steady state; from anywhere the goal is reached by a shortest path.
+A verb is a path in the graph of the coordinator's states. Invariants, which an exhaustive test verifies: all signals
+are in LEGAL_SIGNALS; a signal is sent only while the coordinator and all serving engines are in the same settled
+state; the goal is reached from every state by a shortest path.
 
     RUNNING --PAUSE--> PAUSED --SUSPEND--> SUSPENDED        RUNNING --DRAIN, PAUSE, STOP--> (RUNNING, no engines)
     RUNNING <-UNPAUSE- PAUSED <--RESUME--- SUSPENDED
@@ -24,7 +24,7 @@ GOAL: dict[DesiredState, CoordinatorState] = {
     D.SUSPENDED: C.SUSPENDED,
     D.STOPPED: C.STOPPING,
 }
-"""The coordinator state that each desired state stands for in the protocol's NEXT_SIGNAL."""
+"""Coordinator state of each desired state, for the protocol's NEXT_SIGNAL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Something is between two states; its outcome is the next observation."""
+    """Wait: the coordinator or an engine is changing its state."""
 
     on: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Coordinator and engines are in the desired state; for Stopped: the engines may lose their pods."""
+    """Coordinator and engines are in the desired state; for Stopped: the engine pods may be removed."""
 
 
 Step = Send | Wait | Reached
@@ -59,14 +59,14 @@ def next_step(
     stopped: bool = False,
     engines_expected: bool = True,
 ) -> Step:
-    """The next single step towards `desired`.
+    """Return the next single step towards `desired`.
 
     Args:
         engines: name and state of every serving engine.
-        drained: a DRAIN of all engines for this goal is over, finished or past its deadline.
-        all_draining: all engines were told to drain and nothing undid it; only UNPAUSE does.
-        stopped: STOP for this goal is over.
-        engines_expected: engine pods exist or are to exist, so that an empty list means that none has registered yet.
+        drained: a DRAIN of all engines for this goal is complete or past its deadline.
+        all_draining: a DRAIN of all engines is in effect; only UNPAUSE ends it.
+        stopped: STOP for this goal is complete.
+        engines_expected: engine pods exist or should exist, so an empty list means that none has registered yet.
     """
     if desired is D.STOPPED and stopped:
         return Reached()

@@ -1,14 +1,14 @@
-"""What a decision is made from and what it is made of.
+"""Input and output of a decision.
 
-`World` is one snapshot: everything `decide` may look at, read before it is called. `Decision` is everything it may
-say. Both are plain frozen data; no clock, no I/O, no client. The caller's contract, in order, is
+`World` is the snapshot that `decide` reads. `Decision` is its result. Both are plain frozen data without I/O and clock.
+The caller's contract, in order, is
 
     world = observe()                 # one consistent snapshot
     decision = decide(world)
     persist(decision.status)          # only if it differs from world.resource.status; with the resourceVersion
     act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
 
-so that the intent of a verb is durable before its signal leaves. Every action may be repeated without harm.
+so that the intent of a verb is durable before its signal is sent. Every action is idempotent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_operator.model.states import CoordinatorState, EngineState, KeySta
 from megatron_runtime.protocol.limits import MAX_FENCE
 
 MAX_FENCE_JUMP = 1_000_000
-"""A fence that a coordinator reports is followed so far above this leader's: leaders of an earlier Lease sent it."""
+"""Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
@@ -40,15 +40,15 @@ class ResourceView:
     generation: int
     spec: MegatronInferenceSpec
     status: Mapping[str, Any] = field(default_factory=dict)
-    """`.status` exactly as stored; empty when nothing was ever written."""
+    """`.status` as stored; empty before the first write."""
     deleting: bool = False
     changed_by: str = ""
-    """Field manager that last wrote `spec.desiredState`, when known; goes into the history."""
+    """Field manager that last wrote `spec.desiredState`, if known; for the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildRef:
-    """Names one child in the resource's namespace."""
+    """Reference of a child in the resource's namespace."""
 
     kind: str
     name: str
@@ -60,27 +60,27 @@ class ChildRef:
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """A child object as observed, reduced to what decisions need (see `plan.reduce.reduce_child`)."""
+    """A child as observed, reduced to the fields of decisions (see `plan.reduce.reduce_child`)."""
 
     ref: ChildRef
     uid: str
     owned: bool = True
-    """It carries an owner reference with the UID of this resource. One that does not is never written or deleted."""
+    """It has an owner reference with the UID of this resource. Other objects are never written or deleted."""
     deleting: bool = False
     hash: str = ""
-    """Annotation `inference.megatron.dev/hash`: the manifest last applied, without `spec.replicas` of engines."""
+    """Annotation `inference.megatron.dev/hash`: of the last applied manifest, without `spec.replicas` of engines."""
     revision: str = ""
     """Label `inference.megatron.dev/revision` of the pod template; engines only."""
     model_hash: str = ""
-    """Annotation `inference.megatron.dev/model`: what is served; engines and the server only."""
+    """Annotation `inference.megatron.dev/model`: hash of the model; engines and the server only."""
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
     data: Mapping[str, Any] | None = None
-    """`data` of a ControllerRevision: what engines of that revision are rendered from."""
+    """`data` of a ControllerRevision: the inputs of the engines of that revision."""
     verified: bool = True
-    """This process has applied this very object since it started and nobody changed it since. While false, the child
-    is applied again even when its hash is current."""
+    """This process has applied this object since its start, and it has not changed since. Otherwise the child is
+    applied again even if its hash is current."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +96,24 @@ class PodView:
     index: int = 0
     """Ordinal within the engine."""
     phase: str = "Pending"
-    """`Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`, as the kubelet says."""
+    """The kubelet's phase: `Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
     ready: bool = False
     deleting: bool = False
     revision: str = ""
     weights: str = ""
-    """Revision of the weights that it started with; empty when the spec names none."""
+    """Revision of the weights that it started with; empty if the spec has none."""
     restarts: int = 0
     reason: str = ""
-    """The kubelet's or scheduler's own word: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
+    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
     message: str = ""
     ended: str = ""
-    """Name of the container that ended last; empty when none did."""
+    """Name of the container that terminated last; empty if none did."""
     image: str = ""
-    """Image of the container that ended last, as the pod names it; empty when none did."""
+    """Image of that container, from the pod's spec."""
     exit_code: int | None = None
-    """Exit code of the last container that ended; None when none did."""
+    """Its exit code."""
     exit_reason: str = ""
-    """Why it ended: `OOMKilled`, `Error`, `Completed`; empty when none did."""
+    """Reason of its termination: `OOMKilled`, `Error`, `Completed`."""
     last_message: str = ""
     """Its termination message."""
     created_at: datetime | None = None
@@ -121,54 +121,54 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine as its coordinator lists it. An engine whose connection is dead is not listed."""
+    """One engine in the coordinator's list, which has no engines with a dead connection."""
 
     name: str
-    """`NAME-engine-I`, given on the engine's command line."""
+    """`NAME-engine-I`, from the engine's command line."""
     identity: str
     state: EngineState
     revision: str = ""
     epoch: int = 0
     ranks: int = 1
     digest: str = ""
-    """Of its weights; empty when it does not say."""
+    """Digest of its weights; empty if unknown."""
     in_flight: int = 0
     serving: bool = True
-    """It said HELLO with `serving: true`; before that it loads and takes part in nothing."""
+    """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
     draining: bool = False
     incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationReport:
-    """What the coordinator remembers of one operation id."""
+    """State of an operation id in the coordinator."""
 
     outcome: OperationOutcome
     signal: SignalKind | None = None
     message: str = ""
-    """The error of a failed operation, naming engines and ranks."""
+    """The error of a failed operation, with engines and ranks."""
     code: int = 0
-    """Its code when it was refused (409 illegal, 412 stale fence, 423 another in progress, 424 engines missing) or
-    missed its deadline (504); 0 otherwise."""
+    """Its code if it was rejected (409 illegal, 412 stale fence, 423 another in progress, 424 engines missing) or
+    missed its deadline (504); otherwise 0."""
     confirmed_ranks: int = 0
     total_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryReport:
-    """What became of a completion that this process sent to one engine alone."""
+    """Result of a canary completion that this process sent to one engine."""
 
     revision: str
-    """Of the engine it was sent to."""
+    """Revision of the engine."""
     ok: bool
     message: str = ""
     supported: bool = True
-    """False: the coordinator cannot pin a request to an engine, so nothing was learned."""
+    """False if the coordinator cannot pin a request to an engine, so there is no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeysInUse:
-    """Public keys, as a coordinator reports them."""
+    """Public keys that a coordinator reports."""
 
     server: str
     admitted: frozenset[str]
@@ -177,72 +177,72 @@ class KeysInUse:
 
 @dataclass(frozen=True, slots=True)
 class KeysView:
-    """The Secret `NAME-keys`, without its secrets (see `render.keys` for its stages)."""
+    """The public part of the Secret `NAME-keys` (see `render.keys` for its stages)."""
 
     generation: int
     stage: KeyStage
     server_generation: int
-    """Of the coordinator's own key."""
+    """Generation of the coordinator's own key."""
     since: str | None
-    """When the generation was made."""
+    """Time of creation of the generation."""
     old: frozenset[str] = frozenset()
-    """Public keys of engines and clients that a rotation takes out; empty when settled."""
+    """Public keys of engines and clients that a rotation removes; empty when settled."""
     new: frozenset[str] = frozenset()
-    """Those of the generation."""
+    """Public keys of engines and clients of the generation."""
     server: str = ""
-    """Public half of the coordinator's own key, as it is or, at Restarting, as it is to be."""
+    """Public half of the coordinator's own key; at Restarting, of the next one."""
     admin_admitted: bool = True
-    """This operator's admin key opens the admin port."""
+    """Whether the admin port accepts this operator's admin key."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRequestReport:
-    """A request that the coordinator failed because it ends engines."""
+    """A request that the coordinator failed because it crashes engines."""
 
     id: str
     """Its uid, in hexadecimal digits."""
     engines: tuple[str, ...]
-    """Those that it ended, the first first."""
+    """Engines that it crashed, in order."""
     time: datetime
-    """When it was failed, by the coordinator's clock."""
+    """Time of its failure, by the coordinator's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
-    """The coordinator's answer to STATUS, or the fact that there is none."""
+    """The coordinator's answer to STATUS, or that there is none."""
 
     reachable: bool = False
     error: str = ""
-    """Why it could not be reached, in one phrase; empty when reachable."""
+    """Why it is unreachable, in one phrase; empty if reachable."""
     incarnation: str = ""
     state: CoordinatorState = CoordinatorState.RECOVERING
     epoch: int = 0
     fence: int = 0
-    """The highest fence that it says it has seen. Believed within MAX_FENCE_JUMP only."""
+    """The highest fence that it reports. Accepted only within MAX_FENCE_JUMP."""
     operations: Mapping[str, OperationReport] = field(default_factory=dict)
     engines: tuple[EngineReport, ...] = ()
     queue_length: int = 0
     idle_seconds: float = 0.0
-    """How long this process has seen no request queued or in flight there."""
+    """Time for which this process has observed no queued or in-flight request."""
     canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
-    """The last canary of each engine, by name; kept by this process alone."""
+    """The last canary of each engine, by name; known to this process only."""
     keys: KeysInUse | None = None
-    """None: it does not say, or there is no encryption."""
+    """None if unknown, or without encryption."""
     drained_all: bool = False
-    """A DRAIN of all engines holds: whoever registers gets no work until UNPAUSE."""
+    """A DRAIN of all engines is in effect: engines that register get no requests until UNPAUSE."""
     failed_requests: tuple[FailedRequestReport, ...] = ()
-    """The last requests that it failed because they end engines, oldest first."""
+    """The last requests that it failed because they crash engines, oldest first."""
 
 
 UNREACHABLE = CoordinatorSnapshot()
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """The API server's last answer to applying a child, when it was an error."""
+class Rejection:
+    """The API server's last error for the apply of a child."""
 
     hash: str
-    """Hash of the manifest that was refused (`ApplyChild.hash`)."""
+    """Hash of the rejected manifest (`ApplyChild.hash`)."""
     code: int
     """HTTP status."""
     message: str
@@ -251,44 +251,44 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything a decision may depend on."""
+    """The input of a decision."""
 
     resource: ResourceView
     settings: Settings
     now: datetime
-    """UTC, with a time zone. The only clock."""
+    """Current time in UTC, with a time zone."""
     new_operation_id: str
-    """A fresh random id, used if this decision starts an operation."""
+    """A new random id, used if this decision starts an operation."""
     term: int = 1
-    """This leader's: the number of the Lease's acquisition. The same for all resources."""
+    """Term of this leader: number of the Lease's acquisition. The same for all resources."""
     children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     coordinator: CoordinatorSnapshot = UNREACHABLE
     keys: KeysView | None = None
-    """None: no security, or there is no such Secret (yet)."""
-    refusals: Mapping[ChildRef, Refusal] = field(default_factory=dict)
+    """None without security, or before the Secret exists."""
+    rejections: Mapping[ChildRef, Rejection] = field(default_factory=dict)
     vetted: Mapping[ChildRef, str] = field(default_factory=dict)
-    """Hash of the manifest of each child that the API server last accepted in a dry run asked for by this process."""
+    """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
-    """Why the pods of a StatefulSet cannot be made, in the words of its last Event; by its name."""
+    """Why the pods of a StatefulSet cannot be created: the message of its last Event, by its name."""
 
     @property
     def fence(self) -> int:
-        """What this leader's signals to this resource carry: its term, and the offset of this resource alone.
+        """Fence of this leader's signals to this resource: its term plus the resource's offset.
 
-        A later leader has a higher term, and the offset never falls: it is written with the status, on the version of
-        the resource that it was read from, before a signal leaves. So leaders are ordered at each resource.
+        A later leader has a higher term, and the offset never decreases: it is written with the status, on the version
+        of the resource that was read, before a signal is sent. So the fences of leaders are ordered for each resource.
         """
         return self.term + self.fence_offset
 
     @property
     def fence_offset(self) -> int:
-        """That of the status, raised where the coordinator has seen a higher fence, by MAX_FENCE_JUMP at most."""
-        return self._stored_offset + self._jump if self.refused_fence is None else self._stored_offset
+        """The offset of the status, raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence."""
+        return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
     @property
-    def refused_fence(self) -> int | None:
-        """The fence that the coordinator reports, where it is too far above this leader's to be followed."""
+    def rejected_fence(self) -> int | None:
+        """The fence that the coordinator reports, if it is too far above this leader's to be accepted."""
         fence = self.coordinator.fence
         return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
 
@@ -309,7 +309,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Make the CURVE pairs of `NAME-keys` and create the Secret (`render.keys.keys_secret`), unless it exists."""
+    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), unless it exists."""
 
     name: str
     generation: int = 1
@@ -317,8 +317,8 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Bring `NAME-keys` to this stage of this generation from the stage before it, and let it admit this operator's
-    admin key alone. Does nothing where that is so already."""
+    """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
+    operator's admin key. Does nothing if that is already so."""
 
     name: str
     generation: int
@@ -327,18 +327,18 @@ class RotateKeys:
 
 @dataclass(frozen=True, slots=True)
 class ApplyChild:
-    """Server-side apply of a whole manifest, never forced onto an object that lacks our owner UID."""
+    """Server-side apply of a manifest, never forced on an object without our owner UID."""
 
     manifest: Manifest
     hash: str
-    """Equals the manifest's hash annotation; record it in a `Refusal` if the API server says no."""
+    """The manifest's hash annotation; recorded in a `Rejection` if the API server rejects it."""
     ref: ChildRef
 
 
 @dataclass(frozen=True, slots=True)
 class VetChild:
-    """Apply a manifest in a dry run, so that a template that the API server refuses costs no engine. The answer is the
-    next World's `vetted` or `refusals`."""
+    """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
+    answer is in the next World's `vetted` or `rejections`."""
 
     manifest: Manifest
     hash: str
@@ -356,7 +356,7 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet makes them anew."""
+    """Delete pods together, each with its UID as a precondition; their StatefulSet creates them again."""
 
     engine: str
     pods: tuple[tuple[str, str], ...]
@@ -366,33 +366,33 @@ class DeletePods:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send one control signal. The same operation id is never acted on twice by a coordinator, so resending is safe;
-    while this process has the id in flight on its link, a repeated `Signal` is a no-op."""
+    """Send one control signal. A coordinator handles an operation id once, so sending it again is safe. While the id is
+    unanswered on this process's link, a repeated `Signal` does nothing."""
 
     kind: SignalKind
     operation_id: str
     fence: int
     expected_engines: int
-    """Engines registered when this was decided; the coordinator refuses if it knows fewer."""
+    """Number of engines registered at the decision; the coordinator rejects the signal if it has fewer."""
     engine: str | None = None
-    """Name of the one engine meant (DRAIN only); None means all."""
+    """Name of the engine (DRAIN only); None means all."""
     source: str | None = None
-    """UPDATE_WEIGHTS: where engines find the weights."""
+    """UPDATE_WEIGHTS: source of the weights."""
     epoch: int | None = None
-    """UPDATE_WEIGHTS: the epoch they become, absolute."""
+    """UPDATE_WEIGHTS: epoch of the weights, absolute."""
     deadline_seconds: float | None = None
-    """How long the coordinator may take; None means its own default."""
+    """Deadline of the coordinator; None means its default."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskCanary:
-    """Send a short completion to one engine and look at its answer. Nothing depends on it being sent once; while one
-    is unanswered a repeated `AskCanary` is a no-op."""
+    """Send a canary completion to one engine and check its answer. Idempotent: while one is unanswered, a repeated
+    `AskCanary` does nothing."""
 
     engine: str
     revision: str
     model: str
-    """`--model` of the engine: what a builtin model must answer is known."""
+    """`--model` of the engine: the expected answer of a builtin model is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +411,7 @@ Action = OnChildren | Signal | AskCanary | EmitEvent
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, and why. The reason and message of the policy that decided *are* those of the status."""
+    """The actions and the status. Reason and message of the deciding policy are those of the status."""
 
     policy: str
     """Name of the first policy that applied."""
@@ -419,10 +419,9 @@ class Decision:
     """CamelCase, one of `model.conditions.Reason`."""
     message: str
     status: Manifest
-    """The whole `.status` to persist if it differs from the stored one. Never contains the present time by itself:
-    times change only together with the fact they belong to."""
+    """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
     actions: tuple[Action, ...] = ()
     attentive: bool = False
-    """The coordinator is to be asked often: it will be the first to know what is waited for."""
+    """Poll the coordinator faster: it reports the awaited change first."""
     requeue_after: float | None = None
-    """Seconds after which time alone may change the decision; None when only an event can."""
+    """Seconds after which the decision may change without an event; None if it needs an event."""

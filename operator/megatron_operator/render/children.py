@@ -1,4 +1,4 @@
-"""Every child of a resource, in the order they are applied."""
+"""The children of a resource, in the order of their application."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_operator.render.services import coordinator_service, engine_servic
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """What exists once and has no pods, so that no podTemplate can be wrong with it; all but the keys."""
+    """Return the shared children without pods, which do not depend on a podTemplate; without the keys."""
     return [
         service_account(ctx),
         config_map(ctx),
@@ -29,7 +29,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
-    """Everything a running resource has, all engines at full size; all but the keys."""
+    """Return the children of a running resource with all engines; without the keys."""
     children = [*plain_children(ctx), coordinator_deployment(ctx), server_deployment(ctx), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)

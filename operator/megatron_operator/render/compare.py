@@ -1,4 +1,4 @@
-"""What separates two renderings: for each child the first field that differs, and which engines it restarts."""
+"""Differences of two renderings: the first changed field of each child, and the engines that restart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_operator.render.model_source import model_hash, weights_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
 
 _DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
-"""Hashes over everything else: never the reason for a difference, only its consequence."""
+"""Hashes of other fields, which are never the cause of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class Change:
     field: str = ""
     """The first field that differs, as `path: old -> new`."""
     restarts: bool = False
-    """Its pods are replaced."""
+    """Whether its pods are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What applying a changed spec would do."""
+    """The effect of applying a changed spec."""
 
     changes: tuple[Change, ...]
     steps: tuple[str, ...]
-    """In order, what the operator would do to engines."""
+    """Actions of the operator, in order."""
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> str | None:
-    """The first field, depth first and in the manifest's own order, whose value differs."""
+    """Return the first field whose value differs, depth first and in the manifest's order."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in [*old, *(key for key in new if key not in old)]:
             if key in _DERIVED:
@@ -68,7 +68,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> str | None:
-    """Command lines are compared flag by flag, without the revision, which is derived."""
+    """Compare command lines flag by flag, without the revision, which is derived."""
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag != "--revision" and left.get(flag) != right.get(flag):
@@ -94,7 +94,7 @@ def _short(value: Any) -> str:
 
 
 def _by_name(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Without the records of revisions, which differ exactly when engines do."""
+    """Return manifests by kind and name, without records of revisions, which differ exactly if the engines do."""
     return {
         f"{manifest['kind']} {manifest['metadata']['name']}": manifest
         for manifest in manifests
@@ -118,7 +118,7 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
 
 
 def preview(old: RenderContext | None, new: RenderContext) -> Preview:
-    """What the operator would do on a change from `old` (None: nothing exists) to `new`, while it runs."""
+    """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs."""
     refreshed = (
         old is not None and model_hash(old) == model_hash(new) and weights_revision(old) != weights_revision(new)
     )
@@ -131,7 +131,7 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     changes = tuple(change for change in found if change is not None)
     steps = _steps(old, new, changes)
     if refreshed:
-        steps = (f"give every engine weights {weights_revision(new)} in place, under the next epoch", *steps)
+        steps = (f"load weights {weights_revision(new)} into every engine in place, with the next epoch", *steps)
     return Preview(changes, steps)
 
 
@@ -141,10 +141,10 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
         steps.append(f"{old.spec.desired_state.value} -> {new.spec.desired_state.value}, confirmed by every rank")
     restarted = {change.child.split()[-1] for change in changes if change.restarts}
     if new.coordinator_name in restarted:
-        steps.append("replace the coordinator: front ends hold requests until it is back, a matter of seconds")
+        steps.append("replace the coordinator: OpenAI servers hold requests until it is back after some seconds")
     another_model = old is not None and model_hash(old) != model_hash(new)
     if new.server_name in restarted and not another_model:
-        steps.append("replace the front ends one after another; each serves what it has begun")
+        steps.append("replace the OpenAI servers one after another; each finishes its requests")
     engines = [change for change in changes if change.child.startswith("StatefulSet ")]
     removed = [change.child.split()[-1] for change in engines if change.verb == "delete"]
     steps += [f"drain and remove {name}" for name in reversed(removed)]
@@ -154,13 +154,13 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
     else:
         limit = new.spec.rollout.max_unavailable
         steps += [
-            f"drain and replace {name}, then ask it for a canary completion (at most {limit} at a time)"
+            f"drain and replace {name}, then verify it by a canary completion (at most {limit} at a time)"
             for name in reversed(replaced)
         ]
         if replaced:
             left = max(0, new.spec.replicas - limit)
-            steps.append(f"lowest capacity on the way: {left} of {new.spec.replicas} engines")
+            steps.append(f"lowest capacity meanwhile: {left} of {new.spec.replicas} engines")
     generation = new.spec.keys.generation
     if old is not None and generation > old.spec.keys.generation:
-        steps.append(f"rotate the keys to generation {generation}; the coordinator is started anew once")
+        steps.append(f"rotate the keys to generation {generation}; the coordinator restarts once")
     return tuple(steps)

@@ -1,5 +1,5 @@
-"""ConfigMap `NAME-config-HASH`: environment that all containers share. Its name holds its content's hash, so a change
-reaches a pod only through a change of the pod's template."""
+"""ConfigMap `NAME-config-HASH`: environment variables of all containers. Its name has the hash of its content, so a
+change reaches a pod only by a change of the pod's template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_operator.render.context import Manifest, RenderContext, child, dig
 
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
-    """The variables. Caches point at the pod's writable cache volume."""
+    """Return the variables. Caches are on the pod's writable cache volume."""
     return {
         "HOME": "/tmp",
         "HF_HOME": "/cache/huggingface",

@@ -1,4 +1,4 @@
-"""What every builder is given, and the names, labels and references that children share."""
+"""The input of every builder, and the names, labels and references that children share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500
 PORT_HUB = 443
 PORTS_DNS = (53, 5353)
-"""Of cluster DNS Services, and of the DNS pods of OpenShift behind theirs."""
+"""Ports of cluster DNS Services, and of OpenShift's DNS pods."""
 
 
 class InvalidPodTemplate(ValueError):
@@ -50,7 +50,7 @@ class NotAllowed(InvalidPodTemplate):
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """One resource, as far as its children depend on it."""
+    """The part of a resource on which its children depend."""
 
     name: str
     namespace: str
@@ -58,9 +58,9 @@ class RenderContext:
     spec: MegatronInferenceSpec
     settings: Settings
     server_key: int = 1
-    """Generation of the coordinator's own key; it is read at its start, so another one starts it anew."""
+    """Generation of the coordinator's own key. The coordinator reads it at its start, so a new one restarts it."""
     known: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `once` has worked out of it."""
+    """Cache of `once`."""
 
     @property
     def coordinator_name(self) -> str:
@@ -76,7 +76,7 @@ class RenderContext:
 
     @property
     def engines_name(self) -> str:
-        """Name of what exists once for all engines."""
+        """Name of the objects that all engines share."""
         return f"{self.name}-engines"
 
     def engine_name(self, index: int) -> str:
@@ -97,7 +97,7 @@ class RenderContext:
 
 
 def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
-    """`work`, whose result for a context is kept with the context: many children are made of the same parts."""
+    """Cache the result of `work` in the context, because many children have the same parts."""
 
     @wraps(work)
     def worked_out(ctx: RenderContext) -> T:
@@ -110,12 +110,12 @@ def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
 
 
 def selector(ctx: RenderContext, component: str) -> dict[str, str]:
-    """Labels that pick the pods of one component of this resource."""
+    """Return labels that select the pods of one component of this resource."""
     return {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_COMPONENT: component}
 
 
 def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
-    """Labels of a child."""
+    """Return the labels of a child."""
     found = {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_MANAGED_BY: FIELD_MANAGER}
     if component is not None:
         found[LABEL_COMPONENT] = component
@@ -123,7 +123,7 @@ def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
 
 
 def scale_selector(ctx: RenderContext) -> str:
-    """The scale subresource's selector: one pod of each engine."""
+    """Selector of the scale subresource: one pod of each engine."""
     wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
     return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
 
@@ -131,7 +131,7 @@ def scale_selector(ctx: RenderContext) -> str:
 def child(
     ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
 ) -> Manifest:
-    """The frame of every child: identity, labels, and an owner reference that never blocks a deletion."""
+    """Return the base of a child: identity, labels, and an owner reference that never blocks a deletion."""
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -155,14 +155,14 @@ def child(
 
 
 def digest(value: Any, *, length: int = 10) -> str:
-    """A short content hash of plain data, the same in every process."""
+    """Return a short hash of plain data, the same in every process."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:length]
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """The manifest with its own hash as an annotation. The replicas of a StatefulSet are left out of the hash: they
-    follow the lifecycle, not the spec."""
+    """Return the manifest with its hash as an annotation. The hash excludes the replicas of a StatefulSet, which follow
+    the lifecycle, not the spec."""
     hashed = manifest
     if manifest["kind"] == "StatefulSet":
         hashed = {**manifest, "spec": {key: value for key, value in manifest["spec"].items() if key != "replicas"}}
@@ -172,5 +172,5 @@ def seal(manifest: Manifest) -> Manifest:
 
 
 def manifest_hash(manifest: Manifest) -> str:
-    """The hash that `seal` wrote."""
+    """Return the hash that `seal` wrote."""
     return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])

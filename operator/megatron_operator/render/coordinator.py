@@ -1,4 +1,4 @@
-"""Deployment `NAME-coordinator`: the one process that routes, journals and confirms verbs."""
+"""Deployment `NAME-coordinator`: the process that routes requests, journals them and confirms verbs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_operator.render.pod import bounded_memory, http_probe, keys_args, 
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 MEMORY_LIMIT = "4Gi"
-"""Open requests take 1 GiB at most (`journal_bytes`); as much again may wait to be sent, or be received."""
+"""Open requests use at most 1 GiB (`journal_bytes`); send and receive buffers use as much again."""
 GRACE_SECONDS = 15
-"""It exits when nothing is open, or 5 s after SIGTERM."""
+"""It exits when no request is open, or 5 s after SIGTERM."""
 
 
 def coordinator_args(ctx: RenderContext) -> list[str]:

@@ -43,11 +43,11 @@ STARTUP_PERIOD_SECONDS = 2
 _PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
 _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
-"""What fails is said in the log; of a pod's interfaces, any that leads to other pods."""
+"""NCCL logs failures, and uses any interface to other pods."""
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """The command line without its revision, which is a hash over this."""
+    """Return the command line without its revision, which is a hash over it."""
     spec, batching = ctx.spec, ctx.spec.engine.batching
     args = [
         "engine",
@@ -107,8 +107,8 @@ def _resources(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Engines on GPUs, where the user's template does not say it: on different nodes where there are such, and the pods
-    of one engine, which talk in every layer, in one zone."""
+    """Return the default affinity of engines on GPUs: engines prefer different nodes, and the pods of one engine, which
+    communicate in every layer, prefer one zone."""
     if not ctx.spec.engine.gpus_per_pod:
         return {}
     spread = {
@@ -167,7 +167,7 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
 
 
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Every two pods of an engine see that they can talk, before any of them loads."""
+    """Return the init container that verifies the connections between all pods of an engine before they load."""
     name = ctx.engine_name(index)
     return {
         "name": PREFLIGHT,
@@ -179,19 +179,19 @@ def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
 
 @once
 def revision_of(ctx: RenderContext) -> str:
-    """All engines of one spec share one revision, so it is taken from the template of the first. Weights are refreshed
-    in place: a pod made later starts with the new ones, and none is made anew for them."""
+    """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
+    place, do not change it; later pods start with the new ones."""
     return digest(_template(without_weights(ctx), 0))
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
-    """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
+    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
     template = _template(ctx, index)
     revision = revision_of(ctx)
     template["metadata"]["labels"][LABEL_REVISION] = revision
     if weights_revision(ctx):
         template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
-    # The overlay's own objects may be part of the template, so containers are copied rather than changed.
+    # The template may contain objects of the overlay, so containers are copied, not changed.
     template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}
     name = ctx.engine_name(index)
     spec = {
@@ -217,5 +217,5 @@ def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict
 
 
 def engine_revision(manifest: Manifest) -> str:
-    """The revision label of a rendered engine."""
+    """Return the revision label of a rendered engine."""
     return str(manifest["spec"]["template"]["metadata"]["labels"][LABEL_REVISION])

@@ -1,4 +1,4 @@
-"""What protects the pods: ServiceAccount without token, PodDisruptionBudget, NetworkPolicies."""
+"""Objects that protect the pods: ServiceAccount without token, PodDisruptionBudget, NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def service_account(ctx: RenderContext) -> Manifest:
 
 
 def disruption_budget(ctx: RenderContext) -> Manifest:
-    """Evictions take engines one pod at a time; one that is not ready anyway never holds up a node."""
+    """Return the budget: engines are evicted one pod at a time; pods that are not ready do not block a node drain."""
     spec = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -57,24 +57,24 @@ def _policy(
     }
     if ctx.settings.egress_policies:
         spec["policyTypes"] = ["Ingress", "Egress"]
-        if egress:  # the API server drops an empty list, and the operator would write it again at each start
+        if egress:  # the API server drops an empty list, so the operator would write it again at each start
             spec["egress"] = egress
     return seal(child(ctx, "NetworkPolicy", name, api_version="networking.k8s.io/v1", component=component, spec=spec))
 
 
 def dns_egress() -> dict[str, Any]:
-    """To any address: DNS servers are pods, host processes or virtual addresses of the node."""
+    """Allow DNS to any address: DNS servers are pods, host processes or virtual addresses of the node."""
     return {"ports": [{"protocol": protocol, "port": port} for port in PORTS_DNS for protocol in ("UDP", "TCP")]}
 
 
 def hub_egress() -> dict[str, Any]:
-    """To any address: a hub answers with addresses of content delivery networks."""
+    """Allow the hub's port on any address, because a hub redirects to content delivery networks."""
     return {"ports": _tcp(PORT_HUB)}
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Which peers may connect to a component, and what it may connect to. Probes and metrics are open. The coordinator
-    opens no connections. Engines and servers resolve names, and download from a hub where the model comes from one."""
+    """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. The
+    coordinator opens no connections. Engines and servers resolve names, and download if the model is on a hub."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -82,7 +82,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
         {"from": [operator], "ports": _tcp(PORT_ADMIN)},
         {"ports": _tcp(PORT_HEALTH)},
     ]
-    # Ranks of an engine open ports of their own choice to each other.
+    # Ranks of an engine connect to each other on arbitrary ports.
     engine = [{"from": [_pods(ctx, ENGINE)]}, {"ports": _tcp(PORT_HEALTH)}]
     server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
     source = [dns_egress(), *([hub_egress()] if ctx.spec.model.source.hugging_face is not None else [])]

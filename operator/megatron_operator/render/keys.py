@@ -1,8 +1,8 @@
 """Secret `NAME-keys`: the CURVE pairs of one resource, of two generations while they are rotated. Pure.
 
-A file holds one key a line. A port admits every key of its `.pub` file; a process uses the first line of its own
-`.key`, and tries the lines of `server.pub` in turn. So a rotation is three rewritings of the Secret, each of which
-every process can live with whenever it comes to see it (`model.states.KeyStage` says what is waited for between them):
+A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
+`.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
+compatible with processes that still have the previous one (see `model.states.KeyStage`):
 
     stage        engine.key, client.key   their .pub   server.key   server.pub
     Settled      A                        A            A            A
@@ -24,7 +24,7 @@ from megatron_operator.render.context import Manifest, RenderContext, child
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
 PEERS = ("engine", "client")
 ADMIN_SECRET = "megatron-operator-admin"
-"""In the operator's own namespace: its admin pair."""
+"""Secret of the admin pair, in the operator's namespace."""
 ANNOTATION_GENERATION = f"{GROUP}/keys-generation"
 ANNOTATION_STAGE = f"{GROUP}/keys-stage"
 ANNOTATION_SINCE = f"{GROUP}/keys-since"
@@ -36,17 +36,17 @@ AFTER: dict[KeyStage, KeyStage] = {
     KeyStage.SWITCHING: KeyStage.RESTARTING,
     KeyStage.RESTARTING: KeyStage.SETTLED,
 }
-"""The one stage that may follow each."""
+"""The stage after each."""
 
 Files = Mapping[str, str]
-"""Z85 text by entry name, one key a line."""
+"""Z85 text by entry name, one key per line."""
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """A fresh Secret.
+    """Return a new Secret.
 
     Raises:
-        ValueError: when an entry is missing or unknown.
+        ValueError: an entry is missing or unknown.
     """
     if set(data) != set(KEY_NAMES):
         wrong = sorted(set(data) ^ set(KEY_NAMES))
@@ -59,7 +59,7 @@ def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: 
 
 
 def encode(data: Files) -> dict[str, str]:
-    """As a Secret holds it."""
+    """Return the base64 data of a Secret."""
     return {name: base64.b64encode(data[name].encode()).decode() for name in KEY_NAMES}
 
 
@@ -74,7 +74,7 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """The files of `stage`, from those of the stage before it.
+    """Return the files of `stage`, from those of the previous stage.
 
     Args:
         fresh: the pairs of the new generation, used by ADMITTING only.

@@ -1,4 +1,4 @@
-"""A podTemplate laid over a rendered pod, the way `kubectl patch --type strategic` would."""
+"""Merges a podTemplate into a rendered pod, as `kubectl patch --type strategic` does."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MERGE_KEYS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
 }
-"""Lists of objects that merge by a key. Every other list is replaced whole."""
+"""Lists of objects that merge by a key. All other lists are replaced."""
 
 
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
-    """Lay `overlay` over the pod template `base`: objects merge, keyed lists merge by key, null removes a field,
-    everything else replaces.
+    """Merge `overlay` into the pod template `base`: objects merge, keyed lists merge by key, null removes a field, all
+    other values replace.
 
     Args:
         field: path of the overlay in the resource, for messages.
 
     Raises:
-        InvalidPodTemplate: where the two have different shapes or an entry of a keyed list lacks its key.
+        InvalidPodTemplate: the two have different types, or an entry of a keyed list lacks its key.
     """
     if overlay is None:
         return base

@@ -1,4 +1,4 @@
-"""Where the weights come from: the `--model` argument, volumes and environment of engines and servers."""
+"""Source of the weights: the `--model` argument, volumes and environment of engines and servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _filled(ctx: RenderContext, path: str) -> str:
 
 
 def model_argument(ctx: RenderContext) -> str:
-    """`builtin:NAME`, `hf:ORG/NAME[@REVISION]`, or a path in the pod."""
+    """Return `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, or a path in the pod."""
     source = ctx.spec.model.source
     if source.builtin is not None:
         return f"builtin:{source.builtin}"
@@ -51,19 +51,19 @@ def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
 
 @once
 def without_weights(ctx: RenderContext) -> RenderContext:
-    """The context as it is for every revision of the weights: those are refreshed in place."""
+    """Return the context without the revision of the weights, which are updated in place."""
     return replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """The revision of the weights that `model_argument` names; empty when it names none."""
+    """Return the revision of the weights of `model_argument`; empty without one."""
     return ctx.spec.weights.revision if ctx.spec.weights else ""
 
 
 @once
 def model_hash(ctx: RenderContext) -> str:
-    """Changes exactly when tokens of the old model may not be continued by the new one. Other weights of one model
-    may: their epoch tells which tokens are whose."""
+    """Return the hash of the model. It changes exactly if the new model must not continue tokens of the old one. Other
+    weights of one model may continue them: epochs label the tokens."""
     model = ctx.spec.model
     return digest(
         [model_argument(without_weights(ctx)), model_volumes(ctx), model.format, model.dtype, model.max_sequence_length]

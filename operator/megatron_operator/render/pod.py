@@ -1,4 +1,4 @@
-"""What the pods of all components have in common: the restricted profile, writable places, keys, probes."""
+"""Common parts of all pods: the restricted profile, writable volumes, keys, probes."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def pod_template(
     mounts: tuple[dict[str, Any], ...] = (),
     init_containers: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
-    """The pod template of a component with the resource's podTemplate merged over it.
+    """Return the pod template of a component, with the resource's podTemplate merged into it.
 
     Args:
-        container: name, args, env, ports, probes and resources of the one container.
-        init_containers: the same of what runs before it.
+        container: name, args, env, ports, probes and resources of the container.
+        init_containers: the same of the init containers.
         grace_seconds: time from SIGTERM to SIGKILL.
-        keys: entries of the keys Secret that this component may see.
+        keys: entries of the keys Secret for this component.
         overlay: the component's `podTemplate`.
 
     Raises:
-        InvalidPodTemplate: where the podTemplate has another shape than a pod template.
-        NotAllowed: where the operator's pod policy does not allow it.
+        InvalidPodTemplate: the podTemplate is not a valid pod template.
+        NotAllowed: the operator's pod policy does not allow it.
     """
     settings = ctx.settings
     identity = {**selector(ctx, component), **(extra_labels or {})}
@@ -94,7 +94,7 @@ def pod_template(
     merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
     check(ctx, component, overlay, containers=names)
-    # Selectors match these: an overlay may add labels but not take a pod away from its owner.
+    # Selectors match these labels: an overlay may add labels but not remove a pod from its owner.
     metadata = merged.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **identity}
     return merged
@@ -107,7 +107,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
 
 
 def _bytes(quantity: object) -> float:
-    """Bytes of a Kubernetes quantity in its usual notation; infinity for any other."""
+    """Return the bytes of a Kubernetes quantity; infinity for an unknown notation."""
     found = _QUANTITY.fullmatch(str(quantity))
     return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
 
@@ -115,9 +115,9 @@ def _bytes(quantity: object) -> float:
 def bounded_memory(
     overlay: dict[str, Any] | None, container: str, *, cpu: str, request: str, limit: str
 ) -> dict[str, Any]:
-    """The resources of a container whose memory has a limit, so that it never takes that of others on its node.
+    """Return the resources of a container with a memory limit, which protects other pods on its node.
 
-    A podTemplate that gives a memory limit, or a request above `limit`, replaces `limit`.
+    A memory limit of the podTemplate, or a request above `limit`, replaces `limit`.
     """
     requests = {"cpu": cpu, "memory": request}
     spec = (overlay or {}).get("spec")
@@ -143,7 +143,7 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
 
 
 def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:
-    """Prefer different nodes for replicas of one component."""
+    """Return an affinity that prefers different nodes for replicas of one component."""
     match = {key: value for key, value in selector(ctx, component).items()}
     assert set(match) == {LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT}
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": match}}

@@ -1,7 +1,7 @@
-"""What a podTemplate may contain: an allow list, as a table from the path of a field to its rule. Pure.
+"""Allow list of podTemplates, as tables from the path of a field to its rule. Pure.
 
-A field that the tables do not name is rejected, whatever its value. A rule looks at one value and yields what is wrong
-with it. A field of a further class is allowed by one value of the operator's chart (`model.pod_policy.Switch`).
+A field that is not in the tables is rejected, whatever its value. A rule checks one value and yields its errors. One
+value of the operator's chart allows a further class of fields (`model.pod_policy.Switch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 """Field names; an entry of a list is `[]`."""
 
 SHORTEST = 60
-"""Characters of a rejected value that a message repeats."""
+"""Limit of characters of a rejected value in a message."""
 CODE_VARIABLES = (
     *("LD_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "PATH", "HOME", "ENV", "BASH_ENV", "PYTHON*", "VIRTUAL_ENV"),
     *("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_INJECTION*", "NVIDIA_*", "TRITON_*", "NUMBA_*", "TORCHINDUCTOR_*"),
@@ -31,9 +31,9 @@ CODE_VARIABLES = (
     *("OPENSSL_*", "OMP_TOOL*", "OMPI_*", "PMIX_*", "SSLKEYLOGFILE", "HF_HOME", "HF_TOKEN_PATH", "HF_HUB_CACHE"),
     *("HUGGINGFACE_HUB_CACHE",),
 )
-"""Variables that make a process load code, find programs, or read and write files elsewhere."""
+"""Variables that make a process load code, or read or write files in other places."""
 TOKEN_VARIABLES = ("HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables that decide to which server the token of the Hugging Face hub is sent."""
+"""Variables that determine to which server the Hugging Face token is sent."""
 INJECTING_DOMAINS = (
     *("kubernetes.io", "k8s.io", "openshift.io", "inference.megatron.dev", "cncf.io", "multus-cni.io", "ovn.org"),
     *("projectcalico.org", "cilium.io", "nri.io", "istio.io", "linkerd.io", "hashicorp.com", "kuma.io", "dapr.io"),
@@ -48,7 +48,7 @@ HARMLESS_DOMAINS = (
     *("app.kubernetes.io", "cluster-autoscaler.kubernetes.io", "kubectl.kubernetes.io", "scheduling.k8s.io"),
 )
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
-"""Where volumes may be mounted in rendered containers: no image holds programs or settings there."""
+"""Mount paths of volumes in rendered containers, where images have no programs or settings."""
 WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim"), "shm": ("emptyDir",)}
 """Rendered volumes that a podTemplate may change, and to which types."""
 FIXED_VOLUMES = ("keys", "model", "api-keys", "tls")
@@ -63,7 +63,7 @@ class Violation:
     path: str
     value: Any
     allowed: str
-    """What is allowed in its place, as a clause."""
+    """What is allowed instead, as a clause."""
     switch: Switch | None = None
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One podTemplate and all that its rules depend on."""
+    """One podTemplate and the input of its rules."""
 
     policy: PodPolicy
     runtime_image: str
@@ -100,14 +100,14 @@ Rule = Callable[[Any, str, Request], Iterator[Violation]]
 def check(
     ctx: RenderContext, component: str, overlay: dict[str, Any] | None, *, containers: Mapping[str, Collection[str]]
 ) -> None:
-    """Reject a component's podTemplate, and the engines' image, where the policy does not allow it.
+    """Reject a component's podTemplate, and the engines' image, if the policy does not allow it.
 
     Args:
-        overlay: the podTemplate, already known to have the shape that merging asks for.
+        overlay: the podTemplate, which has been merged without an error.
         containers: names of the rendered containers, by `containers` and `initContainers`.
 
     Raises:
-        NotAllowed: naming the first field, its value, what is allowed and the remedy.
+        NotAllowed: with the first field, its value, what is allowed and the remedy.
     """
     if ctx.settings.pod_policy is not None:
         found = list(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
@@ -124,7 +124,7 @@ def violations(
     policy: PodPolicy,
     containers: Mapping[str, Collection[str]],
 ) -> Iterator[Violation]:
-    """Every field that is not allowed, in the order of the podTemplate."""
+    """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
     if component == ENGINE and ctx.spec.engine.image is not None:
         yield from _image(ctx.spec.engine.image, "spec.engine.image", request)
@@ -156,7 +156,7 @@ def _request(
 
 
 def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -> Iterator[Violation]:
-    """Look at `value`, found at `fields` of `table`, and at everything below it."""
+    """Check `value` at path `fields` of `table`, and everything below it."""
     if fields in table.rules:
         yield from table.rules[fields](value, path, request)
     elif fields not in table.inner:
@@ -173,14 +173,14 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """Rules by path, and the paths that lead to them."""
+    """Rules by path, and the prefixes of these paths."""
 
     what: str
     rules: Mapping[Path, Rule]
     inner: frozenset[Path]
 
     def names(self, fields: Path) -> str:
-        """The fields that are allowed at a path."""
+        """Return the fields that are allowed at a path."""
         depth = len(fields)
         known = {rule[depth] for rule in self.rules if len(rule) > depth and rule[:depth] == fields}
         return ", ".join(sorted(known)) or "nothing"
@@ -200,7 +200,7 @@ def _any(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _key(key: str, request: Request) -> bool:
-    """Whether a label or annotation has a key that changes nothing but the object it is on."""
+    """Return whether no webhook, runtime or network plugin acts on the key of a label or annotation."""
     if any(key == entry or (entry.endswith("/") and key.startswith(entry)) for entry in request.policy.metadata):
         return True
     domain, slash, _ = key.rpartition("/")
@@ -311,7 +311,7 @@ def _priority_class(value: Any, path: str, request: Request) -> Iterator[Violati
 
 
 def _below(path: object, roots: Collection[str]) -> bool:
-    """Whether a path is one of `roots` or below one, written without detours."""
+    """Return whether a path is one of `roots` or below one, without `.` and `..` parts."""
     if not isinstance(path, str) or posixpath.normpath(path) != (path.rstrip("/") or "/") or path.startswith("//"):
         return False
     clean = path.rstrip("/")
@@ -345,7 +345,7 @@ def _host_path(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """In a container that the operator renders."""
+    """Check a volume mount of a rendered container."""
     yield from _shared_mount(value, path, request)
     where = value.get("mountPath") if isinstance(value, dict) else None
     roots = (*MOUNT_ROOTS, *request.policy.host_paths)
@@ -355,7 +355,7 @@ def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """In a sidecar."""
+    """Check a volume mount of a sidecar."""
     yield from _shared_mount(value, path, request)
     if isinstance(value, dict) and value.get("name") in FIXED_VOLUMES:
         yield Violation(
@@ -374,12 +374,12 @@ def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation
         if key not in _MOUNT_FIELDS:
             yield Violation(f"{path}.{key}", each, f"a mount may set {', '.join(_MOUNT_FIELDS)}")
     if value["name"] in request.host_volumes and value.get("readOnly") is not True:
-        # A container that writes there could leave a symbolic link that leads another mount out of the prefix.
+        # A writable mount could hold a symbolic link that leads another mount out of the prefix.
         yield Violation(f"{path}.readOnly", value.get("readOnly"), "volumes of type hostPath are mounted read-only")
 
 
 def _handler(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """A probe or lifecycle hook of a sidecar: it connects to its own pod only."""
+    """Check a probe or lifecycle hook of a sidecar: it may only connect to its own pod."""
     if isinstance(value, dict):
         for key, each in value.items():
             if key == "host":
@@ -436,7 +436,7 @@ CONTAINER = _table(
         **_SECURITY,
     },
 )
-"""Of a container that the operator renders."""
+"""Rules of a rendered container."""
 SIDECAR = _table(
     "a sidecar",
     {
@@ -467,7 +467,7 @@ SIDECAR = _table(
         "securityContext.runAsGroup": _any,
     },
 )
-"""Of a container that a podTemplate adds."""
+"""Rules of a container that a podTemplate adds."""
 POD = _table(
     "a podTemplate",
     {
@@ -494,4 +494,4 @@ POD = _table(
         "spec.automountServiceAccountToken": _token,
     },
 )
-"""Of a pod."""
+"""Rules of a pod."""

@@ -1,7 +1,7 @@
-"""A Job that fetches the repository of a resource into a claim, before any engine needs it.
+"""A Job that downloads the repository of a resource to a claim before engines need it.
 
-Applied by the user, who then names the claim as the resource's source: engines start without a download, several share
-one copy, and a new revision can be fetched beside the one in use.
+The user applies it and then sets the claim as the resource's source. Engines start without a download, share one copy,
+and a new revision can be downloaded while another one is in use.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ FETCH = "prefetch"
 _TRIES = 10
 _KEPT_SECONDS = 24 * 3600
 _FINAL_EXIT_CODES = [1, 2]
-"""Of `megatron fetch`: asking again does not help. With any other the next pod goes on where this one was."""
+"""Exit code of `megatron fetch` after a permanent error. After any other one the next pod continues the download."""
 
 
 class NothingToPrefetch(ValueError):
-    """The resource names no pinned repository. The message names the field and the remedy."""
+    """The resource has no pinned repository. The message names the field and the remedy."""
 
 
 def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
-    """What the resource says once the claim has the files: `spec.model.source` and `spec.weights`."""
+    """Return `spec.model.source` and `spec.weights` of a resource that uses the claim."""
     repository, revision = _pinned(ctx)
     return {
         "model": {
@@ -36,7 +36,7 @@ def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
 
 
 def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
-    """The Job. Each revision has a directory of its own in the claim. Raises NothingToPrefetch."""
+    """Return the Job. Each revision has its own directory in the claim. Raises NothingToPrefetch."""
     repository, revision = _pinned(ctx)
     target = f"{MODEL_DIR}/{_folder(repository)}/{revision}"
     container = {
@@ -98,7 +98,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
 
 
 def prefetch_policy(ctx: RenderContext) -> Manifest:
-    """A NetworkPolicy for the Job's pods: no connections to them; from them to DNS and to the hub."""
+    """Return a NetworkPolicy for the Job's pods: no ingress; egress to DNS and the hub."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -112,7 +112,7 @@ def prefetch_policy(ctx: RenderContext) -> Manifest:
 
 
 def _labels(ctx: RenderContext) -> dict[str, str]:
-    """Not the labels of engines or servers: nothing that selects those may find these pods."""
+    """Return labels that the selectors of engines and servers do not match."""
     return {LABEL_NAME: f"{APP_NAME}-{FETCH}", LABEL_INSTANCE: ctx.name}
 
 

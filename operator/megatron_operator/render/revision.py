@@ -1,7 +1,7 @@
-"""ControllerRevision `NAME-rev-HASH`: the inputs from which the engines of one revision are rendered whole.
+"""ControllerRevision `NAME-rev-HASH`: the inputs from which the engines of one revision are rendered.
 
-HASH is the revision: a digest of the rendered pod template, resolved image included. While an engine waits for its
-turn in a rollout, whatever of it must be made again is rendered from here, never from the present spec.
+HASH is the revision: a digest of the rendered pod template with the resolved image. Until a rollout replaces an engine,
+its missing objects are rendered from this record, never from the current spec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPEC_FIELDS: dict[str, Any] = {
     "engine": True,
     "lifecycle": {"drain_seconds"},
 }
-"""What an engine's template depends on."""
+"""Inputs of an engine's template."""
 _SETTINGS = ("runtime_image", "image_pull_policy", "security")
 
 
@@ -34,25 +34,25 @@ def revision_name(ctx: RenderContext, revision: str) -> str:
 
 
 def revision_child(ctx: RenderContext) -> Manifest:
-    """The record of the revision that the spec renders to.
+    """Return the record of the spec's revision.
 
     Raises:
-        InvalidPodTemplate: when the spec renders to none.
+        InvalidPodTemplate: the spec cannot be rendered.
     """
     data = {
         "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS),
         "settings": {name: getattr(ctx.settings, name) for name in _SETTINGS},
     }
-    # Revisions are told apart by content, not by order, so the mandatory number says nothing.
+    # Revisions are identified by content, not by order, so the mandatory number has no meaning.
     return seal(child(ctx, KIND, revision_name(ctx, revision_of(ctx)), api_version=API_VERSION, data=data, revision=1))
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
-    """The context that a stored revision was rendered in; None when this operator renders its inputs otherwise, as
-    after an upgrade that changed the template. An engine of such a revision is left as it is until its turn."""
+    """Return the context of a stored revision; None if this operator renders its inputs differently, as after an
+    upgrade that changed the template. Engines of such a revision are left unchanged until a rollout replaces them."""
     try:
         stored = parse_spec(data["spec"])
-        # The policy accepted the inputs when they were recorded; a stricter one does not stop what runs since then.
+        # The policy accepted the inputs when they were recorded; a stricter policy does not affect running engines.
         settings = replace(ctx.settings, **{name: data["settings"][name] for name in _SETTINGS}, pod_policy=None)
         found = replace(ctx, spec=stored, settings=settings)
         return found if revision_of(found) == revision else None

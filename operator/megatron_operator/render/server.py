@@ -1,4 +1,4 @@
-"""Deployment `NAME-server`: the OpenAI front end."""
+"""Deployment `NAME-server`: the OpenAI servers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
 MEMORY_LIMIT = "4Gi"
-"""A tokenizer takes up to some hundred MB; the rest is for requests that are held and streams that are read slowly."""
+"""A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
 HELD_SECONDS = 30
-"""A front end holds requests for so long while no coordinator answers."""
+"""Time for which a server holds requests while no coordinator answers."""
 
 
 def server_args(ctx: RenderContext) -> list[str]:
@@ -83,9 +83,9 @@ def server_deployment(ctx: RenderContext) -> Manifest:
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
         "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request="256Mi", limit=MEMORY_LIMIT),
-        # On a port of their own: clients that take all connections of the other one do not restart the pod.
+        # On a separate port, so that clients which exhaust the connections of the other one do not restart the pod.
         "startupProbe": http_probe("/livez", periodSeconds=1, failureThreshold=300),
-        # Not ready while no coordinator answers; but for so long requests are held, and new ones have to get in.
+        # Ready for a while without a coordinator, because requests are held and new ones must be accepted.
         "readinessProbe": http_probe("/readyz", periodSeconds=2, failureThreshold=HELD_SECONDS // 2),
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }

@@ -1,4 +1,4 @@
-"""Services: the front door `NAME`, `NAME-coordinator`, and a headless one for the ranks of each engine."""
+"""Services: `NAME` for the OpenAI servers, `NAME-coordinator`, and a headless one for the ranks of each engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def coordinator_service(ctx: RenderContext) -> Manifest:
 
 
 def engine_service(ctx: RenderContext, index: int) -> Manifest:
-    """Names for the ranks of an engine, which must find each other before any of them is ready."""
+    """Return the headless Service of an engine's ranks, which must resolve each other before any of them is ready."""
     name = ctx.engine_name(index)
     spec = {
         "clusterIP": "None",

@@ -1,4 +1,4 @@
-"""Megatron from Python: `MegatronLLM` for calls that block, `MegatronAsyncLLM` for coroutines."""
+"""The Python interface: `MegatronLLM` has blocking calls, `MegatronAsyncLLM` has coroutines."""
 
 from megatron_runtime.apis._llm_base import GenerationChunk
 from megatron_runtime.apis.async_llm import MegatronAsyncLLM

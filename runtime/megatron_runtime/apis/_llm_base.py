@@ -1,6 +1,6 @@
-"""What MegatronLLM and MegatronAsyncLLM share: the engine, its background runtime, and what every call does.
+"""Shared code of MegatronLLM and MegatronAsyncLLM: the engine, its background runtime, and every call as a coroutine.
 
-The two classes differ only in how a caller waits. Public from here is `GenerationChunk` alone.
+The two classes differ only in how a caller waits. Only `GenerationChunk` is public.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, engine_of_model, engine_of_reference
+from megatron_runtime.apis._pipeline import default_config, make_engine
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
@@ -39,18 +39,18 @@ Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 logger = logging.getLogger(__name__)
 
-FAREWELL_SECONDS = 30.0
-"""For each verb of a shutdown; after it, the shutdown goes on without the engines that have not answered."""
+SHUTDOWN_SECONDS = 30.0
+"""Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
-WAITED_FOR = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
+WAITABLE_STATES = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A piece of an answer. The texts of all pieces together are the answer's text, their tokens its tokens.
+    """A part of an answer. The concatenated texts and tokens of all chunks are those of the answer.
 
-    log_probs: of the tokens, if they were asked for.
-    request:   in the last piece, the whole request; a failed one has status FAILED.
+    log_probs: of the tokens, if they were requested.
+    request:   in the last chunk, the whole request; a failed one has status FAILED.
     """
 
     text: str
@@ -60,7 +60,7 @@ class GenerationChunk:
 
 
 class _ChunkReader:
-    """Makes the pieces of one answer from the items of its stream. A piece that was given out stays as it was."""
+    """Converts the items of one request's stream to chunks. A chunk that was returned does not change."""
 
     def __init__(self, prompt: Prompt, prompt_tokens: list[int], params: SamplingParams, controller: ModelText) -> None:
         self._prompt = prompt
@@ -76,10 +76,10 @@ class _ChunkReader:
         if "partial" in item:
             frame = item["partial"]
             tokens: list[int] = frame["new_tokens"]
-            piece = self._detokenizer.feed(tokens)
-            self._characters += len(piece)
+            text = self._detokenizer.feed(tokens)
+            self._characters += len(text)
             self._tokens += len(tokens)
-            return GenerationChunk(piece, tokens, frame.get("new_log_probs"))
+            return GenerationChunk(text, tokens, frame.get("new_log_probs"))
         request = answered_request(
             item["final"],
             prompt=self._prompt,
@@ -99,16 +99,16 @@ class _ChunkReader:
 class _MegatronLLMBase:
     """One engine of this process, used directly or through a coordinator.
 
-    Direct mode: every rank is primary, and generate() runs the engine in the calling thread. Lifecycle verbs need
-    coordinator mode: there a background event loop has the engine's connection and, on global rank 0, the client.
+    In direct mode every rank is primary, and generate() runs the engine in the calling thread. Lifecycle methods need
+    coordinator mode, where a background event loop runs the engine's connection and, on global rank 0, the client.
 
     model:     a causal language model of transformers in eval mode, or a DecoderModel. Its weights are copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
-    inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this machine.
-    coordinator_host, coordinator_port: where the coordinator listens; by default a free port on the loopback interface.
+    inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
+    coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
     dtype:     "auto", "float32" or "bfloat16".
-    threads:   torch threads; None leaves the choice.
+    threads:   torch threads; None: torch's default.
     """
 
     def __init__(
@@ -129,17 +129,16 @@ class _MegatronLLMBase:
         expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
         if not use_coordinator and expert_ranks > 1:
             raise ValueError(
-                f"expert_model_parallel_size > 1 (it is {expert_ranks}) needs use_coordinator=True: expert ranks have "
-                "to run in step"
+                f"expert_model_parallel_size > 1 (it is {expert_ranks}) needs use_coordinator=True, which synchronises "
+                "the steps of expert ranks"
             )
-        config = inference_config or default_config()
-        executor = ExecutorOptions(dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls)
         if isinstance(model, DynamicInferenceEngine):
             self._engine = model
-        elif isinstance(model, str):
-            self._engine = engine_of_reference(model, config, executor)
         else:
-            self._engine = engine_of_model(model, tokenizer, config, executor)
+            config = inference_config or default_config()
+            self._engine = make_engine(
+                model, tokenizer, config, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
+            )
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
@@ -147,7 +146,7 @@ class _MegatronLLMBase:
         self._loop_manager: _EventLoopManager | None = None
         self._coord_runtime: _CoordinatorRuntime | None = None
         self._reached: dict[EngineState, int] = {}
-        """On a worker rank: how often its own verbs have led to each state."""
+        """On a worker rank: how often its own calls have waited for each state."""
         if use_coordinator:
             self._start_runtime(coordinator_host, coordinator_port)
         else:
@@ -155,7 +154,7 @@ class _MegatronLLMBase:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """The model of a reference, "builtin:NAME", a GGUF file or a directory of transformers, with its tokenizer."""
+        """Load a model and its tokenizer by reference: "builtin:NAME", a GGUF file or a directory of transformers."""
         return cls(model=str(model), tokenizer=None, **options)
 
     def _start_runtime(self, host: str | None, port: int | None) -> None:
@@ -170,10 +169,10 @@ class _MegatronLLMBase:
             manager.stop()
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
-        # An engine that joins may pass through states that no call of this program asked for.
-        self._reached = {state: self._engine.state_events.times(state) for state in WAITED_FOR}
+        # A joining engine may pass through states without a call of this program.
+        self._reached = {state: self._engine.state_events.times(state) for state in WAITABLE_STATES}
 
-    # --- parts ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_global_primary() -> bool:
@@ -181,7 +180,7 @@ class _MegatronLLMBase:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether generate() may be called here: on every rank in direct mode, else on global rank 0."""
+        """Whether generate() may be called on this rank: any rank in direct mode, else global rank 0."""
         return not self._use_coordinator or self._is_global_primary()
 
     @property
@@ -194,7 +193,7 @@ class _MegatronLLMBase:
 
     @property
     def controller(self) -> TextGenerationController:
-        """The model and its text. Its `inference_wrapped_model` is None while the weights are released."""
+        """The model and its tokenizer. `inference_wrapped_model` is None while the weights are released."""
         executor = self._engine.executor
         model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
         wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
@@ -202,9 +201,7 @@ class _MegatronLLMBase:
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:
-            raise RuntimeError(
-                f"this is rank {global_rank()}: only the primary rank, 0, takes prompts and gives answers"
-            )
+            raise RuntimeError(f"this is rank {global_rank()}: only the primary rank, 0, accepts prompts")
 
     def _assert_coordinator(self) -> None:
         if not self._use_coordinator:
@@ -212,8 +209,7 @@ class _MegatronLLMBase:
 
     @staticmethod
     def _normalize_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-        """Return (prompts as a list, whether a batch was given). Only the first element is looked at; the engine checks
-        the rest.
+        """Return (prompts as a list, whether it is a batch). Only the first element is checked here.
 
         Raises TypeError for anything but str, list[int], list[str], list[list[int]].
         """
@@ -233,13 +229,13 @@ class _MegatronLLMBase:
     def _manager(self) -> _EventLoopManager:
         self._assert_coordinator()
         if self._loop_manager is None:
-            raise RuntimeError("this MegatronLLM has been shut down: make a new one")
+            raise RuntimeError("this MegatronLLM has been shut down: create a new one")
         return self._loop_manager
 
     def _client(self) -> InferenceClient:
         client = self._coord_runtime.client if self._coord_runtime is not None else None
         if client is None:
-            raise RuntimeError("this MegatronLLM has been shut down: make a new one")
+            raise RuntimeError("this MegatronLLM has been shut down: create a new one")
         return client
 
     # --- generate -----------------------------------------------------------------------------------------------
@@ -247,17 +243,17 @@ class _MegatronLLMBase:
     def _prepare(
         self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any = None
     ) -> tuple[list[Prompt], bool, SamplingParams]:
-        """Return (prompts as a list, whether a batch was given, sampling parameters)."""
+        """Return (prompts as a list, whether it is a batch, sampling parameters)."""
         self._assert_primary()
         if multi_modal_data is not None:
-            raise ValueError("multi_modal_data: this model takes text alone: leave it out")
+            raise ValueError("multi_modal_data: this model accepts text only: leave it out")
         listed, is_batch = self._normalize_prompts(prompts)
         return listed, is_batch, sampling_params or SamplingParams()
 
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
         """Return the answers in the order of `prompts`.
 
-        In coordinator mode it must run on the background loop. In direct mode the engine runs in a thread.
+        Runs on the background loop in coordinator mode. In direct mode the engine runs in a thread.
         """
         if not self._use_coordinator:
             return await asyncio.to_thread(self._engine.generate, prompts, sp)
@@ -275,7 +271,7 @@ class _MegatronLLMBase:
         ]
 
     async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
-        """Yield the pieces of one answer, in coordinator mode and on the background loop. Closed early, it aborts."""
+        """Yield the chunks of one answer in coordinator mode, on the background loop. Closing it aborts the request."""
         [tokens] = await asyncio.to_thread(self._tokenize, [prompt], sp)
         reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
         stream = self._client().add_request_streaming(tokens, sp)
@@ -292,7 +288,7 @@ class _MegatronLLMBase:
         return listed[0], params
 
     def _stream_directly(self, prompt: Prompt, sp: SamplingParams) -> Generator[GenerationChunk]:
-        """The pieces of one answer, in direct mode: the engine runs in the thread that asks for the next one."""
+        """Yield the chunks of one answer in direct mode. The engine runs in the thread of the caller."""
         [tokens] = self._tokenize([prompt], sp)
         reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
         for item in self._engine.generate_stream(tokens, sp):
@@ -303,11 +299,7 @@ class _MegatronLLMBase:
         return await anext(chunks, None)
 
     def _tokenize(self, prompts: list[Prompt], sp: SamplingParams) -> list[list[int]]:
-        controller = self._engine.controller
-        return [
-            controller.tokenize_prompt(prompt, sp.add_BOS) if isinstance(prompt, str) else list(prompt)
-            for prompt in prompts
-        ]
+        return [self._engine.tokenize(prompt, sp) for prompt in prompts]
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
@@ -332,19 +324,20 @@ class _MegatronLLMBase:
             await self._client().set_generation_epoch(epoch)
 
     async def _verb(self, name: str, reached: EngineState) -> None:
-        """Every rank calls it: the primary has it confirmed by all engines, a worker waits for its own."""
+        """Send a control signal from the primary rank. A worker rank waits until its engine has reached the state."""
         if self.is_primary_rank:
             await getattr(self._client(), name)()
         else:
-            # Counted, because the engines may be in a later state before this rank asks.
+            # Counted, because the engine may have left the state again before this rank waits for it.
             events = self._engine.state_events
             wanted = self._reached.get(reached, 0) + 1
             await self._engine.wait_until(reached, times=wanted)
             self._reached[reached] = min(wanted, events.times(reached))
 
     async def _shutdown_impl(self) -> None:
-        """Stop every engine, then the coordinator; a worker rank waits until its engine is stopped. Engines that do not
-        answer in time are left running.
+        """Stop every engine, then the coordinator. A worker rank waits until its engine has stopped.
+
+        Engines that do not answer in time are left running.
         """
         assert self._coord_runtime is not None
         if self._front_end is not None:
@@ -352,17 +345,17 @@ class _MegatronLLMBase:
         if self.is_primary_rank:
             client = self._client()
             try:
-                await client.pause_engines(timeout_seconds=FAREWELL_SECONDS)
-                await client.stop_engines(timeout_seconds=FAREWELL_SECONDS)
+                await client.pause_engines(timeout_seconds=SHUTDOWN_SECONDS)
+                await client.stop_engines(timeout_seconds=SHUTDOWN_SECONDS)
             except (ControlRefusedError, CoordinatorUnreachableError) as error:
-                logger.warning("shutting down although the engines did not stop in order: %s", error)
+                logger.warning("shutting down without a clean stop of the engines: %s", error)
         else:
-            # The primary rank stops this engine, unless it is gone.
-            await asyncio.wait({self._engine.engine_loop_task}, timeout=2 * FAREWELL_SECONDS)
+            # The primary rank stops this engine, unless the primary has ended.
+            await asyncio.wait({self._engine.engine_loop_task}, timeout=2 * SHUTDOWN_SECONDS)
         await self._coord_runtime.teardown()
 
     def _shut_down(self) -> None:
-        """Once; a second caller waits for the first. Not on the background loop, which it ends."""
+        """Shut down once; a second caller waits for the first. Not on the background loop, which it stops."""
         with self._lock:
             manager = self._loop_manager
             if manager is None:
@@ -374,19 +367,19 @@ class _MegatronLLMBase:
                 manager.stop()
 
     async def _wait_for_shutdown_impl(self) -> None:
-        """Return when the engine was stopped. Raises EngineFailedError when it failed."""
+        """Wait until the engine has stopped. Raises EngineFailedError if it failed."""
         await asyncio.shield(self._engine.engine_loop_task)
 
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def _serve_impl(self, config: ServeConfig) -> None:
-        """Start the HTTP front end, on the primary rank."""
+        """Start the HTTP front end on the primary rank."""
         assert self._coord_runtime is not None
         assert self._coord_runtime.coord_addr is not None
         if not self.is_primary_rank:
             return
         if self._front_end is not None:
-            raise RuntimeError(f"HTTP is served already, at {self._front_end.url}")
+            raise RuntimeError(f"HTTP is served already at {self._front_end.url}")
         self._front_end = FrontEnd(
             config,
             coordinator=self._coord_runtime.coord_addr,
@@ -407,7 +400,7 @@ class _MegatronLLMBase:
 
     @property
     def url(self) -> str | None:
-        """Where HTTP is served, "http://host:port"; None where it is not."""
+        """URL of the HTTP server, "http://host:port"; None if none runs."""
         return self._front_end.url if self._front_end is not None else None
 
     # --- bridges ------------------------------------------------------------------------------------------------
@@ -417,7 +410,7 @@ class _MegatronLLMBase:
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop and block for its result; this blocks the caller's own loop, too."""
+        """Run a coroutine on the background loop and block until its result. Blocks the caller's own loop, too."""
         return self._bridge(coro).run_sync(coro)
 
     def _bridge(self, coro: Coroutine[Any, Any, Any]) -> _EventLoopManager:

@@ -1,14 +1,13 @@
-"""From a model and a tokenizer to an engine."""
+"""Creates the engine of a MegatronLLM from a model and a tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve
@@ -19,57 +18,45 @@ from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 
 DEFAULT_MEMORY_SHARE = 0.25
-"""Of the free memory, for the KV cache of an engine without a configuration."""
+"""Share of the free memory for the KV cache of an engine without a configuration."""
 
 
 def default_config() -> InferenceConfig:
-    """Return Megatron-Core's defaults, with a KV cache that fits this machine."""
+    """Return Megatron-Core's defaults, with a KV cache that fits this host."""
     wanted = InferenceConfig()
     available = _available_bytes() * DEFAULT_MEMORY_SHARE / (1 << 30)
     return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorOptions:
-    """Options of the executor of a program's engine; see TorchExecutor."""
-
-    dtype: str = "auto"
-    threads: int | None = None
-    wrapper_class: type[GPTInferenceWrapper] | None = None
-
-
-def engine_of_reference(model: str, config: InferenceConfig, options: ExecutorOptions) -> DynamicInferenceEngine:
-    """Return the engine of a model reference; its weights are not loaded yet.
-
-    Raises ModelSourceError, UnsupportedModelError.
-    """
-    return _engine(resolve(model), lambda: load_tokenizer(model), config, options)
-
-
-def engine_of_model(
-    model: Any, tokenizer: Any, config: InferenceConfig, options: ExecutorOptions
-) -> DynamicInferenceEngine:
-    """Return the engine of a model that the program holds; its weights are not copied yet.
-
-    Raises UnsupportedModelError for a model, TypeError for a tokenizer, of a kind that it cannot use.
-    """
-    return _engine(model_in_memory(model), _own_tokenizer(tokenizer), config, options)
-
-
-def _engine(
-    source: ModelSource,
-    tokenizer: Tokenizer | Callable[[], Tokenizer],
+def make_engine(
+    model: Any,
+    tokenizer: Any,
     config: InferenceConfig,
-    options: ExecutorOptions,
+    *,
+    dtype: str = "auto",
+    threads: int | None = None,
+    wrapper_class: type[GPTInferenceWrapper] | None = None,
 ) -> DynamicInferenceEngine:
-    wrapper_class = options.wrapper_class
+    """Return the engine of a model; its weights are not loaded yet.
+
+    model: a model reference, which has a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    dtype, threads, wrapper_class: options of the executor; see MegatronLLM.
+
+    Raises ModelSourceError, UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be used.
+    """
+    source: ModelSource
+    text: Tokenizer | Callable[[], Tokenizer]
+    if isinstance(model, str):
+        source, text = resolve(model), lambda: load_tokenizer(model)
+    else:
+        source, text = model_in_memory(model), _own_tokenizer(tokenizer)
     executor = select_executor(
         source,
-        ModelText(tokenizer),
+        ModelText(text),
         config,
-        dtype=options.dtype,
+        dtype=dtype,
         kv_cache_memory=config.buffer_bytes,
-        threads=options.threads,
+        threads=threads,
         make_forward=None if wrapper_class is None else wrapper_class.forward_of,
     )
     return DynamicInferenceEngine(executor, config)

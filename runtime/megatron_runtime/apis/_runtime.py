@@ -1,4 +1,4 @@
-"""What runs behind one MegatronLLM in coordinator mode: a background event loop, the coordinator and the client."""
+"""Background event loop, coordinator and client of a MegatronLLM in coordinator mode."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_ADDRESS_BYTES = 256
 
 
 class _EventLoopManager:
-    """One daemon thread with an event loop of its own; synchronous and asynchronous callers run coroutines on it.
+    """A daemon thread with an event loop, on which synchronous and asynchronous callers run coroutines.
 
-    The thread works on the CUDA device that is current where start() is called.
+    The thread uses the CUDA device that is current in the thread that calls start().
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,16 @@ class _EventLoopManager:
         self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Spawn the thread and start the loop; both are ready on return. Idempotent."""
+        """Start the thread and wait until its loop runs. Idempotent."""
         with self._lock:
             if self._thread is not None:
                 return
             ready: concurrent.futures.Future[None] = concurrent.futures.Future()
             torch = sys.modules.get("torch")
             device = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else None
+            # asyncio.run() cancels open tasks at the end and closes async generators and the default executor.
             self._thread = threading.Thread(
-                target=self._run, args=(device, ready), name="megatron-llm-loop", daemon=True
+                target=lambda: asyncio.run(self._serve(device, ready)), name="megatron-llm-loop", daemon=True
             )
             self._thread.start()
             try:
@@ -57,9 +58,7 @@ class _EventLoopManager:
         return self._loop
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Schedule `coro` on the background loop. The caller decides how to wait: `.result()`, or
-        asyncio.wrap_future() on another loop.
-        """
+        """Schedule `coro` on the background loop. Wait with `.result()`, or asyncio.wrap_future() on another loop."""
         try:
             with self._lock:
                 return asyncio.run_coroutine_threadsafe(coro, self.loop)
@@ -68,14 +67,13 @@ class _EventLoopManager:
             raise
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Schedule `coro` and block for its result.
+        """Schedule `coro` and block until its result. The caller's own event loop is blocked, too.
 
-        Raises RuntimeError on the background loop itself, which could then never run `coro`. On another loop it blocks
-        that loop meanwhile.
+        Raises RuntimeError on the background loop itself, which would be a deadlock.
         """
         if self._is_own_thread():
             coro.close()
-            raise RuntimeError("run_sync() on the background loop would wait for itself: await the coroutine instead")
+            raise RuntimeError("run_sync() on the background loop would deadlock: await the coroutine instead")
         future = self.submit(coro)
         try:
             return future.result()
@@ -90,9 +88,9 @@ class _EventLoopManager:
         return await asyncio.wrap_future(self.submit(coro))
 
     def stop(self) -> None:
-        """Cancel what still runs, stop the loop, join the thread. Idempotent."""
+        """Cancel open coroutines, stop the loop and join the thread. Idempotent."""
         if self._is_own_thread():
-            raise RuntimeError("stop() on the background loop would wait for itself: call it from another thread")
+            raise RuntimeError("stop() on the background loop would deadlock: call it from another thread")
         with self._lock:
             thread, self._thread = self._thread, None
             loop, self._loop = self._loop, None
@@ -105,17 +103,13 @@ class _EventLoopManager:
     def _is_own_thread(self) -> bool:
         return self._thread is not None and threading.current_thread() is self._thread
 
-    def _run(self, device: int | None, ready: concurrent.futures.Future[None]) -> None:
+    async def _serve(self, device: int | None, ready: concurrent.futures.Future[None]) -> None:
         try:
             if device is not None:
                 sys.modules["torch"].cuda.set_device(device)
         except BaseException as error:
             ready.set_exception(error)
             return
-        # asyncio.run cancels what is left and closes async generators and the default executor.
-        asyncio.run(self._serve(ready))
-
-    async def _serve(self, ready: concurrent.futures.Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         ready.set_result(None)
@@ -125,8 +119,8 @@ class _EventLoopManager:
 class _CoordinatorRuntime:
     """Owns the coordinator and the client of one MegatronLLM. setup() and teardown() run on the background loop.
 
-    On the primary rank it starts a coordinator, and has a client to send it requests and control messages. Worker
-    ranks find the coordinator at host and port, or receive its address through torch.distributed.
+    The primary rank starts a coordinator and a client. Worker ranks connect to the coordinator at host and port, or
+    receive its address through torch.distributed.
     """
 
     def __init__(
@@ -147,7 +141,7 @@ class _CoordinatorRuntime:
         self._port = coordinator_port
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
-        """Start coordinator and client. If anything fails, nothing of it is left running."""
+        """Start coordinator and client. After a failure neither is left running."""
         try:
             if self._is_primary:
                 self.coord_addr = await self._listen(loop, launch=True)
@@ -162,14 +156,14 @@ class _CoordinatorRuntime:
             raise
 
     async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
-        """Only what the caller gave is passed on: with neither host nor port the engine binds a free port."""
+        """Connect the engine. Without a host and a port it binds a free port."""
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
         return await self._engine.start_listening_to_data_parallel_coordinator(
             self._port, launch, loop=loop, name=f"engine-{global_rank()}", **where
         )
 
     async def _share(self) -> None:
-        """Send the primary's coordinator address to every rank, if several ranks run and no port was given."""
+        """Send the coordinator's address from the primary to every rank, if several ranks run and no port is set."""
         distributed = _distributed()
         if distributed is None or distributed.get_world_size() == 1 or self._port is not None:
             return
@@ -179,30 +173,30 @@ class _CoordinatorRuntime:
             self._host, self._port = host, int(port)
 
     async def teardown(self) -> None:
-        """Stop the client, the engine's connection and the coordinator, as far as they were set up. Idempotent."""
+        """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
         client, self.client = self.client, None
         if client is not None:
             client.stop()
         await self._engine.stop_listening()
 
 
-# --- ranks that torch.distributed started -----------------------------------------------------------------------------
+# --- ranks of torch.distributed ---------------------------------------------------------------------------------------
 
 
 def global_rank() -> int:
-    """The rank of this process; 0 if torch.distributed started no other."""
+    """Return the global rank of this process; 0 without torch.distributed."""
     distributed = _distributed()
     return int(distributed.get_rank() if distributed is not None else os.environ.get("RANK", "0"))
 
 
 def _distributed() -> Any | None:
-    """torch.distributed, if a process group was initialised. Imports nothing."""
+    """Return torch.distributed if it is imported and a process group is initialised."""
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
 def _broadcast_text(distributed: Any, text: str) -> str:
-    """Return the text that rank 0 gave. Every rank of the process group has to call this."""
+    """Return the text of rank 0. Every rank of the process group must call this."""
     torch = sys.modules["torch"]
     data = text.encode().ljust(MAX_ADDRESS_BYTES, b"\0")
     if len(data) > MAX_ADDRESS_BYTES:

@@ -1,4 +1,4 @@
-"""`MegatronAsyncLLM`: inference for programs on an event loop, and HTTP serving."""
+"""`MegatronAsyncLLM`: inference for asynchronous programs, and HTTP serving."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):
-    """Coroutines for any event loop; the engine's own runs in a background thread.
+    """Coroutines for any event loop. The engine has an event loop of its own in a background thread.
 
         async with MegatronAsyncLLM.from_pretrained("builtin:smollm2-135m") as llm:
             answers = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
 
     The arguments are those of `_MegatronLLMBase`, but use_coordinator is True by default.
 
-    allow_direct_mode: accept use_coordinator=False; generate() then takes a thread, and calls wait for each other.
+    allow_direct_mode: accept use_coordinator=False. Then generate() uses a thread, and calls are serialised.
     """
 
     def __init__(self, *, use_coordinator: bool = True, allow_direct_mode: bool = False, **options: Any) -> None:
@@ -31,11 +31,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Answer one prompt, or a list of prompts in their order. What cannot be answered has status FAILED.
+        """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
 
         prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
 
-        Raises RuntimeError on a worker rank, TypeError for another kind of prompts, RequestRejectedError.
+        Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
         listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
         if not listed:
@@ -47,15 +47,15 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def generate_stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[GenerationChunk]:
-        """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
+        """Yield the answer to one prompt in chunks. Closing the iterator early aborts the request."""
         single, params = self._prepare_stream(prompt, sampling_params)
         if not self._use_coordinator:
-            pieces = self._stream_directly(single, params)
+            direct = self._stream_directly(single, params)
             try:
-                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                    yield piece
+                while (chunk := await asyncio.to_thread(next, direct, None)) is not None:
+                    yield chunk
             finally:
-                await asyncio.to_thread(pieces.close)
+                await asyncio.to_thread(direct.close)
             return
         manager = self._manager()
         chunks = self._stream_impl(single, params)
@@ -68,46 +68,46 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Freeze generation; requests keep their place and tokens. Returns when every engine has paused."""
+        """Pause generation. Requests keep their KV and tokens. Returns when every engine has paused."""
         await self._manager().run_async(self._pause_impl())
 
     async def unpause(self) -> None:
         await self._manager().run_async(self._unpause_impl())
 
     async def suspend(self) -> None:
-        """Release weights and KV cache. Legal when paused."""
+        """Release weights and KV cache. Allowed when paused."""
         await self._manager().run_async(self._suspend_impl())
 
     async def resume(self) -> None:
-        """Reallocate memory. The engines are paused then: unpause() comes next."""
+        """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
         await self._manager().run_async(self._resume_impl())
 
     async def update_weights(self, source: str, epoch: int) -> None:
-        """Continue with the weights at `source`, a model reference, as `epoch`. Legal when running and when paused."""
+        """Switch to the weights at `source`, a model reference, labelled `epoch`. Allowed when running or paused."""
         await self._manager().run_async(self._update_weights_impl(source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
-        """Label the tokens sampled from now on with `epoch`."""
+        """Label tokens that are sampled from now on with `epoch`."""
         await self._manager().run_async(self._set_generation_epoch_impl(epoch))
 
     async def shutdown(self) -> None:
-        """Stop the engines and the coordinator. In direct mode there is nothing to stop. Idempotent."""
+        """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""
         if self._use_coordinator:
             await asyncio.to_thread(self._shut_down)
 
     async def wait_for_shutdown(self) -> None:
-        """Return when this rank's engine was stopped, at once in direct mode."""
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
         if self._loop_manager is not None:
             await self._loop_manager.run_async(self._wait_for_shutdown_impl())
 
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
-        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only use `blocking`.
+        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks only use `blocking`.
 
-        blocking: return when the engines were stopped; otherwise at once, with `url` set.
+        blocking: return when the engines have stopped; otherwise return at once, with `url` set.
 
-        Raises ValueError in direct mode, OSError when the address is taken.
+        Raises ValueError in direct mode, OSError if the address is in use.
         """
         self._check_can_serve()
         await self._manager().run_async(self._serve_impl(serve_config or ServeConfig()))

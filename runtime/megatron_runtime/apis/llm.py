@@ -12,22 +12,22 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronLLM(_MegatronLLMBase):
-    """Calls that block until they are done. The arguments are those of `_MegatronLLMBase`.
+    """Blocking calls. The arguments are those of `_MegatronLLMBase`.
 
         with MegatronLLM.from_pretrained("builtin:smollm2-135m") as llm:
             print(llm.generate("The capital of France is").generated_text)
 
-    Safe to use from several threads.
+    Thread-safe.
     """
 
     def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Answer one prompt, or a list of prompts in their order. What cannot be answered has status FAILED.
+        """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
 
         prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
 
-        Raises RuntimeError on a worker rank, TypeError for another kind of prompts, RequestRejectedError.
+        Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
         listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
         if not listed:
@@ -41,7 +41,7 @@ class MegatronLLM(_MegatronLLMBase):
     def generate_stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[GenerationChunk]:
-        """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
+        """Yield the answer to one prompt in chunks. Closing the iterator early aborts the request."""
         single, params = self._prepare_stream(prompt, sampling_params)
         if not self._use_coordinator:
             yield from self._stream_directly(single, params)
@@ -57,46 +57,46 @@ class MegatronLLM(_MegatronLLMBase):
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Freeze generation; requests keep their place and tokens. Returns when every engine has paused."""
+        """Pause generation. Requests keep their KV and tokens. Returns when every engine has paused."""
         self._manager().run_sync(self._pause_impl())
 
     def unpause(self) -> None:
         self._manager().run_sync(self._unpause_impl())
 
     def suspend(self) -> None:
-        """Release weights and KV cache. Legal when paused."""
+        """Release weights and KV cache. Allowed when paused."""
         self._manager().run_sync(self._suspend_impl())
 
     def resume(self) -> None:
-        """Reallocate memory. The engines are paused then: unpause() comes next."""
+        """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
         self._manager().run_sync(self._resume_impl())
 
     def update_weights(self, source: str, epoch: int) -> None:
-        """Continue with the weights at `source`, a model reference, as `epoch`. Legal when running and when paused."""
+        """Switch to the weights at `source`, a model reference, labelled `epoch`. Allowed when running or paused."""
         self._manager().run_sync(self._update_weights_impl(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label the tokens sampled from now on with `epoch`."""
+        """Label tokens that are sampled from now on with `epoch`."""
         self._manager().run_sync(self._set_generation_epoch_impl(epoch))
 
     def shutdown(self) -> None:
-        """Stop the engines and the coordinator. In direct mode there is nothing to stop. Idempotent."""
+        """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""
         if self._use_coordinator:
             self._shut_down()
 
     def wait_for_shutdown(self) -> None:
-        """Return when this rank's engine was stopped, at once in direct mode."""
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
         if self._loop_manager is not None:
             self._loop_manager.run_sync(self._wait_for_shutdown_impl())
 
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
-        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only use `blocking`.
+        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks only use `blocking`.
 
-        blocking: return when the engines were stopped; otherwise at once, with `url` set.
+        blocking: return when the engines have stopped; otherwise return at once, with `url` set.
 
-        Raises ValueError in direct mode, OSError when the address is taken.
+        Raises ValueError in direct mode, OSError if the address is in use.
         """
         self._check_can_serve()
         self._manager().run_sync(self._serve_impl(serve_config or ServeConfig()))

@@ -1,4 +1,4 @@
-"""MegatronLLM.serve(): the OpenAI server on the background loop, and further server processes on its socket."""
+"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on its socket."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
 DRAIN_SECONDS = 5.0
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL of a server process."""
+"""Time between SIGTERM and SIGKILL of a server process."""
 
 
 @dataclass(kw_only=True)
 class ServeConfig:
     """Settings of the HTTP front end that serve() starts on the primary rank.
 
-    host, port:        where it listens; port 0 picks a free one, which `url` then names.
-    parsers:           how the model writes tool calls: the name of one parser; none leaves it to its chat template.
+    host, port:        address of the server; port 0 picks a free one: see `url`.
+    parsers:           name of the tool-call parser; empty: chosen by the model's chat template.
     verbose:           log each request.
-    frontend_replicas: HTTP servers on the socket: one in the program, the others processes. They need a tokenizer that
-                       has a reference; a tokenizer that only the program holds has the one server.
+    frontend_replicas: number of HTTP servers on the socket: one in this process, the others in child processes. Only
+                       one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
-    model_name:        the name in /v1/models; None takes the model's own.
+    model_name:        name in /v1/models; None: the model's own name.
     """
 
     host: str = "0.0.0.0"
@@ -55,8 +55,8 @@ class ServeConfig:
 class FrontEnd:
     """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
 
-    tokenizer_reference: the model reference whose tokenizer this is; None if only this program has it.
-    max_sequence_length: prompt + answer of one request, in tokens.
+    tokenizer_reference: model reference of the tokenizer; None if only this process has it.
+    max_sequence_length: limit of prompt + answer of one request, in tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class FrontEnd:
         return f"http://[{reachable}]:{port}" if is_v6 else f"http://{reachable}:{port}"
 
     async def start(self) -> None:
-        """Connect to the coordinator and begin to serve. Raises what the client raises; the socket is closed then."""
+        """Connect to the coordinator and start to serve. If the client raises, the socket is closed."""
         try:
             await self._client.start()
         except BaseException:
@@ -109,7 +109,7 @@ class FrontEnd:
         self._processes = [self._start_replica() for _ in range(self._replicas)]
 
     async def stop(self) -> None:
-        """Let open requests end for a moment, then close. Idempotent."""
+        """Drain open requests, then close. Idempotent."""
         serving, self._serving = self._serving, None
         if serving is None:
             return
@@ -118,7 +118,7 @@ class FrontEnd:
             process.terminate()
         try:
             await asyncio.gather(
-                *(asyncio.to_thread(_await_end, process) for process in processes),
+                *(asyncio.to_thread(_wait_or_kill, process) for process in processes),
                 drain(self._app.state.service, self._http),
             )
             await serving
@@ -128,7 +128,7 @@ class FrontEnd:
             await asyncio.to_thread(end_idle_renderers)
 
     def _start_replica(self) -> subprocess.Popen[bytes]:
-        """A `megatron server` process on the same socket, with the same settings. It ends with this process."""
+        """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""
         settings, descriptor = self._settings, self._listener.fileno()
         command = [
             *(sys.executable, "-m", "megatron_runtime.cli", "server"),
@@ -148,7 +148,7 @@ class FrontEnd:
         )
 
 
-def _await_end(process: subprocess.Popen[bytes]) -> None:
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:

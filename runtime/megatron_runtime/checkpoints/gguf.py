@@ -9,26 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_kernels.quantized import (
-    BLOCK_SIZES,
-    KIND_NAMES,
-    PLAIN_DTYPES,
-    QuantizedTensor,
-    dequantize,
-)
-from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
+from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, QuantizedTensor, dequantize
+from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_index
 from megatron_runtime.checkpoints.mapped import MappedFile
-from megatron_runtime.checkpoints.model_files import ModelFile
+from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
-from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
-from megatron_runtime.models.families.base import Family, Fields, scaling_of_factors
+from megatron_runtime.models.config_fields import Fields, scaling_of_factors
+from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
 from megatron_runtime.models.tensors import Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
@@ -56,31 +48,6 @@ _LAYER_NAMES = {
     "ffn_up_exps.weight": "experts.up",
     "ffn_down_exps.weight": "experts.down",
 }
-_ARCHITECTURE_FIELDS = (
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "attention.sliding_window_pattern",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "expert_count",
-    "expert_feed_forward_length",
-    "expert_used_count",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.freq_base_swa",
-    "rope.scaling.factor",
-    "rope.scaling.type",
-)
-_METADATA_KEYS = (
-    "general.architecture",
-    *(f"{architecture}.{field}" for architecture in GGUF_ARCHITECTURES for field in _ARCHITECTURE_FIELDS),
-    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot")),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +66,11 @@ class _Entry:
 
     @property
     def row_bytes(self) -> int:
-        values, size = BLOCK_SIZES[self.kind]
-        return self.shape[-1] // values * size
+        return _num_bytes(self.kind, self.shape[-1:])
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape[:-1]) * self.row_bytes
+        return _num_bytes(self.kind, self.shape)
 
 
 class GGUFCheckpoint:
@@ -113,9 +79,9 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         file = ModelFile(path)
         self._file = MappedFile(file)
-        status = file.status()
-        metadata, index = _index(path, (status.st_ino, status.st_size, status.st_mtime_ns))
-        _require_whole(path, index, status.st_size)
+        metadata, index = read_gguf_index(path)
+        _require_whole(path, index, file.status().st_size)
+        infos = {info.name: info for info in index}
         architecture = metadata.get("general.architecture")
         prefix = f"{architecture}."
         fields = Fields(
@@ -123,8 +89,19 @@ class GGUFCheckpoint:
             where=str(path),
         )
         family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
-        infos = {info.name: info for info in index}
-        self.config = self._with_factors(_read_config(family, fields, metadata, infos), infos.get(_FACTORS))
+        if "token_embd.weight" not in infos:
+            raise UnsupportedModelError(f"{path} has no tensor 'token_embd.weight', which every model needs")
+        tokens = Fields(metadata, where=str(path))
+        ends = (tokens.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        config = config_from_gguf(
+            family,
+            fields,
+            vocab_size=infos["token_embd.weight"].shape[0],
+            tie_embeddings="output.weight" not in infos,
+            ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
+            bos=tokens.token("tokenizer.ggml.bos_token_id"),
+        )
+        self.config = self._with_factors(config, infos.get(_FACTORS))
         self._entries = dict(_entries(index, family, self.config, path))
         self.kinds = {
             name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
@@ -155,7 +132,7 @@ class GGUFCheckpoint:
         return whole.columns(part[1]) if len(part) > 1 else whole
 
     def _with_factors(self, config: ModelConfig, info: GGUFTensorInfo | None) -> ModelConfig:
-        """Return `config` with the rope scaling that the file has as tensor `info`, if any."""
+        """Return `config` with the rope scaling in tensor `info` of the file, if there is one."""
         if info is None:
             return config
         if info.shape != (config.head_dim // 2,) or info.kind not in PLAIN_DTYPES:
@@ -163,11 +140,10 @@ class GGUFCheckpoint:
                 f"tensor {_FACTORS!r} of {self._file.file.path} has shape {info.shape} and type number {info.kind}: "
                 f"want one value for each of {config.head_dim // 2} pairs"
             )
-        entry = _Entry(info.kind, info.shape, info.offset)
-        factors = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape).tolist()
-        scaling = scaling_of_factors(
-            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.file.path)
-        )
+        data = self._file.piece(info.offset, _num_bytes(info.kind, info.shape))
+        factors = dequantize(info.kind, data, info.shape).tolist()
+        where = str(self._file.file.path)
+        scaling = scaling_of_factors(factors, theta=config.rope_theta, head_dim=config.head_dim, where=where)
         return replace(config, rope_scaling=scaling)
 
     def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
@@ -181,83 +157,44 @@ class GGUFCheckpoint:
         return blocks[order[start:stop]]
 
 
-@lru_cache(maxsize=8)
-def _index(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
-    """Read the header once per version of a file: a large vocabulary in it takes up to a tenth of a second."""
-    return read_gguf_index(path, keys=_METADATA_KEYS)
-
-
-def _read_config(
-    family: Family, fields: Fields, metadata: dict[str, Any], index: dict[str, GGUFTensorInfo]
-) -> ModelConfig:
-    if "token_embd.weight" not in index:
-        raise UnsupportedModelError(f"{fields.where} has no tensor 'token_embd.weight', which every model needs")
-    tokens = Fields(metadata, where=fields.where)
-    ends = (tokens.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return config_from_gguf(
-        family,
-        fields,
-        vocab_size=index["token_embd.weight"].shape[0],
-        tie_embeddings="output.weight" not in index,
-        ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        bos=tokens.token("tokenizer.ggml.bos_token_id"),
-    )
+def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
+    values, size = BLOCK_SIZES[kind]
+    return prod(shape) // values * size
 
 
 def _entries(
     index: tuple[GGUFTensorInfo, ...], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
+    """Yield the tensors by their names in transformers; the experts of a layer are one tensor in the file."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for info in index:
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", info.name)
+        layer = f"layers.{match[1]}." if match else ""
+        short = _LAYER_NAMES.get(match[2]) if match else _GLOBAL_NAMES.get(info.name)
         if info.name == _FACTORS:
             continue
-        own = _own_name(info.name)
-        short = own.split(".", 2)[-1] if own is not None else None
-        if own is None or (own.startswith("layers.") and short not in family.layer_names):
+        if short is None or (layer and short not in family.layer_names):
             unknown.append(info.name)
-            continue
-        if short is not None and short.startswith("experts."):
+        elif short.startswith("experts."):
             if config.moe is None or info.shape[0] != config.moe.num_experts:
                 raise UnsupportedModelError(
                     f"tensor {shown(info.name)} of {path} has shape {info.shape}: the model has "
                     f"{config.moe.num_experts if config.moe else 0} experts a layer"
                 )
-            yield from _experts(info, own, family)
-            continue
-        is_norm = own.endswith("norm")
-        yield (
-            family.hf_name(own),
-            _Entry(
-                info.kind,
-                info.shape,
-                info.offset,
-                paired_heads=heads.get(short or ""),
-                less=config.norm_weight_offset if is_norm else 0.0,
-            ),
-        )
+            shape = info.shape[1:]
+            for expert in range(info.shape[0]):
+                name = family.hf_name(layer + short.replace("experts.", f"experts.{expert}."))
+                yield name, _Entry(info.kind, shape, info.offset + expert * _num_bytes(info.kind, shape))
+        else:
+            less = config.norm_weight_offset if short.endswith("norm") else 0.0
+            entry = _Entry(info.kind, info.shape, info.offset, paired_heads=heads.get(short), less=less)
+            yield family.hf_name(layer + short), entry
     if unknown:
         raise UnsupportedModelError(
-            f"{path} holds tensors that a {family.architecture} has not: {', '.join(map(escaped, sorted(unknown)[:8]))}"
+            f"{path} has tensors that {family.architecture} does not have: "
+            f"{', '.join(map(escaped, sorted(unknown)[:8]))}"
         )
-
-
-def _experts(info: GGUFTensorInfo, own: str, family: Family) -> Iterator[tuple[str, _Entry]]:
-    count, *shape = info.shape
-    values, size = BLOCK_SIZES[info.kind]
-    layer, _, what = own.rpartition("experts.")
-    for expert in range(count):
-        offset = info.offset + expert * prod(shape) // values * size
-        yield family.hf_name(f"{layer}experts.{expert}.{what}"), _Entry(info.kind, tuple(shape), offset)
-
-
-def _own_name(name: str) -> str | None:
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if match is None or match[2] not in _LAYER_NAMES:
-        return None
-    return f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}"
 
 
 def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> None:
@@ -265,21 +202,21 @@ def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> 
     names: set[str] = set()
     for info in index:
         if info.name in names:
-            raise GGUFFormatError(f"{path} has tensor {shown(info.name)} twice: write the file again")
+            raise ModelFileError(f"{path} has tensor {shown(info.name)} twice: write the file again")
         names.add(info.name)
         if info.kind not in BLOCK_SIZES:
             raise UnsupportedModelError(
                 f"tensor {shown(info.name)} of {path} has type number {info.kind}: supported are "
                 f"{', '.join(KIND_NAMES.values())}"
             )
-        values, block = BLOCK_SIZES[info.kind]
+        values = BLOCK_SIZES[info.kind][0]
         if not info.shape or info.shape[-1] % values or not all(info.shape):
-            raise GGUFFormatError(
+            raise ModelFileError(
                 f"tensor {shown(info.name)} of {path} has shape {info.shape}: rows of {values} expected"
             )
-        end = info.offset + prod(info.shape) // values * block
+        end = info.offset + _num_bytes(info.kind, info.shape)
         if end > size:
-            raise GGUFFormatError(
+            raise ModelFileError(
                 f"{path} is cut short: tensor {shown(info.name)} ends at byte {end}, the file has {size}: "
                 "fetch it again"
             )

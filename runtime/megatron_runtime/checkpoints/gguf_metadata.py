@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.checkpoints.model_files import ModelFile
+from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.protocol.text import shown
 
 MAGIC = b"GGUF"
@@ -23,13 +24,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY_DEPTH = 4
 _SIZE = struct.Struct("<Q")
+_TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
 """Of a file; of a tensor; and of all arrays of a file together."""
-
-
-class GGUFFormatError(ValueError):
-    """The file is not a readable GGUF file. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +45,31 @@ class GGUFTensorInfo:
     offset: int
 
 
-def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the metadata of the file at `path`, or only `keys`; values of other keys are skipped.
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of the file at `path`.
 
-    Raises GGUFFormatError if the file is not GGUF, truncated, of an unknown version, or beyond a limit.
+    Raises ModelFileError if the file is not GGUF, truncated, of an unknown version, or beyond a limit.
     """
-    return _read(path, keys, index=False)[0]
+    with _opened(path) as reader:
+        return reader.metadata(vocabulary=True)
 
 
-def read_gguf_index(
-    path: Path, *, keys: Collection[str] | None = None
-) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
-    """Return the metadata, as read_gguf_metadata does, and the index of the tensors. Raises GGUFFormatError."""
-    return _read(path, None if keys is None else {*keys, _ALIGNMENT_KEY}, index=True)
+def read_gguf_index(path: Path) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
+    """Return the metadata without the arrays of the tokenizer, and the index of the tensors. Raises ModelFileError."""
+    with _opened(path) as reader:
+        metadata = reader.metadata(vocabulary=False)
+        return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
 
 
-def _read(
-    path: Path, keys: Collection[str] | None, *, index: bool
-) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[_Reader]:
     with ModelFile(path).open() as file:
         try:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:
-            raise GGUFFormatError(f"{path} is empty: expected a GGUF file") from error
+            raise ModelFileError(f"{path} is empty: expected a GGUF file") from error
         with view:
-            reader = _Reader(view, path)
-            metadata = reader.metadata(keys)
-            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)) if index else ()
+            yield _Reader(view, path)
 
 
 class _Reader:
@@ -84,32 +80,31 @@ class _Reader:
         self._tensor_count = 0
         self._elements_left = _MAX_ELEMENTS
 
-    def metadata(self, keys: Collection[str] | None) -> dict[str, Any]:
+    def metadata(self, *, vocabulary: bool) -> dict[str, Any]:
+        """Read the metadata, with the arrays of the tokenizer or without."""
         if self._view[:4] != MAGIC:
-            raise GGUFFormatError(f"{self._path} does not begin with {MAGIC!r}: it is not a GGUF file")
+            raise ModelFileError(f"{self._path} does not begin with {MAGIC!r}: it is not a GGUF file")
         self._at = 4
         version = self._scalar("I")
         if version not in SUPPORTED_VERSIONS:
-            raise GGUFFormatError(
+            raise ModelFileError(
                 f"{self._path} has GGUF version {version}: versions {SUPPORTED_VERSIONS} are supported"
             )
         self._tensor_count, pairs = self._scalar("Q"), self._scalar("Q")
         for count, most, what in ((self._tensor_count, _MAX_TENSORS, "tensors"), (pairs, _MAX_PAIRS, "metadata keys")):
             if count > most:
-                raise GGUFFormatError(f"{self._path} says it has {count} {what}: at most {most} are read")
+                raise ModelFileError(f"{self._path} says it has {count} {what}: at most {most} are read")
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
-            is_wanted = keys is None or key in keys
-            value = self._value(self._scalar("I"), wanted=is_wanted, depth=0)
-            if is_wanted:
-                found[key] = value
+            wanted = vocabulary or not key.startswith(_TOKENIZER_PREFIX)
+            found[key] = self._value(self._scalar("I"), wanted=wanted, depth=0)
         return found
 
     def tensors(self, alignment: object) -> tuple[GGUFTensorInfo, ...]:
         """Read the index of the tensors, which follows the metadata."""
         if not isinstance(alignment, int) or isinstance(alignment, bool) or not 1 <= alignment <= _MAX_ALIGNMENT:
-            raise GGUFFormatError(
+            raise ModelFileError(
                 f"{self._path} has {_ALIGNMENT_KEY} {shown(alignment)}: want a whole number from 1 to {_MAX_ALIGNMENT}"
             )
         found = []
@@ -117,7 +112,7 @@ class _Reader:
             name = self._string()
             axes = self._scalar("I")
             if axes > _MAX_AXES:
-                raise GGUFFormatError(
+                raise ModelFileError(
                     f"tensor {shown(name)} of {self._path} has {axes} axes: at most {_MAX_AXES} are supported"
                 )
             shape = tuple(self._scalar("Q") for _ in range(axes))[::-1]
@@ -132,16 +127,16 @@ class _Reader:
             return self._string()
         if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             return self._array(self._scalar("I"), self._scalar("Q"), wanted=wanted, depth=depth + 1)
-        raise GGUFFormatError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
+        raise ModelFileError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
 
     def _array(self, kind: int, count: int, *, wanted: bool, depth: int) -> list[Any]:
         if count > len(self._view) - self._at:  # an element has at least one byte
             raise self._cut_short(count, self._at)
         self._elements_left -= count
         if self._elements_left < 0:
-            raise GGUFFormatError(
-                f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: that is no "
-                "metadata of a model"
+            raise ModelFileError(
+                f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: this is not "
+                "the metadata of a model"
             )
         if kind == _STRING:
             return self._strings(count, wanted=wanted)
@@ -156,20 +151,15 @@ class _Reader:
         view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
         found = []
         try:
-            if wanted:
-                for _ in range(count):
-                    start = at + header
-                    at = start + size_at(view, at)[0]
-                    if at > end:  # before the slice: it would copy the rest of the file
-                        break
+            for _ in range(count):
+                start = at + header
+                at = start + size_at(view, at)[0]
+                if at > end:  # before the slice: it would copy the rest of the file
+                    raise self._cut_short(at - end, end)
+                if wanted:
                     found.append(view[start:at])
-            else:
-                for _ in range(count):
-                    at += header + size_at(view, at)[0]
         except (struct.error, OverflowError):
             raise self._cut_short(header, min(at, end)) from None
-        if at > end:
-            raise self._cut_short(at - end, end)
         self._at = at
         return [text.decode("utf-8", errors="replace") for text in found]
 
@@ -189,5 +179,5 @@ class _Reader:
         self._at = start + size
         return start
 
-    def _cut_short(self, size: int, start: int) -> GGUFFormatError:
-        return GGUFFormatError(f"{self._path} is cut short: {size} bytes expected at byte {start}")
+    def _cut_short(self, size: int, start: int) -> ModelFileError:
+        return ModelFileError(f"{self._path} is cut short: {size} bytes expected at byte {start}")

@@ -1,4 +1,4 @@
-"""Models that the program has in memory as checkpoints: of transformers, or a DecoderModel."""
+"""Models in the memory of the program as checkpoints: of transformers, or a DecoderModel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.models.tensors import Part, TensorKind
 
 
 def model_in_memory(model: Any) -> ModelInMemory:
-    """Return `model` as a source of weights. The engine copies them; they must not change while it loads.
+    """Return `model` as a source of weights. The engine copies the weights; do not change them while it loads.
 
     model: a causal language model of transformers in eval mode, a complete DecoderModel, or a Checkpoint.
 
@@ -61,7 +61,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
         ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         where="the model's configuration",
     )
-    # As save_pretrained() does: a head that is tied to the embedding is not a separate tensor.
+    # As in save_pretrained(): a head that is tied to the embedding is not a separate tensor.
     left_out = ("lm_head.weight",) if config.tie_embeddings else ()
     held: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -71,7 +71,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers saves for one: experts are fused in memory and separate in files."""
+    """Return the tensors that transformers saves for `tensor`: experts are fused in memory and separate in files."""
     layer, _, what = name.partition(".mlp.")
     if config.moe is None or what not in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         return {name: tensor}
@@ -91,7 +91,7 @@ def _own_tensors(model: DecoderModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the fused weights by their names in transformers."""
     config, weights = model.config, model.weights
     if weights.embedding is None or weights.norm_D is None or weights.head_WD is None:
-        raise UnsupportedModelError("the DecoderModel holds a part of its model only: give one that holds all")
+        raise UnsupportedModelError("the DecoderModel holds only a part of its model: give a complete one")
     family = FAMILIES[config.family]
     yield family.hf_name("embedding"), weights.embedding.dense()
     for number, layer in enumerate(weights.layers):

@@ -13,7 +13,7 @@ RESIDENT_BYTES = 16 << 20
 
 
 class MappedFile:
-    """Maps a file at the first read. Pieces are views of the mapping, which lives as long as they do. Thread-safe."""
+    """Maps a file at the first read. Pieces are views that keep the mapping alive. Thread-safe."""
 
     def __init__(self, file: ModelFile) -> None:
         self.file = file

@@ -39,7 +39,7 @@ _OPENED = Path("/proc/self/fd")
 
 
 class ModelFileError(ValueError):
-    """A file of a model must not be read, or is invalid. The message names it and the remedy."""
+    """A file of a model is unsafe to read, damaged or of an unsupported format. The message names it and the cause."""
 
 
 class UnsafeNameError(ValueError):
@@ -67,7 +67,7 @@ def require_safe_name(name: object) -> str:
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
     """Return the JSON object in `data`. elements: limit of their number. Raises ModelFileError naming `where`."""
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
-        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is no file of a model")
+        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
     try:
         values = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
@@ -146,8 +146,8 @@ class ModelFile:
             return
         link = "a link to " if self.path.is_symlink() else ""
         raise ModelFileError(
-            f"{self.path} is {link}{shown(target)}, outside of the model directory {self.root}: nothing is read from "
-            "there; put the file itself into the directory"
+            f"{self.path} is {link}{shown(target)}, outside of the model directory {self.root}: it is not read; "
+            "put the file itself into the directory"
         )
 
     def _require_regular(self, found: os.stat_result) -> None:
@@ -173,10 +173,10 @@ class ModelDirectory:
             raise ModelFileError(f"{self.path}: {error}") from error
         found = ModelFile(self.path / name, self._root)
         try:
-            target = found._target()
-            if stat.S_ISDIR(os.stat(target).st_mode):
+            status = os.stat(found._target())
+            if stat.S_ISDIR(status.st_mode):
                 return None
-            found.status()
+            found._require_regular(status)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found

@@ -1,7 +1,7 @@
 """Read untrusted pickles without running any code that they name.
 
-A pickle names the functions to call. Each name is looked up in a table of trusted names; any other becomes an object
-that does nothing, or is rejected. No module is ever imported for a pickle.
+A pickle names the functions to call. Each name is looked up in a table of trusted names; any other name becomes an
+inert object or is rejected. No module is ever imported for a pickle.
 
 The reader is the pure Python one of the standard library, as in torch's own reader of weights. The C reader lets a
 pickle allocate gigabytes with one opcode, overflow the C stack with a nested key, and set attributes of classes.
@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import IO, Any, ClassVar
 
-from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES
+from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, ModelFileError
 from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
@@ -24,16 +24,16 @@ Globals = Mapping[tuple[str, str], Any]
 MAX_AXES = 16
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
-"""Opcodes that allocate the size they announce, build integers of megabytes, or read tables of this process."""
+"""Opcodes that allocate the size they state, build integers of megabytes, or read tables of this process."""
 _MAX_ARGUMENTS = 64
 
 
-class UnsafePickleError(ValueError):
+class UnsafePickleError(ModelFileError):
     """The pickle names an untrusted object, or is damaged. The message names the file and the object."""
 
 
 class Opaque:
-    """Replaces an object of a class that is not needed. Accepts all that a pickle does to it, and keeps nothing."""
+    """Replaces an object of a class that is not needed. Accepts every operation of a pickle, and keeps nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Opaque:
         return object.__new__(cls)
@@ -46,9 +46,7 @@ class Opaque:
 
     def append(self, item: object) -> None: ...
 
-    def extend(self, items: object) -> None: ...
-
-    def add(self, item: object) -> None: ...
+    extend = add = append
 
 
 def read_pickle(
@@ -70,24 +68,23 @@ def read_pickle(
     """
     data = file.read(MAX_INDEX_BYTES + 1)
     if len(data) > MAX_INDEX_BYTES:
-        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is no index of a checkpoint")
-    reader = _Reader(data, where=where, trusted=trusted, opaque=opaque, persistent=persistent)
+        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is not an index of a checkpoint")
     try:
-        return reader.load()
+        return _Reader(data, where, trusted, opaque, persistent).load()
     except UnsafePickleError:
         raise
-    except Exception as error:  # whatever a damaged pickle makes its own opcodes or the trusted classes raise
+    except Exception as error:  # a damaged pickle can make opcodes and trusted classes raise any type
         raise UnsafePickleError(
-            f"{where} is damaged or no pickle that is known here: {type(error).__name__} {shown(str(error))}"
+            f"{where} is damaged or not a supported pickle: {type(error).__name__} {shown(str(error))}"
         ) from error
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
     """Replaces torch.Size in a table of trusted names. Raises ValueError for an invalid shape."""
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
-        raise ValueError(f"{shown(values)} is no shape of at most {MAX_AXES} axes")
+        raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE for value in values):
-        raise ValueError("a shape has an extent that is no whole number of 63 bits")
+        raise ValueError("a shape has an extent that is not a whole number of 63 bits")
     return tuple(values)
 
 
@@ -109,7 +106,6 @@ class _Reader(pickle._Unpickler):
     def __init__(
         self,
         data: bytes,
-        *,
         where: str,
         trusted: Globals,
         opaque: Callable[[str, str], bool],
@@ -130,13 +126,13 @@ class _Reader(pickle._Unpickler):
         if self._opaque(module, name):
             return Opaque
         raise UnsafePickleError(
-            f"{self._where} asks for {escaped(f'{module}.{name}')}, which has no place there: nothing was run and "
+            f"{self._where} asks for {escaped(f'{module}.{name}')}, which is not allowed there: no code was run and "
             "nothing is loaded; get the checkpoint from a source you trust"
         )
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise UnsafePickleError(f"{self._where} refers to data outside of itself: such a file is not known here")
+            raise UnsafePickleError(f"{self._where} refers to data outside of itself: no references are allowed there")
         return self._persistent(pid)
 
     # --- opcodes that a pickle could misuse ---
@@ -148,6 +144,7 @@ class _Reader(pickle._Unpickler):
             return
         if type(target) not in self._classes:
             raise ValueError(f"{shown(target)} has no attributes that a pickle may set")
+        # Of the class: a pickle can set an attribute of this name on the instance.
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is not None:
             set_state(target, state)
@@ -180,13 +177,12 @@ class _Reader(pickle._Unpickler):
 
     def _load_dict(self) -> None:
         items = self.pop_mark()
-        found: dict[Any, Any] = {}
-        self._set_items(found, items)
-        self.append(found)
+        self.append({})
+        self._set_items(self.stack[-1], items)
 
     def _load_frozen_set(self) -> None:
         self.pop_mark()
-        self.append(Opaque())
+        self._load_empty_set()
 
     def _load_empty_set(self) -> None:
         self.append(Opaque())
@@ -204,7 +200,7 @@ class _Reader(pickle._Unpickler):
         self._load_new()
 
     def _few(self, arguments: Any) -> tuple[Any, ...]:
-        """Return the arguments of a call. Many calls could share a long tuple, which each of them would copy."""
+        """Return the arguments of a call. A long tuple is rejected: many calls could share it, and each copies it."""
         if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")
         return arguments

@@ -46,15 +46,11 @@ _MAX_AXES = 8
 _MAX_END_TOKENS = 1024
 
 
-class SafetensorsFormatError(ValueError):
-    """A file is damaged or not of this format. The message names the file and the cause."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     file: MappedFile
+    kind: TensorKind
     offset: int
-    size: int
 
 
 class SafetensorsCheckpoint:
@@ -62,17 +58,24 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
-        self.kinds: dict[str, TensorKind] = {}
         self._entries: dict[str, _Entry] = {}
         for file in _files(ModelDirectory(directory)):
-            self._add_file(file)
+            for name, entry in _read_header(file).items():
+                if name.endswith(_IGNORED_SUFFIXES):
+                    continue
+                if name in self._entries:
+                    other = self._entries[name].file.file.path
+                    raise ModelFileError(f"tensor {shown(name)} is in {other} and in {file.path}: remove one of them")
+                self._entries[name] = entry
+        self.kinds = {name: entry.kind for name, entry in self._entries.items()}
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a view of the file, of the stored type."""
-        kind, entry = self.kinds[name], self._entries[name]
-        if not entry.size:
+        entry, kind = self._entries[name], self.kinds[name]
+        size = num_bytes(kind)
+        if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
-        data = entry.file.piece(entry.offset, entry.size)
+        data = entry.file.piece(entry.offset, size)
         # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
@@ -80,44 +83,25 @@ class SafetensorsCheckpoint:
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
         return None
 
-    def _add_file(self, found: ModelFile) -> None:
-        path, file = found.path, MappedFile(found)
-        for name, (dtype, shape, start, stop) in _read_header(found).items():
-            if name.endswith(_IGNORED_SUFFIXES):
-                continue
-            if name in self._entries:
-                raise SafetensorsFormatError(
-                    f"tensor {shown(name)} is in {self._entries[name].file.file.path} and in {path}: remove one of them"
-                )
-            self.kinds[name] = TensorKind(shape, dtype)
-            self._entries[name] = _Entry(file, start, stop - start)
-
 
 def read_config(directory: Path) -> ModelConfig:
     """Return the configuration in config.json and generation_config.json of a directory.
 
-    Raises UnsupportedModelError, SafetensorsFormatError, ModelFileError, OSError.
+    Raises UnsupportedModelError, ModelFileError, OSError.
     """
     place = ModelDirectory(directory)
     path = directory / "config.json"
     file = place.file("config.json")
     if file is None:
-        raise SafetensorsFormatError(f"{path} is missing: complete the directory")
-    values = _read_json(file)
+        raise ModelFileError(f"{path} is missing: complete the directory")
+    values = file.read_json()
     return config_from_hf(values, ends=_end_tokens(place, values), where=str(path))
-
-
-def _read_json(file: ModelFile, *, lists_tensors: bool = False) -> dict[str, Any]:
-    try:
-        return file.read_index() if lists_tensors else file.read_json()
-    except ModelFileError as error:
-        raise SafetensorsFormatError(str(error)) from error
 
 
 def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end an answer: generation_config.json has all of them, config.json often only one."""
     file = directory.file("generation_config.json")
-    generation = _read_json(file) if file is not None else {}
+    generation = file.read_json() if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))
     ends = [] if found is None else found if isinstance(found, list) else [found]
     if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
@@ -132,69 +116,62 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
-    listed = _read_json(index, lists_tensors=True).get("weight_map")
+    listed = index.read_index().get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise SafetensorsFormatError(f"{index.path} has no weight_map of tensor names to file names: write it again")
+        raise ModelFileError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
     found = [directory.file(name) for name in named]
     missing = [name for name, file in zip(named, found, strict=True) if file is None]
     if missing:
-        raise SafetensorsFormatError(
+        raise ModelFileError(
             f"{index.path} names {len(named)} files, {len(missing)} are missing, the first is {escaped(missing[0])}: "
             "complete the directory"
         )
     return [file for file in found if file is not None]
 
 
-def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Return type, shape, first byte and end of each tensor."""
-    path = found.path
+def _read_header(found: ModelFile) -> dict[str, _Entry]:
+    """Return the tensors of a file, checked against its size."""
+    path, mapped = found.path, MappedFile(found)
     with found.open() as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_SIZE_BYTES), "little")
         if size < _SIZE_BYTES or length > min(size - _SIZE_BYTES, MAX_INDEX_BYTES):
-            raise SafetensorsFormatError(
+            raise ModelFileError(
                 f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone asks for {length}"
             )
-        try:
-            header = parse_json(file.read(length), where=f"the header of {path}", elements=MAX_INDEX_ELEMENTS)
-        except ModelFileError as error:
-            raise SafetensorsFormatError(f"{path} has no readable header: {error}") from error
-    begin = _SIZE_BYTES + length
-    return {
-        name: _place(name, entry, begin=begin, size=size, path=path)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+        header = parse_json(file.read(length), where=f"the header of {path}", elements=MAX_INDEX_ELEMENTS)
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, fields in header.items():
+        kind, offset = _place(fields, where=f"tensor {shown(name)} of {path}")
+        end = _SIZE_BYTES + length + offset + num_bytes(kind)
+        if end > size:
+            raise ModelFileError(
+                f"{path} is cut short: tensor {shown(name)} ends at byte {end}, the file has {size}: fetch it again"
+            )
+        entries[name] = _Entry(mapped, kind, _SIZE_BYTES + length + offset)
+    return entries
 
 
-def _place(
-    name: str, entry: object, *, begin: int, size: int, path: Path
-) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return one entry of the header, checked against the size of the file. begin: first byte of the tensors."""
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    kind, extents, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (isinstance(kind, str) and _are_sizes(extents, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
-        raise SafetensorsFormatError(
-            f"tensor {shown(name)} of {path} needs a dtype, a shape of at most {_MAX_AXES} whole numbers and two "
-            "data_offsets in its header: write the file again"
+def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
+    """Return type and shape of a tensor, and its first byte after the header."""
+    fields = fields if isinstance(fields, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not (isinstance(dtype, str) and _are_sizes(shape, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
+        raise ModelFileError(
+            f"{where} needs a dtype, a shape of at most {_MAX_AXES} whole numbers and two data_offsets in its header: "
+            "write the file again"
         )
-    dtype, shape = _DTYPES.get(kind), tuple(extents)
-    if dtype is None:
-        raise UnsupportedModelError(
-            f"tensor {shown(name)} of {path} has type {escaped(kind)}: supported are {', '.join(_DTYPES)}"
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError(f"{where} has type {escaped(dtype)}: supported are {', '.join(_DTYPES)}")
+    kind = TensorKind(tuple(shape), _DTYPES[dtype])
+    start, stop = offsets
+    if stop - start != num_bytes(kind):
+        raise ModelFileError(
+            f"{where} has {stop - start} bytes, its shape {kind.shape} in {dtype} asks for {num_bytes(kind)}"
         )
-    start, stop = (begin + offset for offset in offsets)
-    if stop - start != prod(shape) * dtype.itemsize:
-        raise SafetensorsFormatError(
-            f"tensor {shown(name)} of {path} has {stop - start} bytes, its shape {shape} in {kind} "
-            f"asks for {prod(shape) * dtype.itemsize}"
-        )
-    if stop > size:
-        raise SafetensorsFormatError(
-            f"{path} is cut short: tensor {shown(name)} ends at byte {stop}, the file has {size}: fetch it again"
-        )
-    return dtype, shape, start, stop
+    return kind, start
 
 
 def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
@@ -225,21 +202,28 @@ def write_safetensors(
     written:    called with the number of bytes of each tensor written.
     file_bytes: a new file begins before a tensor that would make the file larger than this.
     """
-    files = _split(kinds, file_bytes)
+    parts: list[dict[str, TensorKind]] = [{}]
+    size = 0
+    for key, kind in kinds.items():
+        if parts[-1] and size + num_bytes(kind) > file_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][key] = kind
+        size += num_bytes(kind)
     names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    for name, own in zip(names, files, strict=True):
+    if len(parts) > 1:
+        names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    for name, part in zip(names, parts, strict=True):
         with (directory / name).open("wb") as file:
-            file.write(_header({key: kinds[key] for key in own}))
-            for key in own:
+            file.write(_header(part))
+            for key in part:
                 values = read(key).contiguous().view(-1).view(torch.uint8)
                 file.write(values.numpy().data)
                 written(values.numel())
-    if len(files) > 1:
+    if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(map(num_bytes, kinds.values()))},
-            "weight_map": {key: name for name, own in zip(names, files, strict=True) for key in own},
+            "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
         }
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -247,19 +231,6 @@ def write_safetensors(
 def num_bytes(kind: TensorKind) -> int:
     """Return the size of a tensor's values in bytes."""
     return prod(kind.shape) * kind.dtype.itemsize
-
-
-def _split(kinds: Mapping[str, TensorKind], limit: int) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, kind in kinds.items():
-        own = num_bytes(kind)
-        if files[-1] and size + own > limit:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += own
-    return files
 
 
 def _header(kinds: Mapping[str, TensorKind]) -> bytes:

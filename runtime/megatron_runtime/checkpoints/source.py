@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
 from megatron_runtime.checkpoints.hub import HUB_PREFIX
-from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.protocol.text import shown
 
 BUILTIN_PREFIX = "builtin:"
@@ -24,46 +24,30 @@ class ModelSourceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFSource:
-    """One .gguf file."""
+class StoredModel:
+    """A model in files.
 
+    format: "GGUF" for one .gguf file, "SafeTensors" for a directory with config.json and *.safetensors as transformers
+            writes it, "TorchDist" for a Megatron-Core checkpoint.
+    path:   of the .gguf file, or of the directory. A Megatron-Core checkpoint has `.metadata` in it; its config.json
+            and tokenizer are there or in the directory above.
+    """
+
+    format: Literal["GGUF", "SafeTensors", "TorchDist"]
     path: Path
-    format: ClassVar[str] = "GGUF"
 
     @property
     def location(self) -> Path:
+        """The file or directory of the tokenizer."""
+        above = self.path.parent
+        if self.format == "TorchDist" and ModelDirectory(above).file("tokenizer.json") is not None:
+            return above
         return self.path
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsSource:
-    """A directory with config.json and *.safetensors, as transformers writes it."""
-
-    directory: Path
-    format: ClassVar[str] = "SafeTensors"
-
-    @property
-    def location(self) -> Path:
-        return self.directory
-
-
-@dataclass(frozen=True, slots=True)
-class TorchDistSource:
-    """A Megatron-Core checkpoint: `directory` has `.metadata`; config.json and tokenizer are there or one above."""
-
-    directory: Path
-    format: ClassVar[str] = "TorchDist"
-
-    @property
-    def location(self) -> Path:
-        """The directory of the tokenizer."""
-        above = self.directory.parent
-        return above if ModelDirectory(above).file("tokenizer.json") is not None else self.directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model that the program holds: a Checkpoint, and its name in messages."""
+    """A model in the memory of the program: a Checkpoint, and its name in messages."""
 
     checkpoint: Any  # the protocol is declared where torch may be imported
     name: str
@@ -74,10 +58,10 @@ class ModelInMemory:
         raise ModelSourceError(f"{self.name} is in memory: it has no tokenizer of its own, give one")
 
 
-ModelSource = GGUFSource | SafetensorsSource | TorchDistSource | ModelInMemory
+ModelSource = StoredModel | ModelInMemory
 
 
-def resolve(model: str) -> ModelSource:
+def resolve(model: str) -> StoredModel:
     """Return where the weights of `model` are. Weights of a hub are fetched once.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
@@ -90,19 +74,19 @@ def resolve(model: str) -> ModelSource:
         if name not in BUILTINS:
             raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
         try:
-            return GGUFSource(builtin_file(name))
-        except (BuiltinMissingError, OSError) as error:
+            return StoredModel("GGUF", builtin_file(name))
+        except (ModelFileError, OSError) as error:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(HUB_PREFIX):
         # The HTTP client takes a tenth of a second to import.
-        from megatron_runtime.checkpoints.hub.download import model_directory
+        from megatron_runtime.checkpoints.hub.download import cached_directory
 
-        return resolve(str(model_directory(model)))
+        return resolve(str(cached_directory(model)))
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelSourceError(f"model {model!r} is a file but not a .gguf file: give a .gguf file or a directory")
-        return GGUFSource(path)
+        return StoredModel("GGUF", path)
     if not path.is_dir():
         raise ModelSourceError(
             f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
@@ -114,7 +98,7 @@ def resolve(model: str) -> ModelSource:
     has_config = directory.file("config.json") is not None
     has_weights = bool(directory.files(".safetensors"))
     if has_config and has_weights:
-        return SafetensorsSource(path)
+        return StoredModel("SafeTensors", path)
     if has_config or has_weights:
         missing = "*.safetensors files" if has_config else "config.json"
         raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
@@ -124,23 +108,21 @@ def resolve(model: str) -> ModelSource:
             f"model {model!r}: {path} holds {len(found)} .gguf files and no config.json with safetensors: "
             "name one .gguf file or complete the directory"
         )
-    return GGUFSource(found[0].path)
+    return StoredModel("GGUF", found[0].path)
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
     """Return the file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
     places: tuple[Path, ...] = ()
-    if isinstance(source, SafetensorsSource):
-        places = (source.directory,)
-    elif isinstance(source, TorchDistSource):
-        places = (source.directory, source.directory.parent)
+    if isinstance(source, StoredModel) and source.format != "GGUF":
+        places = (source.path, source.path.parent) if source.format == "TorchDist" else (source.path,)
     found = (ModelDirectory(place).file(name) for place in places)
     return next((file for file in found if file is not None), None)
 
 
-def _torch_dist(directory: ModelDirectory, model: str) -> TorchDistSource | None:
+def _torch_dist(directory: ModelDirectory, model: str) -> StoredModel | None:
     if directory.file(_INDEX_FILE) is not None:
-        return TorchDistSource(directory.path)
+        return StoredModel("TorchDist", directory.path)
     latest = directory.file(LATEST_FILE)
     if latest is None:
         return None
@@ -152,4 +134,4 @@ def _torch_dist(directory: ModelDirectory, model: str) -> TorchDistSource | None
             f"model {model!r}: {latest.path} says {shown(word)}, but {found.path} holds no torch_dist checkpoint: "
             f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
         )
-    return TorchDistSource(found.path)
+    return StoredModel("TorchDist", found.path)

@@ -1,4 +1,4 @@
-"""The `megatron` command. One file per subcommand, imported when the subcommand runs."""
+"""The `megatron` command. A subcommand is imported when it runs, so that help needs no heavy library."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_runtime.process.parent import end_with_parent
 
 @click.group(
     cls=LazyGroup,
-    commands_by_name={
-        "serve": "Run everything on this machine: coordinator, engines, OpenAI server.",
-        "chat": "Talk to a model in the terminal.",
-        "generate": "Complete one prompt.",
-        "convert": "Write a model in another checkpoint format.",
-        "fetch": "Download a model from the Hugging Face hub, or check one.",
-        "bench": "Measure the coordinator, an engine or a server.",
-        "coordinator": "Run the coordinator (container entry point).",
-        "engine": "Run one engine (container entry point).",
-        "preflight": "See whether the pods of one engine can talk (init container).",
-        "server": "Run the OpenAI server (container entry point).",
+    commands={
+        "serve": ("serve", "Run everything on this machine: coordinator, engines, OpenAI server."),
+        "chat": ("terminal", "Talk to a model in the terminal."),
+        "generate": ("terminal", "Complete one prompt."),
+        "convert": ("models", "Write a model in another checkpoint format."),
+        "fetch": ("models", "Download a model from the Hugging Face hub, or check one."),
+        "bench": ("bench", "Measure the coordinator, an engine or a server."),
+        "coordinator": ("containers", "Run the coordinator (container entry point)."),
+        "engine": ("containers", "Run one engine (container entry point)."),
+        "preflight": ("containers", "Check that the pods of one engine can communicate (init container)."),
+        "server": ("containers", "Run the OpenAI server (container entry point)."),
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )

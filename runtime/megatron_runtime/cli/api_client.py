@@ -1,6 +1,4 @@
-"""A client of the OpenAI API for the terminal commands. It does not trust the server: lines, types and characters are
-checked.
-"""
+"""A client of the OpenAI API for the terminal commands. It checks the lines, types and characters of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import httpx
 MAX_EVENT_BYTES = 16 << 20
 """Of one line of a stream."""
 MAX_ERROR_BYTES = 64 << 10
-"""That are read of an answer which is no stream."""
+"""Of an answer that is not a stream, read at most."""
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
@@ -26,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class StreamFormatError(ValueError):
-    """What the server sent is not a stream of completions. The message says why."""
+    """The server sent something other than a stream of completions. The message has the reason."""
 
 
 class StreamFailedError(Exception):
@@ -34,19 +32,16 @@ class StreamFailedError(Exception):
 
 
 class EventReader:
-    """Cuts bytes into lines, and parses the events among them.
-
-    is_done: whether the stream came to its end.
-    """
+    """Splits bytes into lines, and parses the events among them. is_done: the stream is complete."""
 
     def __init__(self) -> None:
         self.is_done = False
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that `data` completes; nothing after the end.
+        """Yield the events that `data` completes, and none after the end of the stream.
 
-        Raises StreamFormatError, or StreamFailedError for an error event.
+        Raises StreamFormatError, and StreamFailedError for an error event.
         """
         *lines, rest = data.split(b"\n")
         for line in lines:
@@ -73,7 +68,7 @@ class EventReader:
         except (ValueError, RecursionError) as error:
             raise StreamFormatError(f"an event is not valid JSON: {error}") from error
         if not isinstance(event, dict):
-            raise StreamFormatError(f"an event is {type(event).__name__}: want a JSON object")
+            raise StreamFormatError(f"an event is {type(event).__name__}, not a JSON object")
         if "error" in event:
             failure = event["error"]
             message = failure.get("message") if isinstance(failure, dict) else failure
@@ -82,7 +77,7 @@ class EventReader:
 
 
 def texts_of(event: dict[str, Any]) -> Iterator[str]:
-    """The text of each choice of an event, of a completion or of a chat. Raises StreamFormatError."""
+    """Yield the text of each choice of an event, of a completion or of a chat. Raises StreamFormatError."""
     choices = event.get("choices")
     for choice in choices if isinstance(choices, list) else [None]:
         holder, key = (choice, "text") if isinstance(choice, dict) and "text" in choice else (choice, "delta")
@@ -95,14 +90,14 @@ def texts_of(event: dict[str, Any]) -> Iterator[str]:
 
 
 def terminal_text(text: str) -> str:
-    """The text without what a terminal would obey: control characters but tab and newline are written out."""
+    """Return the text with all control characters but tab and newline escaped, so that it cannot control a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --url, --model and --api-key."""
     for option in (
-        click.option("--api-key", envvar="MEGATRON_API_KEY", help="Where the server asks for one."),
+        click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
         click.option("--model", help="By default the first that the server offers."),
         click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
     ):
@@ -111,7 +106,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ApiClient:
-    """One server. Every failure is a ClickException in words."""
+    """One server. Every failure is a ClickException with a readable message."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -151,28 +146,24 @@ class ApiClient:
         try:
             yield
         except httpx.ConnectError as error:
-            raise click.ClickException(
-                f"no server answers at {self._url}: start one with 'megatron serve', or give --url"
-            ) from error
+            message = f"no server answers at {self._url}: start one with 'megatron serve', or give --url"
+            raise click.ClickException(message) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise click.ClickException(f"the connection to {self._url} failed: {error!r}") from error
         except StreamFailedError as error:
             raise click.ClickException(str(error)) from error
-        except StreamFormatError as error:
-            raise click.ClickException(f"{self._url} does not speak the OpenAI API: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise click.ClickException(
-                f"{self._url} does not speak the OpenAI API: {terminal_text(repr(error))}"
-            ) from error
+            problem = str(error) if isinstance(error, StreamFormatError) else terminal_text(repr(error))
+            raise click.ClickException(f"{self._url} does not serve the OpenAI API: {problem}") from error
 
 
 def echo_text(text: str) -> None:
-    """Print a part of an answer; a terminal gets no control sequences of it."""
+    """Print a part of an answer, for a terminal without its control sequences."""
     click.echo(terminal_text(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """The begin of a body that is no stream."""
+    """Return the beginning of a body that is not a stream."""
     content = b""
     for data in reply.iter_raw():
         content += data

@@ -1,4 +1,4 @@
-"""What the subcommands share: lazily imported groups, option types, logging and readable errors."""
+"""Shared by the subcommands: groups of lazily imported commands, option types, logging, readable errors."""
 
 from __future__ import annotations
 
@@ -25,132 +25,146 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 
 
 class LazyGroup(click.Group):
-    """Subcommand NAME is the object `command` of the module `NAME_command` in `package`.
+    """A group whose subcommands are imported when they run.
 
-    commands_by_name: the one line of help of each subcommand, in the order of the help page.
+    commands: by name, the module in `package` that has the command under this name, and the line of the help page.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        commands_by_name: Mapping[str, str],
-        package: str = "megatron_runtime.cli",
-        **kwargs: Any,
+        self, *args: Any, commands: Mapping[str, tuple[str, str]], package: str = __package__, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._package = package
-        self._help_by_name = dict(commands_by_name)
+        self._lazy = commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._help_by_name)
+        return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self._help_by_name:
+        if cmd_name not in self._lazy:
             return None
-        module = import_module(f"{self._package}.{cmd_name}_command")
-        command: click.Command = module.command
+        module, _ = self._lazy[cmd_name]
+        command: click.Command = getattr(import_module(f"{self._package}.{module}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(self._help_by_name.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
 
-class Memory(click.ParamType[int]):
-    """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
+class Parsed(click.ParamType[Any]):
+    """The type of an option whose text is parsed.
 
-    name = "size"
+    name:  of the value on the help page.
+    parse: returns the value of a text. Raises ValueError with the value and what is allowed.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
             return value
-        match = _QUANTITY.fullmatch(value)
-        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-        if size < 1:
-            self.fail(f"{value!r} is not a size: use bytes or a number with Ki, Mi, Gi or Ti, such as 2Gi.", param, ctx)
-        return size
-
-
-class Address(click.ParamType[str]):
-    """Where a coordinator listens: `host:port`, with or without `tcp://`."""
-
-    name = "host:port"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        bare = str(value).removeprefix("tcp://")
-        host, _, port = bare.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            self.fail(f"{value!r} is not an address: use host:port, such as demo-coordinator:5555.", param, ctx)
-        return f"tcp://{bare}"
-
-
-class OptionalPort(click.ParamType["int | None"]):
-    """A TCP port; 0 picks a free one, `off` leaves it out."""
-
-    name = "port|off"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "off":
-            return None
-        if isinstance(value, int):
-            return value
-        if not value.isdecimal() or int(value) > 65535:
-            self.fail(f"{value!r} is not a port: use 0 to 65535 (0 picks a free one) or off.", param, ctx)
-        return int(value)
-
-
-class ApiKeysFile(click.ParamType[Path]):
-    """A file of API keys, one a line; empty lines and lines that begin with # do not count."""
-
-    name = "file"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from megatron_runtime.server.auth import NoKeysError, read_keys
-
-        path = Path(value)
         try:
-            read_keys(path)
-        except NoKeysError as error:
-            self.fail(f"{error}.", param, ctx)
-        except (OSError, UnicodeDecodeError) as error:
-            self.fail(f"{value!r} cannot be read ({error}): name a text file with one key a line.", param, ctx)
-        return path
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
+def _memory(text: str) -> int:
+    match = _QUANTITY.fullmatch(text)
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size: use bytes or a number with Ki, Mi, Gi or Ti, such as 2Gi.")
+    return size
+
+
+def _address(text: str) -> str:
+    bare = text.removeprefix("tcp://")
+    host, _, port = bare.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{text!r} is not an address: use host:port, such as demo-coordinator:5555.")
+    return f"tcp://{bare}"
+
+
+def _optional_port(text: str) -> int | None:
+    if text == "off":
+        return None
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port: use 0 to 65535 (0 picks a free one) or off.")
+    return int(text)
+
+
+def _api_keys_file(text: str) -> Path:
+    from megatron_runtime.server.auth import NoKeysError, read_keys
+
+    try:
+        read_keys(Path(text))
+    except NoKeysError as error:
+        raise ValueError(f"{error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
+    return Path(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{text!r}: use numbers from 1 up with commas between, such as 1,8,32.")
+    return tuple(map(int, parts))
+
+
+MEMORY = Parsed("size", _memory)
+"""A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
+ADDRESS = Parsed("host:port", _address)
+"""The address of a coordinator, with or without `tcp://`."""
+OPTIONAL_PORT = Parsed("port|off", _optional_port)
+"""A TCP port; 0 picks a free one, `off` is None."""
+API_KEYS_FILE = Parsed("file", _api_keys_file)
+"""A file of API keys, one a line. Empty lines and lines that begin with # are ignored."""
+COUNTS = Parsed("n,n,…", _counts)
+"""Numbers from 1 up: `1,8,32`."""
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
+POSITIVE_SECONDS = click.FloatRange(0, min_open=True)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
-ROUTING_POLICIES = ("LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix")
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
-
 
 model = click.option(
     "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
 )
+sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 batch_invariant = click.option(
     "--batch-invariant/--no-batch-invariant",
     default=False,
-    help="Answers are the same to the bit whatever runs beside them; in float32, at some cost.",
+    help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
 )
-tool_call_parser = click.option(
-    "--tool-call-parser",
-    type=click.Choice(TOOL_CALL_PARSERS),
-    default="auto",
-    help="How the model writes tool calls; auto: as its chat template says; none: no tools.",
-)
-share_prefix_cache = click.option(
-    "--share-prefix-cache/--no-share-prefix-cache",
-    default=False,
-    help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
-)
-allow_priority = click.option(
-    "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
-)
+
+
+def server_options(command: _F) -> _F:
+    """Add the options of the OpenAI server that `megatron serve` has too."""
+    parser_help = "Format of the model's tool calls; auto: as its chat template describes; none: no tools."
+    sharing_help = "API keys share cached prefixes, and see from cached_tokens which prompts others sent."
+    for option in (
+        click.option("--tool-call-parser", type=click.Choice(TOOL_CALL_PARSERS), default="auto", help=parser_help),
+        click.option(
+            "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
+        ),
+        click.option("--share-prefix-cache/--no-share-prefix-cache", default=False, help=sharing_help),
+        click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line; absent: open to all."),
+    ):
+        command = option(command)
+    return command
 
 
 def transfer_bar(**options: Any) -> Progress:
-    """A progress bar of bytes. options: of rich's Progress."""
+    """Return a progress bar of bytes. options: of rich's Progress."""
     from rich import progress
 
     return progress.Progress(
@@ -164,8 +178,9 @@ def transfer_bar(**options: Any) -> Progress:
 
 
 class LogFormatter(logging.Formatter):
-    """One escaped line per record; tracebacks are indented. Names of peers and texts of clients can neither look like
-    another record nor change what a terminal shows."""
+    """One escaped line per record; tracebacks are indented. Text of peers and clients can neither imitate a record nor
+    control a terminal.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -175,7 +190,7 @@ class LogFormatter(logging.Formatter):
 
 
 def log_level(command: _F) -> _F:
-    """Add `--log-level` and set logging up."""
+    """Add `--log-level` and configure logging."""
 
     def configure(ctx: click.Context, param: click.Parameter, value: str) -> None:
         handler = logging.StreamHandler()
@@ -195,7 +210,7 @@ def log_level(command: _F) -> _F:
 
 
 def readable_errors(command: _F) -> _F:
-    """Show what is wrong with an address, a model or a key file as one line; MEGATRON_DEBUG=1 keeps the traceback."""
+    """Report OSError and ValueError as one line; with MEGATRON_DEBUG=1 the traceback is printed."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

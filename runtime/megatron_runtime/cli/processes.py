@@ -1,4 +1,4 @@
-"""Child processes: those of `megatron serve` and the ranks of an engine. A child ends when its parent does."""
+"""Child processes: those of `megatron serve` and the ranks of an engine. A child ends when its parent ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,33 +28,30 @@ RESTART_WINDOW_SECONDS = 60.0
 _LINES_KEPT = 20
 RENDEZVOUS_SECONDS = 900
 OUTLIVE_SECONDS = 4.0
-"""Ranks that live for so long after another one has ended are killed."""
+"""Ranks that still run this long after another one has ended are killed."""
 _UNUSED_SIGNAL = "SIGUSR2"
-"""The agent ends its ranks at once on the signals that it handles, but SIGTERM must let rank 0 drain."""
+"""On the signals that it handles, the agent ends its ranks at once. On SIGTERM rank 0 must drain first."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    """Return different ports of the loopback interface that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class ChildFailedError(Exception):
-    """A child ended and is not started again. The message names it, how it ended, and its last lines."""
+    """A child ended and is not restarted. The message has its name, its exit status and its last lines."""
 
 
 @dataclass(slots=True)
 class Child:
     """One supervised process.
 
-    arguments: what follows `megatron` on its command line.
-    pass_fds:  descriptors that it inherits.
+    arguments: of `megatron`.
+    pass_fds:  file descriptors that it inherits.
     """
 
     name: str
@@ -67,8 +65,11 @@ class Child:
 class Supervisor:
     """Runs children until stop().
 
-    say:  prints one line for the user; gets a child's name (or None) and the line.
-    Children get their own session, so that Ctrl-C reaches only the supervisor, which ends them in order.
+    say:       called with a child's name, or None for the supervisor itself, and a line to print.
+    are_ready: the children have started. From then on a child that ends is restarted, up to RESTARTS times within
+               RESTART_WINDOW_SECONDS.
+    failed:    gets ChildFailedError when a child ends and is not restarted.
+    Children have their own session, so that Ctrl-C reaches only the supervisor, which ends them in order.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -80,13 +81,13 @@ class Supervisor:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
-        """Start a child and watch it; `failed` gets ChildFailedError when it is lost for good."""
+        """Start a child and supervise it."""
         self._children.append(child)
         await self._spawn(child)
         self._watchers.append(asyncio.create_task(self._watch(child)))
 
     async def stop(self, *, grace_seconds: float) -> None:
-        """End the children, the last started first, each with SIGTERM and, after the grace time, SIGKILL."""
+        """End the children in reverse order, each with SIGTERM and, after the grace time, SIGKILL."""
         self._stopping = True
         for child in reversed(self._children):
             await self._end(child, grace_seconds=grace_seconds)
@@ -120,7 +121,7 @@ class Supervisor:
             code = await child.process.wait()
             if self._stopping:
                 return
-            ended = f"{child.name} ended with {_exit_words(code)}"
+            ended = f"{child.name} ended with {_exit_status(code)}"
             if not self.are_ready or not self._may_restart(child):
                 last_lines = "".join(f"\n  {line}" for line in child.last_lines)
                 if not self.failed.done():
@@ -164,19 +165,19 @@ class Supervisor:
             await process.wait()
 
 
-def _exit_words(code: int) -> str:
+def _exit_status(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
 
 
 class RanksFailedError(RuntimeError):
-    """The ranks have ended because one failed. The message names it; the rank itself has logged the cause."""
+    """The ranks have ended because one failed. The message names the rank, which has logged the cause."""
 
 
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
-    """Run `megatron` with `arguments` once for each rank of this node, by torch's elastic agent without restarts.
+    """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
-    Returns when all ranks have ended in order. SIGTERM and SIGINT are forwarded to the ranks, of which rank 0 ends the
-    engine. If one rank fails, the others are ended. Raises RanksFailedError.
+    Returns when all ranks have ended normally. SIGTERM and SIGINT are forwarded to the ranks; rank 0 ends the engine.
+    If a rank fails, the others are ended. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -205,20 +206,20 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
         elastic_launch(config, sys.executable)("-u", "-m", "megatron_runtime.cli", *arguments)
     except ChildFailedError as error:
         rank, first = cause(error.failures)
-        how = f"signal {first.signal_name()}" if first.exitcode < 0 else f"status {first.exitcode}"
-        raise RanksFailedError(f"rank {rank} ended with {how}, and the engine with it") from error
+        message = f"rank {rank} ended with {_exit_status(first.exitcode)}, and the engine with it"
+        raise RanksFailedError(message) from error
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, of those that the agent found ended in one look.
+    """Return the rank that failed first, of those that the agent found ended at the same time.
 
-    A rank that a signal ended is the cause; a rank that exited with a status may have done so because of it.
+    A rank that was ended by a signal is the cause. A rank that exited with a status may have done so because of it.
     """
     return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the ranks that outlive another one. The agent would wait longer for a stopped one."""
+    """Kill the ranks that outlive another one. The agent would wait longer for a stopped rank."""
     ended_at: float | None = None
     seen = 0
     while True:

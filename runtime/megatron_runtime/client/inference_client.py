@@ -1,4 +1,4 @@
-"""The client of a coordinator: submits requests, streams their tokens, sends verbs. No torch."""
+"""The client of a coordinator: submits requests, streams their tokens and sends control signals. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
 
-from megatron_runtime.client.pending import PendingRequest, partial_frames
+from megatron_runtime.client.pending import PendingRequest, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
@@ -42,17 +42,31 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEADLINE_MARGIN_SECONDS = 5.0
-"""Added to a request's deadline before the client fails it: a coordinator that is there does so first."""
+"""Added to a request's deadline before the client fails the request itself, so that the coordinator answers first."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of add_request() and add_request_streaming().
+
+    deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
+    engine:           name of the only engine that may answer; the request fails with it. Empty: any engine.
+    tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
+                      Empty: this client.
+    """
+
+    deadline_seconds: float | None
+    engine: str
+    tenant: str
 
 
 class InferenceClient:
-    """Connects one DEALER to a coordinator and keeps it registered, across restarts of the coordinator.
+    """Connects one DEALER socket to a coordinator and registers again after each restart of the coordinator.
 
-    The connection belongs to the event loop of start(). Requests and verbs may also come from any other running loop;
-    their futures and streams then belong to that loop. Requests may be added before start() and while there is no
-    coordinator: they are submitted when it is back, with the tokens that they already have.
+    The connection belongs to the event loop of start(). Requests and signals may also come from any other running
+    loop; their futures and streams then belong to that loop. Requests may be added before start() and while there is
+    no coordinator: they are submitted after the next registration, with the tokens that they already have.
 
-    inference_coordinator_port: a port on this machine, "host:port" or "tcp://host:port".
+    inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
@@ -72,6 +86,7 @@ class InferenceClient:
         self.streams: dict[int, AsyncStream] = {}
         self.next_request_id = 0
         self.stale_partials = 0
+        self.listener_task: asyncio.Task[None] | None = None
         self._deserialize = deserialize
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._open: dict[bytes, PendingRequest] = {}
@@ -85,7 +100,6 @@ class InferenceClient:
             on_message=self._on_message,
         )
         self._calls = ControlCalls(self._link.send, address=self._link.address)
-        self.listener_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
         self._ever_registered = False
@@ -104,6 +118,8 @@ class InferenceClient:
         """Whether the client is registered and got a message within the last seconds."""
         return self._link.registered
 
+    # --- start and stop -----------------------------------------------------------------------------------------
+
     async def start(self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0) -> None:
         """Connect and register. With a timeout of 0 it returns at once and connects in the background.
 
@@ -113,17 +129,19 @@ class InferenceClient:
             CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
             HandshakeRefusedError: the coordinator rejected HELLO.
         """
-        self._loop = loop or asyncio.get_running_loop()
-        if self._loop is asyncio.get_running_loop():
-            await self._start(connect_timeout_seconds)
-        else:
-            starting = asyncio.run_coroutine_threadsafe(self._start(connect_timeout_seconds), self._loop)
-            await asyncio.wrap_future(starting)
 
-    async def _start(self, connect_timeout_seconds: float) -> None:
-        await self._connect_with_inference_coordinator(connect_timeout_seconds)
-        self.listener_task = asyncio.create_task(self._recv_task(), name=f"{self._name} listens")
-        self.listener_task.add_done_callback(lambda _: self._stop())
+        async def connect_and_listen() -> None:
+            await self._connect_with_inference_coordinator(connect_timeout_seconds)
+            self.listener_task = asyncio.create_task(self._recv_task(), name=f"{self._name} listens")
+            self.listener_task.add_done_callback(lambda _: self._stop())
+
+        here = asyncio.get_running_loop()
+        self._loop = loop or here
+        starting = connect_and_listen()
+        if self._loop is here:
+            await starting
+        else:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(starting, self._loop))
 
     async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
         """Open the connection, send HELLO and wait for HELLO_ACK. The first step of start()."""
@@ -138,14 +156,15 @@ class InferenceClient:
 
     def stop(self) -> None:
         """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent."""
-        if self._loop is not None and self._loop.is_running() and not self._is_home():
 
-            async def stop_there() -> None:
-                self._stop()
-
-            asyncio.run_coroutine_threadsafe(stop_there(), self._loop).result()
-        else:
+        async def stop_there() -> None:
             self._stop()
+
+        loop = self._other_loop()
+        if loop is None:
+            self._stop()
+        else:
+            asyncio.run_coroutine_threadsafe(stop_there(), loop).result()
 
     def _stop(self) -> None:
         if self._stopped:
@@ -155,110 +174,80 @@ class InferenceClient:
             self.listener_task.cancel()
         for request in list(self._open.values()):
             self._forget(request)
-            self._end(request)
+            request.end()
         self._calls.close()
         self._link.close("client stopped")
 
-    def _is_home(self) -> bool:
-        """Whether the caller runs on the connection's loop. Before start(), every loop counts as that."""
-        return self._loop is None or _running_loop() is self._loop
+    def _other_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the connection's loop if it runs and is not the caller's."""
+        loop = self._loop
+        return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
         """Run `action` on the connection's loop: now, or in its next iteration."""
-        if self._is_home() or self._loop is None or not self._loop.is_running():
+        loop = self._other_loop()
+        if loop is None:
             action()
         else:
-            self._loop.call_soon_threadsafe(action)
+            loop.call_soon_threadsafe(action)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        prompt: str | Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        deadline_seconds: float | None = None,
-        engine: str = "",
-        tenant: str = "",
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
-        """Submit now. The future gives the answer, or raises RequestRejectedError; cancelling it aborts the request.
+        """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
 
-        prompt:           token ids, shape [n]; text only if the coordinator has a tokenizer.
-        deadline_seconds: time after which the coordinator fails the request.
-        engine:           name of the only engine that may answer; the request fails with it. Empty: any.
-        tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64
-                          characters. Empty: this client's.
+        prompt:  token ids, shape [n]; text only if the coordinator has a tokenizer.
+        options: see RequestOptions.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = self._new_request(
-            prompt,
-            sampling_params,
-            streaming=False,
-            deadline_seconds=deadline_seconds,
-            engine=engine,
-            tenant=tenant,
-        )
+        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=False, **options))
         request.future = future
         future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
         self._at_home(lambda: self._submit(request))
         return future
 
     def add_request_streaming(
-        self,
-        prompt: str | Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        deadline_seconds: float | None = None,
-        engine: str = "",
-        tenant: str = "",
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
-        """Submit now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, then `{"final": reply}`.
+        """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
-        If requested, a partial has "new_log_probs" and "new_top_n_logprobs", the first one also
+        If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
         "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
         aborts the request. The arguments are those of add_request().
         """
         sampling_params.streaming = True
-        request = self._new_request(
-            prompt,
-            sampling_params,
-            streaming=True,
-            deadline_seconds=deadline_seconds,
-            engine=engine,
-            tenant=tenant,
-        )
-        reader = None if self._is_home() else _running_loop()
+        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=True, **options))
+        reader = running_loop() if self._other_loop() is not None else None
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
         return request.stream
 
     def abort_request(self, request_id: int) -> None:
         """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
-        self._at_home(lambda: self._abort(request_id))
 
-    def _abort(self, request_id: int) -> None:
-        request = self._by_id.get(request_id)
-        if request is None:
-            return
-        self._forget(request)
-        self._link.send(Abort(request.uid).to_frames())
-        self._end(request)
+        def abort() -> None:
+            request = self._by_id.get(request_id)
+            if request is not None:
+                self._forget(request)
+                self._link.send(Abort(request.uid).to_frames())
+                request.end()
 
-    def _new_request(self, prompt: str | Sequence[int], params: SamplingParams, **options: Any) -> PendingRequest:
-        request = PendingRequest.make(prompt, params, **options)
+        self._at_home(abort)
+
+    def _new_request(self, request: PendingRequest) -> PendingRequest:
         with self._ids:
             request.request_id = self.next_request_id
             self.next_request_id += 1
         return request
 
     def _submit(self, request: PendingRequest) -> None:
+        if request.is_done:  # cancelled before it was submitted
+            return
         if request.future is not None:
-            if request.future.done():  # cancelled before it was submitted
-                return
             self.completion_futures[request.request_id] = request.future
         if request.stream is not None:
-            if request.stream.finished:
-                return
             self.streams[request.request_id] = request.stream
         self._open[request.uid] = request
         self._by_id[request.request_id] = request
@@ -268,22 +257,17 @@ class InferenceClient:
             message = f"the request takes {request.size} bytes: at most {self._max_message_bytes}"
             self._reject(request, rejection(ErrorCode.TOO_LARGE, message))
         else:
-            self._watch_deadline(request)
+            if request.deadline is not None:
+                seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
+                request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
             self._link.send(request.submit().to_frames())
 
-    def _watch_deadline(self, request: PendingRequest) -> None:
-        """Fail the request some time after its deadline, in case there is no coordinator to do so."""
-        if request.deadline is None:
-            return
-        seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
-        message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
-
-        def expire() -> None:
-            if request.uid in self._open:
-                self._link.send(Abort(request.uid).to_frames())
-                self._reject(request, rejection(ErrorCode.DEADLINE, message))
-
-        request.timer = asyncio.get_running_loop().call_later(seconds, expire)
+    def _expire(self, request: PendingRequest) -> None:
+        """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
+        if request.uid in self._open:
+            self._link.send(Abort(request.uid).to_frames())
+            message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
+            self._reject(request, rejection(ErrorCode.DEADLINE, message))
 
     def _forget(self, request: PendingRequest) -> None:
         if request.timer is not None:
@@ -293,19 +277,9 @@ class InferenceClient:
         self.completion_futures.pop(request.request_id, None)
         self.streams.pop(request.request_id, None)
 
-    def _end(self, request: PendingRequest) -> None:
-        """End a request without an answer and without an error."""
-        if request.future is not None:
-            _on_loop_of(request.future, request.future.cancel)
-        if request.stream is not None:
-            request.stream.finish()
-
     def _reject(self, request: PendingRequest, error: Exception) -> None:
         self._forget(request)
-        if request.future is not None:
-            _settle(request.future, error=error)
-        if request.stream is not None:
-            request.stream.finish(error)
+        request.fail(error)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -320,23 +294,20 @@ class InferenceClient:
     def _on_message(self, message: Message) -> None:
         match message:
             case Partial():
-                self._on_partial(message)
+                for request, frame in partial_frames(message, self._open.get):
+                    if frame is None:
+                        self.stale_partials += 1
+                    elif request.stream is not None:
+                        request.stream.put({"partial": frame})
             case Final():
                 self._on_final(message)
             case Error(uid=bytes() as uid):
-                request = self._open.get(uid)
-                if request is not None:
-                    self._reject(request, rejection(message.code, message.message, message.retry_after_seconds))
+                rejected = self._open.get(uid)
+                if rejected is not None:
+                    self._reject(rejected, rejection(message.code, message.message, message.retry_after_seconds))
             case _:
                 if not self._calls.handle(message) and isinstance(message, Error):
                     logger.warning("the coordinator rejected a message: %s %s", message.code.name, message.message)
-
-    def _on_partial(self, message: Partial) -> None:
-        for request, frame in partial_frames(message, self._open.get):
-            if frame is None:
-                self.stale_partials += 1
-            elif request.stream is not None:
-                request.stream.put({"partial": frame})
 
     def _on_final(self, message: Final) -> None:
         request = self._open.get(message.uid)
@@ -344,25 +315,19 @@ class InferenceClient:
             return
         try:
             reply = request.reply(message)
-            result = self._result(reply) if request.stream is None else reply
+            result: Any = reply
+            if self._deserialize is not False and request.stream is None:
+                result = DynamicInferenceRequestRecord.from_reply(reply)
+                if self._deserialize:
+                    result = result.merge()
         except (MalformedMessageError, ValueError, TypeError, KeyError) as error:
             logger.exception("the answer to request %d cannot be read", request.request_id)
             self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
             return
         self._forget(request)
-        if request.future is not None:
-            _settle(request.future, result=result)
-        if request.stream is not None:
-            request.stream.put({"final": reply})
-            request.stream.finish()
+        request.complete(result)
 
-    def _result(self, reply: dict[str, Any]) -> Any:
-        if self._deserialize is False:
-            return reply
-        record = DynamicInferenceRequestRecord.from_reply(reply)
-        return record.merge() if self._deserialize else record
-
-    # --- verbs ----------------------------------------------------------------------------------------------------
+    # --- control signals --------------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
         """End the coordinator. Only a coordinator with one port accepts this."""
@@ -372,11 +337,11 @@ class InferenceClient:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
 
     def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Freeze generation. The future gives the confirmed answer when every engine has paused.
+        """Pause generation. The future gives the coordinator's acknowledgement when every engine has paused.
 
-        All verbs take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
-        verb; the caller may ignore the future, which raises ControlRefusedError or CoordinatorUnreachableError.
-        A coordinator with three ports accepts verbs on its admin port only: see ControlLink.
+        All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
+        signal; the caller may ignore the future, which raises ControlRefusedError or CoordinatorUnreachableError.
+        A coordinator with three ports accepts signals on its admin port only: see ControlLink.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
@@ -385,30 +350,30 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Release memory. Legal when paused."""
+        """Release memory. Allowed when paused."""
         return self._send_signal_to_engines(Header.SUSPEND, **options)
 
     def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Reallocate memory. The engines are paused then."""
+        """Reallocate memory. Afterwards the engines are paused."""
         return self._send_signal_to_engines(Header.RESUME, **options)
 
     def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """End the engines; open requests fail. Legal when paused or suspended."""
+        """Stop the engines; open requests fail. Allowed when paused or suspended."""
         return self._send_signal_to_engines(Header.STOP, **options)
 
     def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
-        """Label the tokens sampled from now on with `epoch`."""
+        """Label tokens that are sampled from now on with `epoch`."""
         return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
 
     def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
-        """Switch to the weights at `source`, a model reference that every engine can read, labelled `epoch`.
+        """Switch to the weights at `source`, a model reference that every engine can read, and label them `epoch`.
 
-        Confirmed when every engine has verified and loaded them. The cache of requests in flight is recomputed.
+        Acknowledged when every engine has verified and loaded them. The KV of requests in flight is computed again.
         """
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
-        """Dispatch no more requests to `engine` (None: to all). Confirmed when it has none in flight."""
+        """Stop dispatching to `engine` (None: to all). Acknowledged when it has no request in flight."""
         return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
 
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
@@ -416,7 +381,7 @@ class InferenceClient:
 
         Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
         --capture-range-end=repeat` (by default the end of a range also ends the engine). Without a profiler nothing is
-        recorded. Fails with ENGINE_FAILED if an engine has no GPU; the text names it, and it keeps serving.
+        recorded. Fails with ENGINE_FAILED if an engine has no GPU; the message names the engine, which keeps serving.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 
@@ -432,44 +397,13 @@ class InferenceClient:
         return self._call(lambda: self._calls.control(control))
 
     def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
-        if self._is_home() or self._loop is None:
+        loop = self._other_loop()
+        if loop is None:
             return send()
 
         async def answered() -> T:
             return await send()
 
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._loop))
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
-
-
-# --- futures that are created on one event loop and settled from another, which may run in another thread -------------
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _settle(future: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
-    """Set the result or the error of `future`, on its own loop. A future that is done is left unchanged."""
-
-    def act() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    _on_loop_of(future, act)
-
-
-def _on_loop_of(future: asyncio.Future[Any], action: Callable[[], object]) -> None:
-    loop = future.get_loop()
-    if loop is not _running_loop() and loop.is_running():
-        loop.call_soon_threadsafe(action)
-    elif not loop.is_closed():  # a closed loop has no task that awaits the future
-        action()

@@ -1,4 +1,4 @@
-"""Requests without a final answer, as their client keeps them. No torch."""
+"""Open requests of a client, from submission to the final answer. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 
 PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
-"""Details of each token in a partial, with their names in the reply."""
+"""Names of per-token details in a partial, and in the reply."""
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 _REPLY_DEFAULTS: dict[str, Any] = {
@@ -59,9 +59,10 @@ _REPLY_DEFAULTS: dict[str, Any] = {
 class PendingRequest:
     """One request, from its submission to its final answer.
 
-    generated: tokens from partials. A restarted coordinator gets them, and no later answer may contradict them.
-    details:   details of these tokens. An engine that takes the request over does not have them.
+    generated: tokens from partials. They are sent to a restarted coordinator, and no later answer may contradict them.
+    details:   details of these tokens, which an engine that continues the request does not have.
     submitted, deadline: on the clock of time.perf_counter().
+    future, stream: receives the answer; both may belong to the event loop of another thread.
     """
 
     request_id: int
@@ -85,20 +86,19 @@ class PendingRequest:
         params: SamplingParams,
         *,
         streaming: bool,
-        deadline_seconds: float | None,
+        deadline_seconds: float | None = None,
         engine: str = "",
         tenant: str = "",
     ) -> Self:
-        """Return a request with number 0 and a random uid, submitted now. Without a seed in `params` it is random."""
+        """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none."""
         now = time.perf_counter()
-        text = isinstance(prompt, str)
         return cls(
             request_id=0,
             uid=secrets.token_bytes(limits.UID_BYTES),
             meta=RequestMeta(
                 streaming=streaming,
                 seed=params.seed if params.seed is not None else secrets.randbits(64),
-                text=text,
+                text=isinstance(prompt, str),
                 priority=params.priority,
                 cache_salt=params.cache_salt or "",
                 engine=engine,
@@ -120,6 +120,46 @@ class PendingRequest:
     def size(self) -> int:
         return len(self.prompt) + len(self.params) + len(self.generated)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the caller has cancelled the future or closed the stream."""
+        return self.future.done() if self.future is not None else self.stream is not None and self.stream.finished
+
+    def complete(self, result: Any) -> None:
+        """Deliver the final answer."""
+        if self.stream is not None:
+            self.stream.put({"final": result})
+            self.stream.finish()
+        self._settle(lambda future: future.set_result(result))
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error instead of the answer."""
+        if self.stream is not None:
+            self.stream.finish(error)
+        self._settle(lambda future: future.set_exception(error))
+
+    def end(self) -> None:
+        """End the request without an answer and without an error."""
+        if self.stream is not None:
+            self.stream.finish()
+        self._settle(lambda future: future.cancel())
+
+    def _settle(self, action: Callable[[asyncio.Future[Any]], object]) -> None:
+        """Run `action` on the future's own loop, unless the future is done by then."""
+        future = self.future
+        if future is None:
+            return
+
+        def act() -> None:
+            if not future.done():
+                action(future)
+
+        loop = future.get_loop()
+        if loop is not running_loop() and loop.is_running():
+            loop.call_soon_threadsafe(act)
+        elif not loop.is_closed():  # a closed loop has no task that awaits the future
+            act()
+
     def submit(self) -> Submit:
         """Return the SUBMIT to send now, with the time left and the tokens held."""
         meta = self.meta
@@ -128,10 +168,10 @@ class PendingRequest:
         return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
-        """Return the stream's frame of the new tokens in `tokens`, which begin at number `offset`; None without any.
+        """Return the stream's frame of the new tokens in `tokens`, whose first is number `offset`; None if none is new.
 
-        Tokens between those held and a higher offset were lost with a connection. The coordinator sends them again when
-        it gets the SUBMIT that follows each renewed registration.
+        If `offset` is beyond the held tokens, a connection was lost with those in between. The coordinator sends them
+        again after the SUBMIT that follows each registration.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -140,17 +180,17 @@ class PendingRequest:
         self.generated += new
         frame: dict[str, Any] = {"request_id": self.request_id, "new_tokens": tokens_from_bytes(new).tolist()}
         if isinstance(details, dict):
-            self._take_details(frame, details, known)
+            self._add_details(frame, details, known)
         return frame
 
-    def _take_details(self, frame: dict[str, Any], details: dict[str, Any], known: int) -> None:
+    def _add_details(self, frame: dict[str, Any], details: dict[str, Any], known: int) -> None:
         before = self.held - len(frame["new_tokens"])
         for name in PER_TOKEN_DETAILS:
             values = details.get(name)
             if isinstance(values, list):
                 frame[f"new_{name}"] = values[known:]
                 held = self.details.setdefault(name, [])
-                if len(held) == before:  # a catch-up without details leaves a gap
+                if len(held) == before:  # tokens that were sent again without details leave a gap
                     held.extend(values[known:])
         for name in PROMPT_DETAILS:
             if name in details and name not in self.details:
@@ -175,7 +215,7 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Prepend the details from partials before a failover to those of the last engine.
+        """Prepend the details that partials brought before a failover to those of the last engine.
 
         If some are missing, `log_probs_from` stays: the number of the token at which the lists begin.
         """
@@ -193,7 +233,7 @@ class PendingRequest:
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
-    """Yield each request that `find` returns for a uid, with the frame of its new tokens; None if there are none."""
+    """Yield the requests of a PARTIAL that `find` knows by uid, each with the frame of its new tokens or None."""
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
     except MalformedMessageError as error:
@@ -207,3 +247,11 @@ def partial_frames(
         if request is not None:
             own = details.get(entry.uid) if isinstance(details, dict) else None
             yield request, request.take_partial(entry.offset, tokens, own)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the running event loop of this thread, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,4 +1,4 @@
-"""Errors that a client raises if the coordinator rejects or fails a request; one class for each reason."""
+"""Errors of requests that the coordinator rejects or fails, one class for each reason."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 it ends engines, 503 unavailable, 504
-          deadline exceeded.
-    is_transient: the same request may succeed later.
+    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 the request ends engines, 503 unavailable,
+          504 deadline exceeded.
+    is_transient: whether the same request may succeed later.
     """
 
     is_transient = True
@@ -27,7 +27,7 @@ class InvalidRequestError(RequestRejectedError):
 
 
 class ModelChangedError(RequestRejectedError):
-    """The engines run another model than the one that the request was made for."""
+    """The engines run another model than the request names."""
 
 
 class RequestTooLargeError(RequestRejectedError):
@@ -35,11 +35,11 @@ class RequestTooLargeError(RequestRejectedError):
 
 
 class QueueFullError(RequestRejectedError):
-    """Too many requests wait. `retry_after_seconds` says when to retry."""
+    """Too many requests wait. Retry after `retry_after_seconds`."""
 
 
 class UnavailableError(RequestRejectedError):
-    """The engines are paused with Reject or stopped, or this client was stopped."""
+    """The engines are stopped or paused with policy Reject, or this client was stopped."""
 
 
 class DeadlineExceededError(RequestRejectedError, TimeoutError):
@@ -47,7 +47,7 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
 
 
 class EngineFailedError(RequestRejectedError):
-    """The request ends the engines that run it, or its answer cannot be read. The text has its uid."""
+    """The request ends the engines that run it, or its answer cannot be read. The message has its uid."""
 
     is_transient = False
 

@@ -1,4 +1,4 @@
-"""Megatron-Core name: `DynamicInferenceContext`, with the overflow errors that a request may meet."""
+"""Megatron-Core name: `DynamicInferenceContext`, with the overflow errors of requests."""
 
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.requests.errors import (

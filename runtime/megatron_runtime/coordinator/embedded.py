@@ -19,8 +19,7 @@ from megatron_runtime.coordinator.core.settings import (
     RoutingPolicy,
     Timing,
 )
-from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.coordinator.transport import Sent
+from megatron_runtime.coordinator.service import Coordinator, Sent
 from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -34,7 +33,7 @@ class ReadyEvent(Protocol):
 
 
 class DataParallelInferenceCoordinator:
-    """Binds, sends its address down `pipe_connection`, waits for `data_parallel_size` engines; start() then serves.
+    """Binds, sends its address into `pipe_connection`, and waits for `data_parallel_size` engines. start() serves.
 
     It listens on the loopback interface only: connections are not authenticated.
 
@@ -105,14 +104,10 @@ class DataParallelInferenceCoordinator:
 
     def stop(self) -> None:
         """Close everything. Idempotent."""
-        if not self._coordinator.ended.is_set() or self._coordinator.transport.addresses:
-            self._runner.run(self._stop())
+        if self._coordinator.transport.addresses:
+            self._runner.run(self._coordinator.close())
             self._coordinator.transport.addresses = {}
         self._runner.close()
-
-    async def _stop(self) -> None:
-        self._coordinator.stop()
-        await self._coordinator.transport.closed()
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -151,7 +146,7 @@ class DataParallelInferenceCoordinator:
     # --- routing ------------------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> bytes:
-        """The identity of the next engine in turn."""
+        """The identity of the next engine in rotation."""
         return self._core.router.next_in_turn(self._candidates()).peer[1]
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
@@ -184,20 +179,20 @@ class DataParallelInferenceCoordinator:
         raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
 
     def _remove_engine(self, identity: bytes) -> None:
-        """Take an engine out of the pool; its requests go elsewhere."""
+        """Remove an engine; its requests go to others."""
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
-        """Send one frame to an engine. False when it cannot be reached; it is removed then."""
+        """Send one frame to an engine. False if it is not accepted; an engine without a connection is removed."""
         engine = self._engine(identity)
         sent = self._coordinator.transport.send(engine.peer, [payload])
-        self._coordinator.transport.flush()
+        self.router_socket.flush()
         if sent is Sent.GONE:
             self._coordinator.remove_engine(engine, "its connection is gone")
         return sent is Sent.OK
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
-        """Put the text of `generated_tokens` into the map, as `generated_text`."""
+        """Set `generated_text` in the map to the text of `generated_tokens`."""
         finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
 
     @classmethod
@@ -214,8 +209,8 @@ class DataParallelInferenceCoordinator:
         prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
         schedule_output_path: str | None = None,
     ) -> None:
-        """Run a coordinator in this process. The address goes down the pipe before engines connect; `ready_event` is
-        set after `data_parallel_size` of them did.
+        """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
+        `ready_event` after `data_parallel_size` of them have registered.
         """
         coordinator = cls(
             pipe_connection,

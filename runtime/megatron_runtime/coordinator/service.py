@@ -1,4 +1,4 @@
-"""The coordinator as a service: sockets, timers, keys, metrics and the entry point around the core.
+"""The coordinator as a service: ROUTER ports, timers, keys, metrics and the entry point around the core.
 
 Everything runs on one event loop; no handler blocks or awaits.
 """
@@ -15,19 +15,25 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from enum import Enum, auto
+from typing import TypeAlias
 
 import uvloop
 
-from megatron_runtime.coordinator.core.context import COORDINATOR, PeerId
+from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore, Tokenizer
 from megatron_runtime.coordinator.core.membership import Access
-from megatron_runtime.coordinator.core.records import Engine
+from megatron_runtime.coordinator.core.records import Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.scheduler_hints import request_short_slices
-from megatron_runtime.coordinator.transport import Sent, Transport
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.protocol.messages import Frames
+from megatron_runtime.protocol.messages import Frames, KeyReport
+from megatron_runtime.transport.security import Gatekeeper
+from megatron_runtime.transport.zmtp.connection import Connection
+from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
+from megatron_runtime.transport.zmtp.router import Router
 
 __all__ = ["Coordinator", "Tokenizer", "run", "serve"]
 
@@ -36,8 +42,147 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 5.0
 """After SIGTERM, the time for open requests to end. Clients submit the rest again to the next coordinator."""
 
-OnBound = Callable[[dict[Role, str]], None]
-_OK, _GONE = Sent.OK, Sent.GONE  # see core/registries.py
+OnBound: TypeAlias = Callable[[dict[Role, str]], None]
+OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
+OnGone: TypeAlias = Callable[[PeerId, bool], None]
+"""Called with the peer of a connection that ended, and whether the peer's side ended it."""
+
+_CLIENT_SEND_BYTES = 4 << 20
+_ENGINE_SEND_BYTES = 64 << 20
+"""Limit of the unsent bytes of an engine that reads too slowly. Until it has read them, it gets no work."""
+
+
+class Sent(Enum):
+    OK = auto()
+    FULL = auto()
+    """The peer reads too slowly; nothing was sent."""
+    GONE = auto()
+    """There is no such connection any more."""
+
+
+_OK, _GONE = Sent.OK, Sent.GONE  # see core/context.py
+
+
+class BindError(OSError):
+    """A port could not be bound. Names the address and the remedy."""
+
+
+class Transport(Access):
+    """The sockets of one coordinator.
+
+    addresses:  after start(), the bound address of each role.
+    gatekeeper: checks keys; None without encryption.
+    on_gone:    called with each peer whose connection ended, and whether its side ended it. The peer's system does when
+                the process ends. This side ends a connection without heartbeats or with a protocol violation.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:
+        self.addresses: dict[Role, str] = {}
+        self.gatekeeper = Gatekeeper(settings.keys_dir) if settings.keys_dir is not None else None
+        self._own_keys = self.gatekeeper.keys.own if self.gatekeeper is not None else None
+        self._settings = settings
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._routers: dict[int, Router] = {}
+        self._connections: dict[PeerId, Connection] = {}
+
+    @property
+    def handler_errors(self) -> int:
+        return sum(router.handler_errors for router in self._routers.values())
+
+    def start(self) -> None:
+        """Bind. Raises BindError."""
+        settings = self._settings
+        if settings.single_port:
+            self.addresses = dict.fromkeys(Role, self._bind(SHARED_PORT, settings.client_port))
+            return
+        ports = {Role.CLIENT: settings.client_port, Role.ENGINE: settings.engine_port, Role.ADMIN: settings.admin_port}
+        for role, port in ports.items():
+            self.addresses[role] = self._bind(int(role), port)
+
+    def stop(self) -> None:
+        """Stop listening. Idempotent. Sent messages leave while closed() is awaited."""
+        for router in self._routers.values():
+            router.close()
+
+    async def closed(self) -> None:
+        """Return when all messages sent before stop() have left, after a second at most."""
+        await asyncio.gather(*(router.closed() for router in self._routers.values()))
+
+    def router(self, port: int) -> Router:
+        return self._routers[port]
+
+    def send(self, peer: PeerId, frames: Frames) -> Sent:
+        connection = self._connections.get(peer)
+        if connection is None:
+            return Sent.GONE
+        return _OK if connection.send(frames) else Sent.FULL
+
+    def cut(self, peer: PeerId) -> None:
+        """End a connection: nothing from it arrives and nothing reaches it any more."""
+        self._routers[peer[0]].cut(peer)
+
+    # --- access -------------------------------------------------------------------------------------------------
+
+    def key_of(self, peer: PeerId) -> bytes:
+        connection = self._connections.get(peer)
+        return connection.key if connection is not None else b""
+
+    def admits(self, peer: PeerId, key: bytes) -> bool:
+        return self.gatekeeper is None or self.gatekeeper.admits(_key_role(peer[0]), key)
+
+    def report(self, connected: Iterable[bytes]) -> KeyReport | None:
+        if self.gatekeeper is None or self._own_keys is None:
+            return None
+        admitted = {key for keys in self.gatekeeper.keys.allowed.values() for key in keys}
+        return KeyReport(
+            server=self._own_keys.public.decode(),
+            admitted=sorted(key.decode() for key in admitted),
+            connected=sorted(key.decode() for key in connected),
+        )
+
+    def rejected(self) -> int:
+        return self.gatekeeper.rejected if self.gatekeeper is not None else 0
+
+    # --- ports --------------------------------------------------------------------------------------------------
+
+    def _bind(self, port: int, number: int) -> str:
+        settings = self._settings
+        router = Router(
+            port,
+            connections=self._connections,
+            handshake=self._handshakes(_key_role(port)),
+            on_message=self._on_message,
+            on_gone=self._on_gone,
+            on_rejected=self.gatekeeper.reject if self.gatekeeper is not None else lambda: None,
+            max_message_bytes=(
+                limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
+            ),
+            send_buffer_bytes=_ENGINE_SEND_BYTES if port == Role.ENGINE else _CLIENT_SEND_BYTES,
+            check_seconds=settings.timing.connection_check,
+        )
+        try:
+            address = router.bind(settings.listen, number)
+        except OSError as error:
+            where = f"tcp://{settings.listen}:{number or '*'}"
+            reason = error.strerror or error
+            raise BindError(error.errno, f"cannot bind {where} ({reason}): choose another port") from error
+        self._routers[port] = router
+        return address
+
+    def _handshakes(self, role: Role) -> Callable[[bytes], Handshake]:
+        gatekeeper = self.gatekeeper
+        if gatekeeper is None:
+            return NullHandshake
+        from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
+
+        server = CurveServer.from_z85(gatekeeper.keys.own.secret, lambda key: gatekeeper.admits(role, key))
+        return lambda properties: CurveHandshake(server, properties)
+
+
+def _key_role(port: int) -> Role:
+    """The role whose keys open a port; the shared port takes those of clients."""
+    return Role.CLIENT if port == SHARED_PORT else Role(port)
 
 
 class Coordinator:
@@ -52,7 +197,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self.ended = asyncio.Event()
-        self.transport = transport = Transport(settings, self._received, self._gone)
+        self.transport = Transport(settings, self._received, self._gone)
         self._loop = asyncio.get_running_loop()
         self._on_bound = on_bound
         self.core = CoordinatorCore(
@@ -60,12 +205,7 @@ class Coordinator:
             now=self._loop.time(),
             randbits=random.SystemRandom().getrandbits,
             tokenizer=tokenizer,
-            access=Access(
-                key_of=transport.sender_key,
-                admits=transport.admits,
-                report=transport.key_report,
-                rejected=lambda: transport.gatekeeper.refused if transport.gatekeeper is not None else 0,
-            ),
+            access=self.transport,
         )
         self._context = self.core.context
         self._time = self._loop.time
@@ -82,13 +222,13 @@ class Coordinator:
         self._set_wall_time()
         self.core.start(self._time())
         self._perform()
-        if self.settings.keys_dir is not None:
-            self._schedule_key_check()
+        if self.transport.gatekeeper is not None:
+            self._schedule_key_check(self.transport.gatekeeper)
         if self._on_bound is not None:
             self._on_bound(self.transport.addresses)
 
     def stop(self) -> None:
-        """End at once. Clients submit open requests again to the next coordinator. Idempotent."""
+        """Close all connections and timers. Clients submit open requests again to the next coordinator. Idempotent."""
         self.ended.set()
         self._armed = -math.inf
         for timer in (self._timer, self._key_timer):
@@ -98,8 +238,13 @@ class Coordinator:
         if self.settings.schedule_output_path is not None:
             self.core.router.write_decisions(self.settings.schedule_output_path)
 
+    async def close(self) -> None:
+        """stop(), and wait until the sent messages have left."""
+        self.stop()
+        await self.transport.closed()
+
     async def drain(self, *, seconds: float) -> None:
-        """Return when no request is open, or when the time is up."""
+        """Return when no request is open, or after `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
 
@@ -114,7 +259,7 @@ class Coordinator:
             await future
 
     def remove_engine(self, engine: Engine, reason: str) -> None:
-        """Take an engine out of the pool; its requests go elsewhere."""
+        """Remove an engine; its requests go to others."""
         self.core.remove_engine(self._time(), engine, reason)
         self._perform()
 
@@ -136,14 +281,14 @@ class Coordinator:
         if effects := context.effects:
             context.effects = []
             send = self.transport.send
-            refused: list[tuple[PeerId, Frames, bool]] = []
+            rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
                 if frames is None:
                     self._close(peer)
                 elif (sent := send(peer, frames)) is not _OK:
-                    refused.append((peer, frames, sent is _GONE))
-            if refused:
-                self.core.not_sent(refused, Counter(peer for peer, _ in effects))
+                    rejected.append((peer, frames, sent is _GONE))
+            if rejected:
+                self.core.not_sent(rejected, Counter(peer for peer, _ in effects))
                 self._perform()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
@@ -185,12 +330,12 @@ class Coordinator:
     def _set_wall_time(self) -> None:
         self.core.context.wall_offset = time.time() - self._time()
 
-    def _schedule_key_check(self) -> None:
-        self._key_timer = self._loop.call_later(self.settings.timing.key_check, self._check_keys)
+    def _schedule_key_check(self, gatekeeper: Gatekeeper) -> None:
+        self._key_timer = self._loop.call_later(self.settings.timing.key_check, self._check_keys, gatekeeper)
 
-    def _check_keys(self) -> None:
-        self._schedule_key_check()
-        if self.transport.keys_changed():
+    def _check_keys(self, gatekeeper: Gatekeeper) -> None:
+        self._schedule_key_check(gatekeeper)
+        if gatekeeper.changed():
             self.core.keys_changed(self._time())
             self._perform()
 
@@ -221,7 +366,7 @@ async def serve(
         logger.info("%s port: %s", role.name.lower(), address)
     stop_health: Callable[[], Awaitable[None]] | None = None
     try:
-        # Peers have their addresses by now; the following would have kept them waiting.
+        # The sockets are bound by now: peers need not wait for what follows.
         if settings.health_port is not None:
             stop_health = await _start_health(settings.health_port, coordinator)
         await asyncio.to_thread(importlib.import_module, "megatron_runtime.requests.hashing")
@@ -236,14 +381,13 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        coordinator.stop()
-        await coordinator.transport.closed()
+        await coordinator.close()
         if stop_health is not None:
             await stop_health()
 
 
 async def _start_health(port: int, coordinator: Coordinator) -> Callable[[], Awaitable[None]]:
-    """Serve probes and metrics on `port`. Returns what ends them."""
+    """Serve probes and metrics on `port`. Returns the function that stops the server."""
     from prometheus_client import CollectorRegistry
 
     from megatron_runtime.coordinator.metrics import CoordinatorMetrics

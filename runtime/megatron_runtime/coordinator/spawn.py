@@ -14,16 +14,19 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from pydantic import TypeAdapter
+
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.service import run
 from megatron_runtime.protocol.headers import Role
 
 STARTUP_SECONDS = 30.0
 STOP_SECONDS = 10.0
+
+_SETTINGS = TypeAdapter(CoordinatorSettings)
 
 
 class CoordinatorStartError(RuntimeError):
@@ -53,7 +56,7 @@ class CoordinatorProcess:
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
-    """Start a coordinator and wait until its sockets are bound. It ends when this process ends, in whichever way.
+    """Start a coordinator and wait until its sockets are bound. It ends when this process ends or is killed.
 
     Raises CoordinatorStartError if it does not start; the cause is on its standard error.
     """
@@ -65,7 +68,7 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(json.dumps(_to_json(settings)).encode() + b"\n")
+        process.stdin.write(_SETTINGS.dump_json(settings) + b"\n")
         process.stdin.flush()
         line = _read_line(process.stdout, seconds=startup_seconds)
         addresses = {Role(int(role)): address for role, address in json.loads(line).items()}
@@ -108,23 +111,10 @@ def _read_line(stream: Any, *, seconds: float) -> bytes:
     return line
 
 
-def _to_json(settings: CoordinatorSettings) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-
-
-def _from_json(values: dict[str, Any]) -> CoordinatorSettings:
-    for name in ("keys_dir", "schedule_output_path"):
-        if values[name] is not None:
-            values[name] = Path(values[name])
-    values["routing_policy"] = RoutingPolicy(values["routing_policy"])
-    values["timing"] = Timing(**values["timing"])
-    return CoordinatorSettings(**values)
-
-
 def main() -> None:
     """The child."""
     parent = int(sys.argv[1])
-    settings = _from_json(json.loads(sys.stdin.buffer.readline()))
+    settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())
     # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator ends.
     os.setsid()
 

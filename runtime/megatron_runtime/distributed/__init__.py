@@ -1,1 +1,1 @@
-"""One engine over many ranks: who holds what, what they tell each other, and what happens when one is lost."""
+"""Engines of many ranks: shards, rendezvous, collectives, and detection of lost or stalled ranks."""

@@ -1,10 +1,10 @@
-"""Failures of an engine of many ranks: each names a rank and a cause. No torch."""
+"""Failures of an engine of many ranks. Each names a rank and a cause. No torch."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """Something failed on one rank.
+    """One rank failed.
 
     rank:   its number, also in the message.
     reason: the machine-readable cause in the termination message.
@@ -21,13 +21,13 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank is gone or makes no progress: its engine ends and is started again with all ranks.
+    """A rank ended or is stalled: its engine ends and is started again with all ranks.
 
-    by_silence: neither its process nor its step is known to have failed; its node or the network may be lost.
+    by_silence: neither its process nor its step is known to have failed: its node or the network may be lost.
     """
 
     reason = "RankLost"
-    remedy = "the engine starts again with all its ranks; see why this rank ended in its container's last log"
+    remedy = "the engine starts again with all its ranks; the previous log of this rank's container has the cause"
 
     def __init__(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
         super().__init__(rank, cause)
@@ -35,7 +35,7 @@ class RankLostError(RankError):
 
 
 class RendezvousError(RankError):
-    """The ranks of an engine do not find each other."""
+    """The ranks of an engine cannot reach each other."""
 
     reason = "RendezvousFailed"
-    remedy = "check that all pods of the engine run, and that their network lets them talk to each other on every port"
+    remedy = "check that all pods of the engine run, and that they can reach each other on every port"

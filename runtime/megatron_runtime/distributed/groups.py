@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,43 +17,39 @@ from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.distributed.watch import StepProgress
 
 
-class Collectives(Protocol):
-    """What the ranks of one model exchange in a forward pass. The implementation here is that of a single rank.
+class Collectives:
+    """The exchanges between the ranks of one model in a forward pass. This base class is that of a single rank.
 
     Every rank of a group calls the methods in the same order. A result may be the argument, changed in place.
     """
 
     def begin_layer(self, number: int) -> None:
-        """The model's layer `number` begins. Marks the progress of this rank."""
+        """Record that this rank begins the model's layer `number`."""
         return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The sum over the tensor ranks: after the attention's output, the down projection and the embedding."""
+        """Return the sum over the tensor ranks, of the attention's output, down projection and embedding."""
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """logits_NV of all tensor ranks' parts of the vocabulary."""
+        """Return logits_NV of all tensor ranks' parts of the vocabulary."""
         return logits_NW
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """x_AD, the tokens of all expert ranks: before the routed experts."""
+        """Return x_AD, the tokens of all expert ranks, before the routed experts."""
         return x_TD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """y_TD, this rank's tokens summed over the expert ranks: after the routed experts."""
+        """Return y_TD, this rank's tokens summed over the expert ranks, after the routed experts."""
         return y_AD
 
 
-class OneRank(Collectives):
-    """A single rank: every method returns its argument."""
-
-
 class GroupError(RuntimeError):
-    """A collective failed: another rank is gone, or the network between them."""
+    """A collective failed: another rank ended, or the network between them failed."""
 
 
-class Groups:
-    """Implements Collectives, and sends hidden states from one pipeline stage to the next.
+class Groups(Collectives):
+    """The process groups of this rank, which also send hidden states from one pipeline stage to the next.
 
     All ranks construct it at the same time: the constructor waits for the others.
 
@@ -65,7 +60,7 @@ class Groups:
     def __init__(
         self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: timedelta
     ) -> None:
-        self.shard: Shard = sizes.shard(rank)
+        self.shard = sizes.shard(rank)
         self.progress = StepProgress()
         self._tokens_of_experts: tuple[int, ...] = ()
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
@@ -80,23 +75,23 @@ class Groups:
             device_id=device if is_gpu else None,
         )
         shards = [sizes.shard(number) for number in range(sizes.world)]
-        self._timeout = timeout
-        self._tensor = self._own(shards, lambda one: (one.pipeline_rank, one.expert_rank))
-        self._expert = self._own(shards, lambda one: (one.pipeline_rank, one.tensor_rank))
-        self._pipeline = self._own(shards, lambda one: (one.expert_rank, one.tensor_rank))
 
-    def _own(self, shards: list[Shard], key: Callable[[Shard], tuple[int, int]]) -> dist.ProcessGroup | None:
-        """The group of the ranks with this rank's key; None where it is alone. All ranks make all groups, in order."""
-        mine = None
-        for each in sorted({key(one) for one in shards}):
-            ranks = [one.rank for one in shards if key(one) == each]
-            group = dist.new_group(ranks, timeout=self._timeout) if len(ranks) > 1 else None
-            if each == key(self.shard) and isinstance(group, dist.ProcessGroup):
-                mine = group
-        return mine
+        def group(key: Callable[[Shard], tuple[int, int]]) -> dist.ProcessGroup | None:
+            """Create the group of the ranks with each key. Return this rank's group; None if it has no other rank."""
+            own = None
+            for each in sorted({key(shard) for shard in shards}):
+                ranks = [shard.rank for shard in shards if key(shard) == each]
+                created = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+                if each == key(self.shard) and isinstance(created, dist.ProcessGroup):
+                    own = created
+            return own
+
+        self._tensor = group(lambda shard: (shard.pipeline_rank, shard.expert_rank))
+        self._expert = group(lambda shard: (shard.pipeline_rank, shard.tensor_rank))
+        self._pipeline = group(lambda shard: (shard.expert_rank, shard.tensor_rank))
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
-        """A forward pass with so many tokens on each expert rank begins. Every rank knows the counts from the plan."""
+        """Begin a forward pass with these numbers of tokens on the expert ranks, which each rank has from the plan."""
         self._tokens_of_experts = tokens_of_experts
         self.progress.reach("the input")
 
@@ -123,7 +118,7 @@ class Groups:
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        # A mark for each block of a prompt's log-probabilities, of which there may be many.
+        # Progress is recorded for each block of a prompt's log-probabilities: there may be many.
         self.progress.reach("logits")
         if self._tensor is None:
             return logits_NW
@@ -158,7 +153,7 @@ class Groups:
         return y_AD[start : start + self._tokens_of_experts[self.shard.expert_rank]]
 
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
-        """Start to send and return. `x_TD` must not change until flush()."""
+        """Start to send. `x_TD` must not change until flush()."""
         x_TD = x_TD.contiguous()
         with self._exchange():
             work = dist.isend(x_TD, self._neighbour(1), group=self._pipeline)

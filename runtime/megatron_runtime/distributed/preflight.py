@@ -3,7 +3,7 @@
 Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
 of data with every other pod on both. A pod that is reachable but takes no part passes: its image may still be pulled,
 or its ranks may run already. Silence fails: dropped packets, a lost host, or a name service that does not answer. One
-deadline bounds everything.
+deadline bounds the whole check.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
-"""Larger than a packet and than a small socket buffer, so that a wrong MTU is found."""
+"""Larger than a packet and than a small socket buffer, so that a wrong MTU is detected."""
 RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
-"""A peer that accepts a connection and is silent for so long is another program, such as the store of running ranks."""
+"""A peer that accepts a connection and sends nothing for this time is another program, such as the ranks' store."""
 NAMED = 4
-"""The most pairs that an error message names."""
+"""Limit of the pairs in an error message."""
 SILENT_SHARE = 0.3
 """A connection attempt that is open for this share of the timeout at the deadline counts as unanswered."""
 
@@ -41,10 +42,10 @@ class PreflightPlan:
 
 
 class PreflightError(RuntimeError):
-    """Two pods cannot reach each other. The message names both and what was observed."""
+    """Two pods cannot reach each other. The message names both and the cause."""
 
     reason = "RendezvousFailed"
-    remedy = "see that NetworkPolicies and firewalls let pods of the engine reach each other on every port"
+    remedy = "check that NetworkPolicies and firewalls let pods of the engine reach each other on every port"
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
@@ -60,146 +61,135 @@ class Outcome(StrEnum):
 
 
 async def preflight(plan: PreflightPlan) -> dict[str, Outcome]:
-    """Try to reach every other pod. Returns the outcomes by host name.
+    """Try to reach every other pod. Return the outcomes by host name.
 
     Raises:
         PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
         OSError: the port is taken.
     """
-    heard: set[int] = set()
-    changed = asyncio.Event()
     until = asyncio.get_running_loop().time() + plan.timeout_seconds
-    async with _listening(plan, heard, changed):
-        await _resolves_itself(plan, until)
-        others = [number for number in range(len(plan.names)) if number != plan.node]
-        async with asyncio.TaskGroup() as calls:
-            tasks = [calls.create_task(_reach(plan, number, until)) for number in others]
-        found = {number: task.result() for number, task in zip(others, tasks, strict=True)}
-        silent = [error for error in found.values() if not isinstance(error, Outcome)]
-        if silent:
-            raise PreflightError("; ".join(silent[:NAMED]), rank=plan.node)
-        outcomes = {number: outcome for number, outcome in found.items() if isinstance(outcome, Outcome)}
-        # Pods that take part need an answer of this one as well; if it does not come they report that themselves.
-        partners = {number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED}
+    others = [number for number in range(len(plan.names)) if number != plan.node]
+    called = {number: asyncio.Event() for number in others}
+    async with _listening(plan, called):
+        await _resolve_own_name(plan, until)
+        results = await asyncio.gather(*(_reach(plan, number, until) for number in others))
+        outcomes = {number: each for number, each in zip(others, results, strict=True) if isinstance(each, Outcome)}
+        if len(outcomes) < len(others):
+            errors = [each for each in results if not isinstance(each, Outcome)]
+            raise PreflightError("; ".join(errors[:NAMED]), rank=plan.node)
+        # Pods that take part need an answer of this one as well. If one receives none, it reports that itself.
+        partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while not partners <= heard:
-                    changed.clear()
-                    await changed.wait()
+                for number in partners:
+                    await called[number].wait()
     return {plan.names[number]: outcome for number, outcome in outcomes.items()}
 
 
 @contextlib.asynccontextmanager
-async def _listening(plan: PreflightPlan, heard: set[int], changed: asyncio.Event) -> AsyncIterator[None]:
-    async def data(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _listening(plan: PreflightPlan, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
+    """Answer on both ports. Set the event in `called` of each pod that has exchanged its data."""
+
+    async def on_second_port(reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await _answer(reader, writer)
         writer.close()
 
-    side = await asyncio.start_server(data, plan.listen, 0)
-    side_port: int = side.sockets[0].getsockname()[1]
-
-    async def control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
+    async def on_port(reader: StreamReader, writer: StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, KeyError, ValueError):
             if await reader.readexactly(len(MAGIC)) == MAGIC:
-                writer.write(MAGIC + f"{side_port:08}".encode())
+                writer.write(MAGIC + f"{second.sockets[0].getsockname()[1]:08}".encode())
                 await _answer(reader, writer)
-                number = int(await reader.readexactly(8))
-                heard.add(number)
-                changed.set()
+                called[int(await reader.readexactly(8))].set()
         writer.close()
 
-    main = await asyncio.start_server(control, plan.listen, plan.port, reuse_address=True)
+    second = await asyncio.start_server(on_second_port, plan.listen, 0)
+    first = await asyncio.start_server(on_port, plan.listen, plan.port, reuse_address=True)
     try:
         yield
     finally:
-        for server in (main, side):
+        for server in (first, second):
             server.close()
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _answer(reader: StreamReader, writer: StreamWriter) -> None:
     block = await reader.readexactly(BLOCK_BYTES)
     writer.write(hashlib.sha256(block).digest())
     await writer.drain()
 
 
-async def _resolves_itself(plan: PreflightPlan, until: float) -> None:
+async def _resolve_own_name(plan: PreflightPlan, until: float) -> None:
     """Wait until this pod's own name resolves. It has an address; another pod may not have one yet."""
     name, loop = plan.names[plan.node], asyncio.get_running_loop()
-    error: object = "no answer"
+    cause: object = "no answer"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             while True:
                 try:
                     await loop.getaddrinfo(name, plan.port, type=socket.SOCK_STREAM)
                     return
-                except OSError as failure:
-                    error = failure
+                except OSError as error:
+                    cause = error
                 await asyncio.sleep(RETRY_SECONDS)
     raise PreflightError(
-        f"{name} does not find its own name within {plan.timeout_seconds:g} s ({error}): the cluster's DNS does not "
-        "work for it, so no rank would find another",
+        f"{name} cannot resolve its own name within {plan.timeout_seconds:g} s ({cause}): the cluster's DNS does not "
+        "work for it, so no rank could find another",
         rank=plan.node,
     )
 
 
 async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | str:
-    """Connect until the pod answers. At the deadline the last completed attempt counts. A string names the error."""
+    """Connect until the pod answers. At the deadline the last completed attempt counts. Return an error as text."""
     loop, name = asyncio.get_running_loop(), plan.names[number]
-    seen: Outcome | None = None
-    what = ""
-    called: float | None = None
+    result: Outcome | str | None = None
+    connecting_since: float | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             while True:
                 try:
                     await loop.getaddrinfo(name, plan.port, type=socket.SOCK_STREAM)
-                    called = loop.time()
-                    await _exchange(plan, number)
+                    connecting_since = loop.time()
+                    await _exchange(plan, name)
                     return Outcome.ANSWERED
                 except socket.gaierror:
-                    seen = Outcome.ABSENT
+                    result = Outcome.ABSENT
                 except (ConnectionRefusedError, ConnectionResetError, asyncio.IncompleteReadError):
-                    seen = Outcome.REACHABLE
+                    result = Outcome.REACHABLE
                 except OSError as error:
-                    seen, what = None, str(error)
-                called = None
+                    result = str(error)
+                connecting_since = None
                 await asyncio.sleep(RETRY_SECONDS)
-    if called is not None and loop.time() - called > plan.timeout_seconds * SILENT_SHARE:
-        seen, what = None, "no answer"
-    if seen is None:
-        what = what or ("no answer" if called is not None else "the look-up of its name did not end")
-        return (
-            f"{plan.names[plan.node]} cannot reach {name} on port {plan.port}: {what} within {plan.timeout_seconds:g} s"
-        )
-    return seen
+    is_silent = connecting_since is not None and loop.time() - connecting_since > plan.timeout_seconds * SILENT_SHARE
+    if is_silent or (result is None and connecting_since is not None):
+        result = "no answer"
+    if isinstance(result, Outcome):
+        return result
+    cause = result or "the lookup of its name did not end"
+    own, seconds = plan.names[plan.node], plan.timeout_seconds
+    return f"{own} cannot reach {name} on port {plan.port}: {cause} within {seconds:g} s"
 
 
-async def _exchange(plan: PreflightPlan, number: int) -> None:
+async def _exchange(plan: PreflightPlan, host: str) -> None:
     """Send a block to both ports of another pod and check the digests that it returns."""
-    host, block = plan.names[number], os.urandom(BLOCK_BYTES)
+    block = os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, plan.port)
-    try:
+    with contextlib.closing(writer):
         writer.write(MAGIC)
         try:
             greeting = await asyncio.wait_for(reader.readexactly(len(MAGIC) + 8), GREETING_SECONDS)
         except TimeoutError as error:
-            raise ConnectionResetError(f"{host} takes calls on port {plan.port} and does not answer") from error
+            raise ConnectionResetError(f"{host} accepts connections on port {plan.port} and sends nothing") from error
         if not greeting.startswith(MAGIC):
-            raise ConnectionResetError(f"{host} speaks something else on port {plan.port}")
+            raise ConnectionResetError(f"{host} uses another protocol on port {plan.port}")
         await _send(reader, writer, block, host)
-        side_reader, side_writer = await asyncio.open_connection(host, int(greeting[len(MAGIC) :]))
-        try:
-            await _send(side_reader, side_writer, block, host)
-        finally:
-            side_writer.close()
+        second_reader, second_writer = await asyncio.open_connection(host, int(greeting[len(MAGIC) :]))
+        with contextlib.closing(second_writer):
+            await _send(second_reader, second_writer, block, host)
         writer.write(f"{plan.node:08}".encode())
         await writer.drain()
-    finally:
-        writer.close()
 
 
-async def _send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, block: bytes, host: str) -> None:
+async def _send(reader: StreamReader, writer: StreamWriter, block: bytes, host: str) -> None:
     writer.write(block)
     await writer.drain()
     if await reader.readexactly(hashlib.sha256().digest_size) != hashlib.sha256(block).digest():

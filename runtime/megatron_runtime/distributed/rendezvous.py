@@ -1,7 +1,7 @@
-"""How the ranks of an engine find each other: a store at rank 0's address, to which each rank writes its own address.
+"""The rendezvous of an engine's ranks: each writes its address to a store at rank 0's address.
 
-The store authenticates nothing. With keys, a rank's key from the store is accepted only if the mounted `engine.pub` has
-it; the rank's connection then proves that it holds the secret key.
+The store has no authentication. With keys, a rank's public key from the store is accepted only if the mounted
+`engine.pub` has it; the rank's connection then proves that it holds the secret key.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Between two looks at engine.pub while a rank's key is not in it: pods receive a rotated key at different times."""
+"""Time between two reads of engine.pub if it lacks a rank's key: pods receive a rotated key at different times."""
 SILENCE_SECONDS = 3.0
-"""ZeroMQ closes a connection without traffic for so long. Its I/O thread sends the heartbeats, whatever Python does."""
+"""ZeroMQ closes a connection after this time without traffic. Its I/O thread sends heartbeats without Python."""
 
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
-    """The store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
-    # Under torchrun the agent of the first node has opened the port already.
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
+    # Under torchrun, the agent of the first node has opened the store already.
+    is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
             identity.address,
             identity.port,
             world_size=None,
-            is_master=identity.rank == 0 and not is_agents,
+            is_master=identity.rank == 0 and not is_open,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
         )
@@ -57,8 +57,8 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 class Meeting:
     """The sockets of one rank, and the addresses of the others.
 
-    keys_dir: engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no encryption;
-              the socket listens on loopback only, unless the engine spans several machines.
+    keys_dir: folder of engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no
+              encryption. The socket listens on loopback only, unless the engine spans several hosts.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -83,9 +83,9 @@ class Meeting:
         store.set(_key(identity.rank), f"tcp://{own}:{port} {public}")
 
     def wait_for_all(self, *, until: float) -> None:
-        """Return when every rank of the engine has written its address, with a key that is accepted.
+        """Wait until every rank of the engine has written its address and an accepted key.
 
-        until: of time.monotonic(). Raises RendezvousError naming the rank that has not.
+        until: of time.monotonic(). Raises RendezvousError naming a rank that has not.
         """
         everyone = range(self._identity.world)
         try:
@@ -94,15 +94,15 @@ class Meeting:
             missing = [rank for rank in everyone if not self._store.check([_key(rank)])]
             raise RendezvousError(
                 missing[0] if missing else self._identity.rank,
-                f"it has not come to the rendezvous at {self._identity.address}:{self._identity.port} in time; "
-                f"missing are ranks {missing} of {self._identity.world}",
+                f"it did not reach the rendezvous at {self._identity.address}:{self._identity.port} in time; "
+                f"missing ranks: {missing} of {self._identity.world}",
             ) from error
         for rank in everyone:
             self._peers[rank] = self._read(rank)
             self._check_key(rank, until=until)
 
     def _read(self, rank: int) -> tuple[str, str]:
-        """Address and public key of a rank from the store, which any process can write to."""
+        """Return the address and public key of a rank from the store, which any process can write to."""
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
             if isinstance(parse_address(address), Path):
@@ -115,7 +115,7 @@ class Meeting:
         _, public = self._peers[rank]
         if self._accepted_keys is None:
             if public:
-                raise RendezvousError(rank, "it has keys, this rank has not: give --keys-dir to all ranks or to none")
+                raise RendezvousError(rank, "it has keys, this rank has none: give --keys-dir to all ranks or to none")
             return
         if not public:
             raise RendezvousError(rank, "it has no keys, this rank has: give --keys-dir to all ranks or to none")
@@ -123,13 +123,13 @@ class Meeting:
             if time.monotonic() >= until:
                 raise RendezvousError(
                     rank,
-                    f"the rendezvous store says that its key is {public:.60}, which {self._accepted_keys} does not "
-                    "have: another process wrote to the store, or this pod has not got the rotated keys yet",
+                    f"its key in the rendezvous store is {public:.60}, which {self._accepted_keys} lacks: another "
+                    "process wrote to the store, or this pod has not received the rotated keys yet",
                 )
             time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """A PUSH socket to `rank`, after wait_for_all(). It never blocks."""
+        """Return a PUSH socket to `rank`, after wait_for_all(). It never blocks."""
         address, public = self._peers[rank]
         push = _socket(self.context, zmq.PUSH)
         if self._keys is not None:
@@ -140,18 +140,18 @@ class Meeting:
         return push
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a peer with this public key, in Z85, may connect. engine.pub may have two keys during a rotation."""
+        """Return whether a peer with this public key (Z85) may connect. During a rotation, engine.pub has two keys."""
         return self._accepted_keys is not None and _is_accepted(key, self._accepted_keys)
 
     def close(self) -> None:
-        """Call it after the channel has closed its sockets."""
+        """End the rendezvous, after the channel has closed its sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(linger=0)
 
 
 def _is_accepted(key: bytes, file: Path) -> bool:
-    """Whether `file` has this key. No key is accepted while the file cannot be read."""
+    """Return whether `file` has this key; False if the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:
@@ -160,7 +160,7 @@ def _is_accepted(key: bytes, file: Path) -> bool:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket without a limit on queued messages, which closes silent connections."""
+    """Return a socket without a limit of queued messages, which closes silent connections."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
@@ -173,7 +173,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 def _own_address(identity: RankIdentity) -> str:
-    """The address of the interface that leads to rank 0."""
+    """Return the address of the network interface towards rank 0."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
-"""Which rank this process is, and which part of a model a rank holds. Numbers only: no torch, no communication.
+"""The part of a model that each rank holds, and the rank of this process. No torch, no communication.
 
 Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core: ranks of one tensor
-group, which exchange the most data, are neighbours.
+group, which exchange the most data, have adjacent numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ParallelSizes:
         return self.tensor * self.expert * self.pipeline
 
     def shard(self, rank: int) -> Shard:
-        """What `rank` of the engine holds."""
+        """Return the part of the model that `rank` of the engine holds."""
         if not 0 <= rank < self.world:
             raise IndivisibleError(f"rank {rank}: tensor x pipeline x expert is {self.world} ranks, counted from 0")
         rest, tensor_rank = divmod(rank, self.tensor)
@@ -52,9 +52,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part of a model; Shard() holds all of it.
+    """One rank's part of a model; Shard() is the whole model.
 
-    Every method takes the model's whole size and returns the half-open range of it that this rank holds.
+    Every method takes a size of the whole model and returns the half-open range of it that this rank holds.
     """
 
     tensor_rank: int = 0
@@ -70,21 +70,21 @@ class Shard:
 
     @property
     def rank(self) -> int:
-        """Of the engine."""
+        """Number of this rank in the engine."""
         return (self.pipeline_rank * self.expert_size + self.expert_rank) * self.tensor_size + self.tensor_rank
 
     @property
     def has_embedding(self) -> bool:
-        """Tokens become hidden states in the first pipeline stage."""
+        """Whether this is the first pipeline stage, which turns tokens into hidden states."""
         return self.pipeline_rank == 0
 
     @property
     def has_head(self) -> bool:
-        """Hidden states become logits in the last pipeline stage."""
+        """Whether this is the last pipeline stage, which turns hidden states into logits."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's stage. The first stages have one more where they cannot be equal."""
+        """Layers of this rank's stage. If they do not divide evenly, the first stages have one more."""
         if num_layers < self.pipeline_size:
             raise IndivisibleError(
                 f"pipeline_parallel_size={self.pipeline_size}: the model has {num_layers} layers: use at most that"
@@ -96,13 +96,14 @@ class Shard:
         return self._even(num_heads, "query heads")
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Key-value heads; where there are fewer than ranks, each is held by several ranks."""
+        """Key-value heads. If there are fewer heads than ranks, several ranks hold each."""
         if num_kv_heads >= self.tensor_size:
             return self._even(num_kv_heads, "key-value heads")
         if self.tensor_size % num_kv_heads:
+            multiple = self.tensor_size // num_kv_heads * num_kv_heads
             raise IndivisibleError(
                 f"tensor_parallel_size={self.tensor_size} is not a multiple of the model's {num_kv_heads} key-value "
-                f"heads: use {_fitting(self.tensor_size, num_kv_heads)}"
+                f"heads: use {multiple} or {multiple + num_kv_heads}"
             )
         head = self.tensor_rank * num_kv_heads // self.tensor_size
         return range(head, head + 1)
@@ -112,17 +113,17 @@ class Shard:
         return self._even(intermediate_size, "feed-forward size")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Rows of embedding and head. Every rank but the last ones has `vocabulary_width` of them."""
+        """Rows of embedding and head: `vocabulary_width`, fewer on the last ranks."""
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)
         return range(start, min(vocab_size, start + width))
 
     def vocabulary_width(self, vocab_size: int) -> int:
-        """The most rows of embedding and head that a rank has."""
+        """Return the largest number of rows of embedding and head that a rank has."""
         return -(-vocab_size // self.tensor_size)
 
     def experts(self, num_experts: int) -> range:
-        """Experts of each layer; each is split over the tensor ranks like a dense feed-forward."""
+        """Experts of each layer. Each is divided among the tensor ranks, as a dense feed-forward."""
         if num_experts % self.expert_size:
             raise IndivisibleError(
                 f"expert_parallel_size={self.expert_size} does not divide the model's {num_experts} experts: "
@@ -146,22 +147,16 @@ def _part(size: int, index: int, parts: int) -> range:
 
 
 def _divisors(size: int) -> str:
-    """The divisors of `size` up to 64, for an error message."""
+    """Return the divisors of `size` up to 64, for an error message."""
     found = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
     return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else "1"
 
 
-def _fitting(wanted: int, num_kv_heads: int) -> str:
-    below = wanted // num_kv_heads * num_kv_heads
-    return f"{below} or {below + num_kv_heads}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """One rank.
+    """A rank in its engine of `world` ranks.
 
-    rank, world:             of the engine.
-    local_rank, local_world: of this machine or pod.
+    local_rank, local_world: the same on this host or pod.
     address, port:           where rank 0 listens.
     """
 
@@ -175,7 +170,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """This machine or pod among those of the engine. A single node has port None: it picks a free one."""
+    """A host or pod among those of the engine. A single node has port None: the launcher chooses a free port."""
 
     node_rank: int = 0
     nodes: int = 1
@@ -185,18 +180,16 @@ class NodeIdentity:
 
 
 def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> RankIdentity | None:
-    """This process's rank from the environment variables of torchrun, the launcher or a pod of one rank.
+    """Return this process's rank from the environment variables of torchrun, the launcher or a pod of one rank.
 
-    Returns None if the ranks of this node have not been started yet. Raises IndivisibleError if the variables describe
-    an engine of another size.
+    Returns None if this process has yet to start the ranks of its node. Raises IndivisibleError if the variables
+    describe an engine of another size.
     """
     node = node_identity(sizes, environment)
     if "RANK" in environment:
-        rank, local_rank, local_world = (
-            int(environment.get(name, default))
-            for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-        )
-        _check_world(sizes, int(environment.get("WORLD_SIZE", str(sizes.world))))
+        rank, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
+        local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        _check_world(sizes, int(environment.get("WORLD_SIZE", sizes.world)))
     elif node.nodes > 1 and node.ranks_per_node == 1:
         rank, local_rank, local_world = node.node_rank, 0, 1
     else:
@@ -212,14 +205,14 @@ def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
 
 
 def node_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> NodeIdentity:
-    """This node, from NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+    """Return this node from NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
 
-    Raises IndivisibleError if the nodes do not hold all ranks.
+    Raises IndivisibleError if the nodes do not have as many ranks as the engine.
     """
     nodes = int(environment.get("NNODES", "1"))
     if nodes == 1:
         return NodeIdentity(ranks_per_node=sizes.world)
-    per_node = int(environment.get("NPROC_PER_NODE", str(max(1, sizes.world // nodes))))
+    per_node = int(environment.get("NPROC_PER_NODE", max(1, sizes.world // nodes)))
     _check_world(sizes, nodes * per_node)
     return NodeIdentity(
         node_rank=int(environment.get("NODE_RANK", "0")),

@@ -1,10 +1,10 @@
-"""How a lost or stalled rank is found: heartbeats, the step timeout and the collective timeout. No torch.
+"""Detection of lost and stalled ranks: heartbeats, the step timeout and the collective timeout. No torch.
 
 - Every rank sends a heartbeat every BEAT_SECONDS. A rank whose heartbeat is HEARTBEAT_SECONDS old is lost.
-- A heartbeat carries the progress of the rank's step. If no rank makes progress for the step timeout, the step is
-  stalled by the rank that the others wait for. If every rank waits in a collective, COLLECTIVE_SECONDS are enough.
+- A heartbeat carries the progress of the rank's step. If no rank makes progress for the step timeout, the rank that
+  the others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
 
-The timeouts are far above the delays of a loaded machine, and nothing else is measured. See docs/decisions/021.
+The timeouts are far above the delays of a loaded machine. See docs/decisions/021.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 BEAT_SECONDS = 0.5
-"""Between two heartbeats of a rank."""
+"""Time between two heartbeats of a rank."""
 HEARTBEAT_SECONDS = 10.0
-"""A rank without a heartbeat for so long is lost."""
+"""A rank is lost after this time without a heartbeat."""
 LONG_ORDER_SECONDS = 600.0
-"""The same while a rank does an order that may hold its interpreter, such as loading weights."""
+"""The same during an order that may hold the rank's interpreter lock, such as loading weights."""
 COLLECTIVE_SECONDS = 30.0
-"""A step in which all ranks wait for each other for so long is stalled."""
+"""A step is stalled after all ranks have waited for each other for this time."""
 WARM_UP_SECONDS = 300.0
-"""No part of a warm-up step may take longer: it compiles kernels and reads pages of weights for the first time."""
+"""Limit of each part of a warm-up step, which compiles kernels and reads pages of weights for the first time."""
 
 
 class HeartbeatTimer:
-    """When the last heartbeat of a peer came. All times are of time.monotonic().
+    """The time of a peer's last heartbeat. All times are of time.monotonic().
 
-    allowed_seconds: the silence that the peer announced with its last heartbeat.
+    allowed_seconds: the longest silence, which the peer announced with its last heartbeat.
     """
 
     def __init__(self) -> None:
@@ -39,32 +39,31 @@ class HeartbeatTimer:
         self._heard_at = time.monotonic()
 
     def restart(self, now: float) -> None:
-        """A message of the peer arrived, or this process itself was late and cannot judge the peer."""
+        """Restart the timer: a message of the peer arrived, or this process was late and cannot judge the peer."""
         self._heard_at = now
 
     def expired(self, now: float) -> str | None:
-        """The cause of the loss if the peer is silent for longer than allowed, else None."""
+        """Return the cause of the loss if the peer is silent for longer than allowed, else None."""
         silence = now - self._heard_at
         return f"its interpreter has sent no heartbeat for {silence:.1f} s" if silence > self.allowed_seconds else None
 
 
 class Phase(IntEnum):
-    """What the thread that runs steps does."""
+    """The activity of the thread that runs steps."""
 
     IDLE = 0
     COMPUTING = 1
-    EXCHANGING = 2
-    """In a collective: it may wait for other ranks."""
+    EXCHANGING = 2  # in a collective: it may wait for other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The progress of a rank at one moment.
 
-    done:      number of the last order that the rank has finished.
-    marks:     rises whenever the rank makes progress.
+    done:      number of the last order that the rank completed.
+    marks:     a counter that rises whenever the rank makes progress.
     exchanges: number of collectives that the rank has entered.
-    place:     where the rank is, for messages.
+    place:     the rank's position in the step, for messages.
     """
 
     done: int = 0
@@ -83,7 +82,7 @@ class Report:
 
 
 class StepProgress:
-    """The progress of this rank's steps: written by the thread that runs them, read by the heartbeat thread."""
+    """The progress of this rank's steps. The thread that runs steps writes it, the heartbeat thread reads it."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -94,18 +93,18 @@ class StepProgress:
         self._order = 0
 
     def begin(self, order: int) -> None:
-        """The step of this order begins."""
+        """Record that the step of this order begins."""
         self._order, self._phase = order, Phase.COMPUTING
         self.reach("the begin")
 
     def reach(self, what: str, number: int | None = None) -> None:
-        """The step has come to a place, such as a layer and its number."""
+        """Record that the step has reached a place, such as a layer and its number."""
         self._place = what, number
         self._marks += 1
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """The body is a collective."""
+        """Record that the body is a collective."""
         self._exchanges += 1
         self._marks += 1
         self._phase = Phase.EXCHANGING
@@ -114,7 +113,7 @@ class StepProgress:
         self._marks += 1
 
     def end(self, order: int) -> None:
-        """The order is done, a step or another."""
+        """Record that an order is complete, a step or another."""
         self.done, self._phase = order, Phase.IDLE
 
     def report(self) -> Report:
@@ -130,7 +129,7 @@ class Stall(NamedTuple):
     """A step that makes no progress.
 
     rank:         the rank that the others wait for.
-    is_computing: this rank is in its own computation; else all ranks wait in collectives.
+    is_computing: a rank computes; else all ranks wait in collectives.
     """
 
     rank: int
@@ -139,7 +138,7 @@ class Stall(NamedTuple):
 
 
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
-    """The rank that the others wait for: not done with `order`, not in a collective, and the fewest collectives."""
+    """Return the rank that the others wait for: not done with `order`, in no collective, and the fewest collectives."""
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
         report = reports[rank]
@@ -149,7 +148,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """Finds the rank that stalls a step, on rank 0, from the reports of all ranks."""
+    """Finds the rank that stalls a step, from the reports of all ranks. Runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds
@@ -157,12 +156,11 @@ class StepWatch:
         self._stalled = self._looked_at = 0.0
 
     def look(self, order: int, reports: Mapping[int, Report], *, now: float, is_warm_up: bool = False) -> Stall | None:
-        """Return the stall if no rank has made progress in `order` for as long as its timeout.
+        """Return the stall if no rank has made progress in `order` during its timeout.
 
         order:   number of the last step that was sent to the ranks.
         reports: by rank.
-        now:     of time.monotonic(). The caller looks every BEAT_SECONDS; if it is late, most of the delay is not
-                 counted.
+        now:     of time.monotonic(). The caller looks every BEAT_SECONDS; most of its own delay is not counted.
         """
         passed = min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now

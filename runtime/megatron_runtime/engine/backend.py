@@ -1,8 +1,8 @@
-"""The seam at which an engine implementation is exchanged: `EngineBackend`, and the data that crosses it. No torch.
+"""`EngineBackend`, the interface of an engine implementation, and the data that crosses it. No torch.
 
-The worker (worker.py) above the seam speaks to the coordinator: registration, dispatches, two-phase signals,
-heartbeats, epochs. It is the same for every backend. A backend may schedule and compute in a thread of this process, in
-another process or in another library; the worker sees requests, outputs and verbs only.
+The worker (worker.py) talks to the coordinator: registration, dispatches, two-phase signals, heartbeats, epochs. It is
+the same for every backend. A backend may schedule and compute in a thread of this process, in another process or in
+another library; the worker sees requests, outputs and verbs only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 
 
 class Capability(StrEnum):
-    """What a backend may lack. The value names it in errors."""
+    """Optional features of a backend. The value names the feature in errors."""
 
     SUSPEND = "suspend and resume"
     UPDATE_WEIGHTS = "weight updates"
@@ -46,13 +46,13 @@ class UnsupportedByBackendError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """What a backend is. Known before start(), and constant.
+    """Constant properties of a backend, known before start().
 
-    name:                names it in errors.
+    name:                name in errors.
     vocab_size, eos_ids: of the model.
-    max_sequence_length: prompt and answer of one request, in tokens.
+    max_sequence_length: limit of prompt and answer of one request, in tokens.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
-    ranks:               ranks that confirm each verb.
+    ranks:               number of ranks that confirm each verb.
     """
 
     name: str
@@ -64,12 +64,12 @@ class BackendInfo:
     capabilities: frozenset[Capability] = frozenset()
 
     def require(self, verb: str, capability: Capability | None) -> None:
-        """Raise UnsupportedByBackendError if `verb` needs a capability that is not declared."""
+        """Raise UnsupportedByBackendError if the backend does not declare the capability that `verb` needs."""
         if capability is not None and capability not in self.capabilities:
             raise UnsupportedByBackendError(verb, capability, self.name)
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise InvalidSamplingParamsError for the first parameter that needs a capability that is not declared."""
+        """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare."""
         needs = (
             ("structured_output", Capability.STRUCTURED_OUTPUT, params.structured_output is not None),
             ("logit_bias", Capability.LOGIT_BIAS, bool(params.logit_bias)),
@@ -86,7 +86,7 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that the backend does not run, and why; an exception keeps its class and fields in the answer."""
+    """A request that the backend does not run, and the cause. The answer keeps the class and fields of an exception."""
 
     request_id: int
     code: ErrorCode
@@ -95,7 +95,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one step, or several, brought; and the requests that were rejected since."""
+    """Outputs of one or several steps, and the requests that were rejected since the previous ones."""
 
     outputs: Sequence[RequestOutput] = ()
     rejected: Sequence[Rejection] = ()
@@ -103,10 +103,10 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class RankResults:
-    """What each rank made of a verb: it is done, or failed with a cause.
+    """Result of a verb on each rank.
 
-    ranks:  how many there are.
-    failed: the cause, by rank; ranks that are not in it are done.
+    ranks:  number of ranks.
+    failed: cause of each rank that failed; all others succeeded.
     """
 
     ranks: int
@@ -114,14 +114,14 @@ class RankResults:
 
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
-        """The results if `error` ended the verb: on the rank that the error names, or else on all ranks alike."""
+        """Return the results of a verb that raised `error`: a failure of the rank that it names, or of all ranks."""
         if hasattr(error, "rank"):
             return cls(ranks, {error.rank: str(getattr(error, "cause", error))})
         return cls(ranks, dict.fromkeys(range(ranks), str(error)))
 
     @property
     def error(self) -> str | None:
-        """Every cause with its rank, or the cause alone if all ranks have the same; None if all ranks are done."""
+        """All causes with their ranks, or the cause alone if it is the same on all ranks; None without a failure."""
         if not self.failed:
             return None
         causes = set(self.failed.values())
@@ -139,8 +139,7 @@ class RankResults:
 class CacheEvents:
     """Changes of the prefix cache, as digests of blocks (requests.hashing.block_digests).
 
-    stored:  blocks that requests can now find. evicted: blocks that they no longer find.
-    cleared: no block of before can be found any more.
+    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed.
     """
 
     stored: Sequence[bytes] = ()
@@ -150,9 +149,9 @@ class CacheEvents:
 
 @dataclass(frozen=True, slots=True)
 class BackendFailure:
-    """Why a backend cannot go on.
+    """Why a backend has failed.
 
-    by_silence: a rank does not answer, and nothing shows that a request made it fail.
+    by_silence: a rank does not answer, which is not evidence that a request made it fail.
     """
 
     cause: BaseException
@@ -165,19 +164,19 @@ class BackendFailure:
 
 
 class BackendListener(Protocol):
-    """What a backend calls, on the event loop of its start(). No call may block or raise."""
+    """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""
 
     def on_outputs(self, outputs: StepOutputs) -> None: ...
     def on_cache_events(self, events: CacheEvents) -> None: ...
     def on_failure(self, failure: BackendFailure) -> None:
-        """The backend has failed and runs no further step. Called once."""
+        """Called once, when the backend has failed and runs no further step."""
 
     def on_leave(self) -> None:
-        """A process of the backend was asked to end: finish what is in flight and leave the coordinator."""
+        """Called when a process of the backend got SIGTERM: the engine should drain and leave the coordinator."""
 
 
 class Detokenizer(Protocol):
-    """Text of one growing sequence of tokens; an unfinished character is kept back."""
+    """Incremental decoder of one token sequence. Incomplete characters are held back."""
 
     def feed(self, ids: Iterable[int]) -> str: ...
 
@@ -185,92 +184,92 @@ class Detokenizer(Protocol):
 class EngineBackend(Protocol):
     """An engine implementation.
 
-    All methods are called on one event loop. Life: start(), load() or not, verbs and requests, stop(). A backend starts
-    paused. Verbs are called one at a time, and each returns what it came to on each rank. A verb that fails leaves the
-    backend as it was. After a verb the worker calls confirm(); if a rank does not confirm, it calls the opposite verb.
-    A verb whose capability the backend does not declare is never called: its default raises UnsupportedByBackendError.
+    All methods are called on one event loop, in this order: start(), load() if weights are needed, verbs and requests,
+    stop(). A backend starts paused. Verbs are called one at a time; each returns its result for each rank. A failed
+    verb leaves the backend unchanged. After a verb the worker calls confirm(); if a rank does not confirm, it calls the
+    opposite verb. The worker never calls a verb whose capability is not declared; the defaults raise
+    UnsupportedByBackendError.
 
-    Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons. A step costs one
-    wake-up of the event loop. And a verb can promise an order: what ran before pause(), release_memory() and stop() is
-    delivered before they return.
+    Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons: a step costs one
+    wake-up of the event loop, and outputs of steps before pause(), release_memory() and stop() are delivered before
+    these return.
     """
 
     info: BackendInfo
 
     def stats(self) -> BackendStats:
-        """Counters and load. Called for each heartbeat and scrape, so it may not wait for a step."""
+        """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
 
     async def start(self, listener: BackendListener) -> None:
-        """Start threads and processes, without weights: an engine may join a suspended pool, where it loads nothing."""
+        """Start threads and processes. Weights are not loaded, because the engine may join a suspended pool."""
 
     async def load(self) -> None:
-        """Load and verify the weights and reserve the KV cache. Raises the cause, with nothing loaded."""
+        """Load and verify the weights and allocate the KV cache. If it raises, nothing is loaded."""
 
     async def stop(self, cause: BaseException | None = None) -> None:
-        """End after the step in progress. Idempotent.
+        """Stop after the step in progress. Idempotent.
 
-        cause: why the engine ends, if it failed.
+        cause: the error if the engine has failed.
         """
 
     def detokenizer(self) -> Detokenizer | None:
-        """A new incremental decoder of the model's tokens; None if they have no text."""
+        """Return a new incremental decoder of the model's tokens; None if they have no text."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its outputs, or its rejection, go to the listener. The backend ends it at its deadline.
+        """Queue a request. Its outputs or its rejection go to the listener. The backend ends it at its deadline.
 
-        Grammars are the backend's affair: it may compile them before the request joins the queue.
+        The backend compiles the grammar of structured output, if it wants to before the request joins the queue.
         """
 
     def abort(self, request_id: int) -> asyncio.Future[object]:
-        """Forget a request that was aborted or that a stop text ended; it may be unknown.
+        """Drop a request that was aborted or that a stop text ended. An unknown request is ignored.
 
-        Returns a future that is done when the backend holds nothing of the request any more: until then the engine
-        counts as busy.
+        Returns a future that is done when the backend has released the request. Until then the engine counts as busy.
         """
 
     # --- verbs --------------------------------------------------------------------------------------------------
 
     async def pause(self) -> RankResults:
-        """No step runs, and all outputs are delivered, when this returns. Requests and KV stay."""
+        """Stop running steps. All outputs are delivered before this returns. Requests and KV stay."""
 
     async def unpause(self) -> RankResults: ...
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Every rank acknowledges that it has done all that came before, and is ready for the commit of `signal`."""
+        """Have every rank acknowledge that it has done all earlier commands and is ready to commit `signal`."""
         return RankResults(self.info.ranks)
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
-        """Release memory of the paused engine (SUSPEND); requests keep their tokens.
+        """Release memory of the paused engine (SUSPEND). Requests keep their tokens.
 
-        tags: what to release, of "weights" and "kv_cache"; None means all.
+        tags: subset of "weights" and "kv_cache"; None means both.
         """
         raise UnsupportedByBackendError("SUSPEND", Capability.SUSPEND, self.info.name)
 
     async def restore_memory(self) -> RankResults:
-        """Reallocate what was released (RESUME). The engine stays paused."""
+        """Reallocate the released memory (RESUME). The engine stays paused."""
         raise UnsupportedByBackendError("RESUME", Capability.SUSPEND, self.info.name)
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
-        """Read and verify other weights of the same model while steps go on (UPDATE_WEIGHTS, phase one)."""
+        """Read and verify other weights of the same model while steps run (UPDATE_WEIGHTS, phase one)."""
         raise UnsupportedByBackendError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def commit_weights(self) -> RankResults:
-        """Use the staged weights, as their epoch, from the next step on. Requests in flight keep their tokens."""
+        """Use the staged weights and their epoch from the next step on. Requests in flight keep their tokens."""
         raise UnsupportedByBackendError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
-        """Forget staged weights, if there are any."""
+        """Drop staged weights, if there are any."""
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
-        """Have the weights that the coordinator names to an engine that joins: now if weights are loaded, else at the
-        next load. Raises the cause if they cannot be used.
+        """Use the weights that the coordinator names to a joining engine: now if weights are loaded, else at the next
+        load. Raises if they cannot be used.
         """
         raise UnsupportedByBackendError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def set_epoch(self, epoch: int) -> None:
-        """Label the weights in use with `epoch` (SET_GENERATION_EPOCH). KV of another epoch is not reused."""
+        """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV of other epochs is not reused."""
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
         """Load a LoRA adapter under `name`."""
@@ -280,5 +279,5 @@ class EngineBackend(Protocol):
         raise UnsupportedByBackendError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:
-        """Begin, or end, the range that a CUDA profiler around the engine records."""
+        """Start or stop the range that a CUDA profiler of this process records."""
         raise UnsupportedByBackendError("profiling", Capability.PROFILER, self.info.name)

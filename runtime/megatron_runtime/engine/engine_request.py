@@ -1,14 +1,15 @@
-"""What goes into an engine and what comes out of it: a request, the outputs of a step, statistics. No torch."""
+"""Data between the worker and a backend: requests, the outputs of a step, statistics. No torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy.typing as npt
 
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import Dispatch, tokens_from_bytes
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -20,15 +21,15 @@ EpochSpans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as an engine gets it.
+    """A request as a backend gets it.
 
     prompt_tokens:    int32 [p].
-    generated_tokens: int32 [g]; generated earlier, by this engine or another one: the engine continues after them and
-                      never samples them again.
-    seed:             with the index of a token it fixes the random number that the token is drawn with.
-    deadline_seconds: time left for it, running or waiting; None means no limit.
-    tenant:           requests of different tenants share the engine: see Scheduler.
-    params_bytes:     size of its sampling parameters on the wire, an upper bound of what looking at them costs.
+    generated_tokens: int32 [g], generated earlier by this or another engine; the engine continues after them and never
+                      samples them again.
+    seed:             determines, with the index of a token, the random number that the token is sampled with.
+    deadline_seconds: time left, running or waiting; None means no limit.
+    tenant:           the scheduler shares the engine fairly between tenants.
+    params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     """
 
     request_id: int
@@ -40,13 +41,28 @@ class EngineRequest:
     tenant: str = ""
     params_bytes: int = 0
 
+    @classmethod
+    def of_dispatch(cls, dispatch: Dispatch, params: SamplingParams) -> Self:
+        """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`."""
+        meta = dispatch.meta
+        return cls(
+            request_id=dispatch.dispatch_id,
+            prompt_tokens=tokens_from_bytes(dispatch.prompt),
+            generated_tokens=tokens_from_bytes(dispatch.generated),
+            sampling_params=params,
+            seed=meta.seed,
+            deadline_seconds=None if meta.deadline_ms is None else meta.deadline_ms / 1000,
+            tenant=meta.tenant or f"client {dispatch.route}",
+            params_bytes=len(dispatch.params),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """How a request went, from when this engine got it. Times are 0 for a stage that was not reached.
+    """Times and weight epochs of a request on this engine. Times are 0 for a stage that was not reached.
 
     queue_seconds:   until it first had a slot; prefill_seconds: from then to its first token; decode_seconds: the rest.
-    policy_epoch:    weights that tokens were sampled with; kv_cache_epoch: weights that their KV was computed with.
+    policy_epoch:    weights that sampled the tokens; kv_cache_epoch: weights that computed their KV.
     """
 
     queue_seconds: float
@@ -59,13 +75,13 @@ class RequestSummary:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a step brought for one request. With a finish_reason it is the last output of that request.
+    """Output of a step for one request. With a finish_reason it is the last output of that request.
 
     new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
-    stop_token: the token that ended it, the last of all, where one did.
-    error, error_code: why, where the reason is "error".
-    summary: on the last output, and on every one of a request that a stop text may end.
+    stop_token: the last token, if it ended the request.
+    error, error_code: the cause, if finish_reason is "error".
+    summary: in the last output, and in every output of a request that a stop text may end.
     """
 
     request_id: int
@@ -85,9 +101,9 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class StepSizes:
-    """How many steps computed how many tokens.
+    """Histogram of the number of tokens per step.
 
-    counts: of steps up to each of BOUNDS, and of those beyond all.
+    counts: steps up to each of BOUNDS, and steps above the last.
     """
 
     BOUNDS: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -101,13 +117,13 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStats:
-    """Counters since the start, and the load of this moment. A backend leaves out what it does not count.
+    """Counters since the start, and the current load. A backend leaves out what it does not count.
 
-    steps, last_step: engine steps that ended, and when the last one did (time.monotonic(); None before the first).
+    steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
     weights_digest:   of the weights that were loaded last; empty before, or if the backend computes none.
     kv_usage:         share of the KV cache in use, 0 to 1.
-    prefix_cache_queries, prefix_cache_hits: prompt tokens looked for in the prefix cache, and found.
-    prefix_coordination_waits: steps that a request waited because another one was computing its prefix.
+    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
+    prefix_coordination_waits: steps that a request waited while another request computed its prefix.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
-"""The engine's state machine: what each signal has the backend do, and when the engine enters the next state.
+"""The engine's state machine: the backend calls of each signal, and the transitions between states.
 
-Every signal has two phases: the work and its acknowledgement; then, as the coordinator commits, the new state. The
-tables of states are in protocol/lifecycle.py, the table of work is `WORK`.
+Every signal has two phases. In the first the engine does the work and acknowledges it; in the second the coordinator
+commits and the engine enters the new state. protocol/lifecycle.py has the state tables, `WORK` the backend calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from megatron_runtime.engine.backend import Capability, EngineBackend, RankResults, UnsupportedByBackendError
-from megatron_runtime.engine.state_events import StateEvents
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import (
     ENGINE_LEGAL_FROM,
@@ -28,17 +27,90 @@ from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommi
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 64
-"""Operations whose answer is repeated when they come again."""
+"""Number of operations whose acknowledgement is kept, to be repeated when the operation comes again."""
+
+
+# --- states as events -------------------------------------------------------------------------------------------------
+
+_S = EngineState
+
+SET_IN: dict[EngineState, frozenset[EngineState]] = {
+    _S.RUNNING: frozenset({_S.RUNNING}),
+    _S.PAUSED: frozenset(_S) - {_S.RUNNING, _S.PAUSING},
+    _S.SUSPENDED: frozenset({_S.SUSPENDED}),
+    _S.STOPPED: frozenset({_S.STOPPED}),
+}
+"""States in which each event is set. RESUMED is set from the end of a RESUME, in PAUSED, to the next SUSPEND."""
+
+LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
+    (_S.PAUSING, _S.PAUSED): _S.PAUSED,
+    (_S.UNPAUSING, _S.RUNNING): _S.RUNNING,
+    (_S.SUSPENDING, _S.SUSPENDED): _S.SUSPENDED,
+    (_S.RESUMING, _S.PAUSED): _S.RESUMED,
+    (_S.STOPPING, _S.STOPPED): _S.STOPPED,
+}
+"""Event that each transition, (from, to), reaches."""
+
+
+class StateEvents:
+    """State of one engine, with Megatron-Core's events to wait for: some stay set beyond the state of their name.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self._set: set[EngineState] = set()
+        self._times = {name: 0 for name in (*SET_IN, _S.RESUMED)}
+        self._changed = asyncio.Event()
+        self.enter(state)
+
+    def enter(self, state: EngineState) -> None:
+        landed = LANDED.get((self.state, state))
+        self.state = state
+        resumed = landed is _S.RESUMED or (_S.RESUMED in self._set and state is not _S.SUSPENDING)
+        self._set = {name for name, states in SET_IN.items() if state in states} | ({_S.RESUMED} if resumed else set())
+        if landed is not None:
+            self._times[landed] += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def is_set(self, state: EngineState) -> bool:
+        return self._check(state) in self._set
+
+    def times(self, state: EngineState) -> int:
+        """Return how often a signal has led to `state`."""
+        return self._times[self._check(state)]
+
+    def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
+        """Return whether the event of `state` is set, or signals have led to `state` at least `times` times.
+
+        `times` is for a caller that may wait only after later signals have changed the state again.
+        """
+        return self.is_set(state) or (times is not None and self._times[state] >= times)
+
+    async def wait(self, state: EngineState, *, times: int | None = None) -> None:
+        while not self.has_reached(state, times=times):
+            await self._changed.wait()
+
+    def _check(self, state: EngineState) -> EngineState:
+        if state not in self._times:
+            known = ", ".join(name.name for name in self._times)
+            raise ValueError(f"{state.name} is a transitional state: wait for one of {known}")
+        return state
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one signal has the backend do.
+    """Backend calls of one signal.
 
-    prepare: phase one. Then every rank confirms the signal, whether there is anything to prepare or not.
-    undo:    takes phase one back, if a rank did not confirm.
+    prepare: phase one. Afterwards every rank confirms the signal, also if `prepare` is None.
+    undo:    reverts phase one if a rank did not confirm.
     commit:  phase two.
-    needs:   what the backend must be capable of.
+    needs:   capability that the backend must declare.
     """
 
     prepare: Callable[[EngineBackend, Control], Awaitable[RankResults]] | None = None
@@ -49,7 +121,7 @@ class Work:
 
 async def _stage(backend: EngineBackend, control: Control) -> RankResults:
     if control.source is None or control.epoch is None:
-        raise ValueError("source and epoch are wanted")
+        raise ValueError("source and epoch are required")
     return await backend.stage_weights(control.source, control.epoch)
 
 
@@ -79,16 +151,15 @@ WORK: dict[Header, Work] = {
 
 
 class Lifecycle:
-    """State, epoch and fence of one engine. Not thread-safe: used from the event loop, one control message at a time.
+    """State, epoch and fence of one engine. Used from the event loop, one control message at a time.
 
-    source: the weights of `epoch`, where an UPDATE_WEIGHTS or the coordinator named them.
-    acted: how often each signal did its work; a repeated operation id does not count.
-    seconds: how long each signal's work took, in all.
+    source: weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named them.
+    acted: how often each signal's work was done; a repeated operation id does not count.
+    seconds: total duration of each signal's work.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
         self.events = StateEvents(EngineState.PAUSED)
-        self._state = EngineState.PAUSED
         self.epoch = 0
         self.fence = 0
         self.source: str | None = None
@@ -98,17 +169,16 @@ class Lifecycle:
         self._backend = backend
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged = ""
-        """The operation whose commit is awaited: the last one that was acknowledged."""
+        """The last acknowledged operation, which may be committed."""
         self._staged: Control | None = None
-        """The UPDATE_WEIGHTS whose weights are staged and await their commit."""
+        """The UPDATE_WEIGHTS whose weights are staged and not yet committed."""
 
     @property
     def state(self) -> EngineState:
-        return self._state
+        return self.events.state
 
     @state.setter
     def state(self, state: EngineState) -> None:
-        self._state = state
         self.events.enter(state)
 
     @property
@@ -116,8 +186,9 @@ class Lifecycle:
         return SETTLED_ENGINE_STATE.get(self.state, self.state)
 
     async def handle(self, control: Control) -> ControlAck:
-        """Do the work of `control` and return the acknowledgement. A failure is undone and answered; only a failure of
-        the undoing is raised.
+        """Do phase one of `control` and return the acknowledgement, which also reports a failure.
+
+        Raises only if a failed phase one cannot be undone.
         """
         operation_id = control.operation_id or ""
         known = self._answers.get(operation_id)
@@ -136,12 +207,12 @@ class Lifecycle:
         self._acknowledged = ack.operation_id if ack.ok else ""
         if operation_id:
             self._answers[operation_id] = ack
-            while len(self._answers) > REMEMBERED_ANSWERS:
+            if len(self._answers) > REMEMBERED_ANSWERS:
                 del self._answers[next(iter(self._answers))]
         return ack
 
     async def _act(self, control: Control) -> str | None:
-        """Check and do phase one of `control`. Return why it failed, if it did: the state is then as before."""
+        """Check `control` and do phase one. Return the error if it failed; the state is then as before."""
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
             return None
@@ -163,18 +234,18 @@ class Lifecycle:
         begun = time.monotonic()
         try:
             cause = await self._prepare(work, control)
-            if cause is not None:
-                logger.error("%s failed: %s", kind.name, cause)
-                self.state = state
-                return f"{kind.name} failed: {cause}"
-            if kind is Header.UPDATE_WEIGHTS:
-                self._staged = control
-            return None
         finally:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - begun
+        if cause is not None:
+            logger.error("%s failed: %s", kind.name, cause)
+            self.state = state
+            return f"{kind.name} failed: {cause}"
+        if kind is Header.UPDATE_WEIGHTS:
+            self._staged = control
+        return None
 
     async def _prepare(self, work: Work, control: Control) -> str | None:
-        """Do phase one on every rank, or on none. Return why it failed, if it did."""
+        """Do phase one on every rank, or undo it on all. Return the error, if any."""
         backend = self._backend
         try:
             results = await work.prepare(backend, control) if work.prepare is not None else None
@@ -190,9 +261,9 @@ class Lifecycle:
         return confirmed.error
 
     async def commit(self, commit: ControlCommit) -> None:
-        """Enter the state that the acknowledged work leads to. A commit that comes twice, or late, changes nothing."""
+        """Enter the state of the acknowledged operation. A repeated or late commit changes nothing."""
         if commit.operation_id != self._acknowledged:
-            logger.warning("ignored the commit of %s: another operation came since", commit.operation_id)
+            logger.warning("ignored the commit of %s: it is not the last acknowledged operation", commit.operation_id)
             return
         self._acknowledged = ""
         if commit.signal is Header.SET_GENERATION_EPOCH:
@@ -211,7 +282,7 @@ class Lifecycle:
             await self._land(commit.signal)
 
     async def converge(self, target: CoordinatorState) -> None:
-        """Reach `target` without a coordinator's two phases: an engine that joins enters the coordinator's state."""
+        """Reach `target`, the coordinator's state, in one phase: for an engine that joins."""
         self.state = self.settled_state
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))
@@ -237,10 +308,10 @@ class Lifecycle:
         await self._backend.set_epoch(epoch)
 
     async def adopt(self, source: str | None, epoch: int) -> None:
-        """Have the weights and the epoch that the coordinator names to an engine that registers."""
+        """Use the weights and the epoch of the coordinator's HELLO_ACK."""
         if source is not None and source != self.source:
             await self._discard_staged()
-            self._acknowledged = ""  # a commit that is still on its way has no effect any more
+            self._acknowledged = ""  # a commit that is still on its way must have no effect
             await self._backend.adopt_weights(source, epoch)
             self.source = source
         if epoch != self.epoch:

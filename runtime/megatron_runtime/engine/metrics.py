@@ -1,9 +1,9 @@
-"""Prometheus metrics of an engine, read at the moment of the scrape. docs/reference/metrics.md lists the names."""
+"""Prometheus metrics of an engine, read at each scrape. docs/reference/metrics.md lists the names."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,14 +22,14 @@ _GAUGES = {
 _COUNTERS = {
     "prompt_tokens": ("prompt tokens computed", "prompt_tokens"),
     "generation_tokens": ("tokens generated", "generation_tokens"),
-    "num_preemptions": ("requests whose KV was given up and computed again", "preemptions"),
-    "prefix_cache_queries": ("prompt tokens looked for in the prefix cache", "prefix_cache_queries"),
+    "num_preemptions": ("preempted requests, whose KV was computed again", "preemptions"),
+    "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", "prefix_cache_queries"),
     "prefix_cache_hits": ("prompt tokens found in the prefix cache", "prefix_cache_hits"),
 }
 
 
 class EngineMetrics(Collector):
-    """Metrics `megatron_*`, and vLLM's names for those that it has too."""
+    """Metrics `megatron_*`, and under vLLM's names those that vLLM has, too."""
 
     def __init__(self, lifecycle: Lifecycle, stats: Callable[[], BackendStats]) -> None:
         self._lifecycle = lifecycle
@@ -43,36 +43,34 @@ class EngineMetrics(Collector):
             for name, (text, attribute) in _COUNTERS.items():
                 yield CounterMetricFamily(prefix + name, text, value=getattr(stats, attribute))
             yield _step_sizes(prefix + "iteration_tokens_total", stats.step_sizes)
-            yield self._sleep_state(prefix + "engine_sleep_state")
+            # vLLM's metric. Its level 1, weights_offloaded, does not occur here.
+            text, label = "1 for what a suspended engine holds", "sleep_state"
+            suspended = self._lifecycle.state is EngineState.SUSPENDED
+            levels = (("awake", not suspended), ("weights_offloaded", False), ("discard_all", suspended))
+            yield _labelled(GaugeMetricFamily(prefix + "engine_sleep_state", text, labels=[label]), levels)
         yield CounterMetricFamily("megatron_engine_steps", "engine steps", value=stats.steps)
         if stats.last_step is not None:
             age = time.monotonic() - stats.last_step
             yield GaugeMetricFamily("megatron_seconds_since_last_step", "since the last step ended", value=age)
         yield GaugeMetricFamily("megatron_generation_epoch", "epoch of the weights", value=self._lifecycle.epoch)
-        state = GaugeMetricFamily("megatron_engine_state", "1 for the state the engine is in", labels=["state"])
-        for name in EngineState:
-            state.add_metric([name.value], float(self._lifecycle.state is name))
-        yield state
-        acted = CounterMetricFamily(
-            "megatron_engine_signals", "signals whose work was done; a repeated one does not count", labels=["signal"]
+        yield _labelled(
+            GaugeMetricFamily("megatron_engine_state", "1 for the engine's state", labels=["state"]),
+            ((state.value, self._lifecycle.state is state) for state in EngineState),
         )
-        for signal in sorted(SIGNALS):
-            acted.add_metric([signal.name], self._lifecycle.acted.get(signal, 0))
-        yield acted
-        seconds = CounterMetricFamily(
-            "megatron_engine_signal_seconds", "what the work of signals took, in all", labels=["signal"]
+        yield _labelled(
+            CounterMetricFamily("megatron_engine_signals", "signals done, without repetitions", labels=["signal"]),
+            ((signal.name, self._lifecycle.acted.get(signal, 0)) for signal in sorted(SIGNALS)),
         )
-        for signal in sorted(SIGNALS):
-            seconds.add_metric([signal.name], self._lifecycle.seconds.get(signal, 0.0))
-        yield seconds
+        yield _labelled(
+            CounterMetricFamily("megatron_engine_signal_seconds", "duration of signals", labels=["signal"]),
+            ((signal.name, self._lifecycle.seconds.get(signal, 0.0)) for signal in sorted(SIGNALS)),
+        )
 
-    def _sleep_state(self, name: str) -> Metric:
-        """vLLM's metric. Its level 1 does not occur here: weights are released or stay where they are."""
-        sleeps = self._lifecycle.state is EngineState.SUSPENDED
-        family = GaugeMetricFamily(name, "1 for what an engine that is suspended holds", labels=["sleep_state"])
-        for state, is_so in (("awake", not sleeps), ("weights_offloaded", False), ("discard_all", sleeps)):
-            family.add_metric([state], float(is_so))
-        return family
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
+    for label, value in values:
+        family.add_metric([label], float(value))
+    return family
 
 
 def _step_sizes(name: str, sizes: StepSizes) -> Metric:

@@ -1,6 +1,6 @@
-"""From engine steps to messages: stop texts, partials grouped by destination, finals.
+"""Converts the outputs of engine steps to messages: stop texts, partials grouped by destination, finals.
 
-Tokens that may be part of a stop text are held back: a token that was sent stays sent.
+Tokens that may be part of a stop text are held back, because a sent token cannot be withdrawn.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
@@ -18,16 +18,15 @@ from megatron_runtime.requests.errors import serialize_error
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 
-@dataclass(slots=True)
-class StopText:
-    """A stop text that was found: the answer's text ends at `end`."""
+class StopText(NamedTuple):
+    """A stop text that was found at character `end` of the answer's text."""
 
-    text: str
     end: int
+    text: str
 
 
 class StopMatcher:
-    """Looks for stop texts in the text of one request, token by token."""
+    """Searches the text of one request for stop texts, token by token."""
 
     def __init__(self, stop_words: Sequence[str], detokenizer: Detokenizer, *, min_tokens: int = 0) -> None:
         self.text = ""
@@ -38,40 +37,33 @@ class StopMatcher:
         self._ends: list[int] = []
         """Length of the text after each token."""
 
-    def skip(self, tokens: Iterable[int]) -> None:
-        """Take in tokens that were sent before: they do not complete a stop text."""
-        for token in tokens:
-            self._append(token)
+    def append(self, token: int) -> None:
+        """Append a token without a search: it was sent earlier, so it completes no stop text."""
+        self.text += self._detokenizer.feed((token,))
+        self._ends.append(len(self.text))
 
     def feed(self, token: int) -> StopText | None:
+        """Append a token. Return the first stop text that it completes."""
         start = max(0, len(self.text) - self._hold)
-        self._append(token)
+        self.append(token)
         if len(self._ends) < self._min_tokens:
             return None
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
-        if not found:
-            return None
-        at, stop = min(found)
-        return StopText(stop, at)
+        return min(
+            (StopText(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0), default=None
+        )
 
     def releasable(self) -> int:
-        """Return how many tokens, from the first, end before any text that could begin a stop text."""
+        """Return the number of leading tokens that cannot be part of a stop text."""
         limit = len(self.text) - self._hold
         count = len(self._ends)
         while count and self._ends[count - 1] > limit:
             count -= 1
         return count
 
-    def _append(self, token: int) -> None:
-        self.text += self._detokenizer.feed((token,))
-        self._ends.append(len(self.text))
-
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request. `first` is the index of the first token that they are of: another engine
-    generated and reported those before it.
-    """
+    """Log-probabilities of one request, from token number `first` on. Another engine reported the earlier ones."""
 
     first: int
     chosen: list[float] = field(default_factory=list)
@@ -86,7 +78,7 @@ class LogProbDetails:
             self.prompt, self.prompt_top = output.prompt_log_probs, output.prompt_top_n_logprobs
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the extras of tokens `start` to `stop`, with those of the prompt if they are the first ones."""
+        """Return the extras of tokens `start` to `stop`. The first extras include those of the prompt."""
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
         if self.top:
@@ -109,7 +101,7 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """Return the `error` of a reply: what happened, and the parameter at fault if there is one."""
+    """Return the `error` map of a reply, with the name of the invalid parameter if there is one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
@@ -118,20 +110,9 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
     return described
 
 
-def _described(summary: RequestSummary) -> dict[str, Any]:
-    return {
-        "queue_seconds": summary.queue_seconds,
-        "prefill_seconds": summary.prefill_seconds,
-        "decode_seconds": summary.decode_seconds,
-        "policy_epoch": summary.policy_epoch,
-        "kv_cache_epoch": summary.kv_cache_epoch,
-        "events": [event.serialize() for event in summary.events],
-    }
-
-
 @dataclass(slots=True)
 class OpenRequest:
-    """A dispatch in progress. `tokens` holds every generated token from the first."""
+    """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent."""
 
     dispatch: Dispatch
     params: SamplingParams
@@ -142,10 +123,10 @@ class OpenRequest:
 
 
 class OutputStage:
-    """Requests open on this engine, by dispatch id.
+    """Open requests of this engine by dispatch id, and the messages that report their tokens.
 
-    send:          sends the frames of a message to the coordinator; returns False if the message is too large.
-    finish_early:  aborts a request, which ended by a stop text, in the engine.
+    send:         sends the frames of a message to the coordinator; returns False if the message is too large.
+    finish_early: aborts a request in the backend that a stop text has ended.
     """
 
     def __init__(
@@ -168,10 +149,11 @@ class OutputStage:
         if params.stop_words:
             detokenizer = self._detokenizer()
             if detokenizer is None:
-                self.refuse(dispatch, ErrorCode.INVALID_REQUEST, "stop_words need a model with a tokenizer")
+                self.reject(dispatch, ErrorCode.INVALID_REQUEST, "stop_words need a model with a tokenizer")
                 return
             matcher = StopMatcher(params.stop_words, detokenizer, min_tokens=params.min_tokens)
-            matcher.skip(generated)
+            for token in generated:
+                matcher.append(token)
         self.open[dispatch.dispatch_id] = OpenRequest(
             dispatch=dispatch,
             params=params,
@@ -187,14 +169,14 @@ class OutputStage:
         if not self.open:
             self.idle.set()
 
-    def refuse(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
-        """End a request that was never begun with an error."""
+    def reject(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
+        """Answer a request with an error."""
         self.forget(dispatch.dispatch_id)
         reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}
         self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
 
     def step(self, outputs: Iterable[RequestOutput]) -> None:
-        """Send what one engine step produced: one PARTIAL per destination, then the finals, which carry the rest."""
+        """Send the outputs of one engine step: one PARTIAL for each destination, then the finals."""
         partials: dict[int, list[tuple[OpenRequest, int]]] = {}
         finals: list[tuple[OpenRequest, RequestOutput, StopText | None]] = []
         for output in outputs:
@@ -207,7 +189,9 @@ class OutputStage:
             if found is not None or output.finish_reason is not None:
                 finals.append((request, output, found))
                 continue
-            upto = self._sendable(request)
+            upto = len(request.tokens)
+            if request.matcher is not None:
+                upto = max(request.sent, request.matcher.releasable())
             if request.dispatch.meta.streaming and upto - request.sent >= request.params.streaming_interval:
                 partials.setdefault(request.dispatch.route, []).append((request, upto))
         for route, ready in partials.items():
@@ -226,11 +210,6 @@ class OutputStage:
                 if found is not None:
                     return found
         return None
-
-    def _sendable(self, request: OpenRequest) -> int:
-        if request.matcher is None:
-            return len(request.tokens)
-        return max(request.sent, request.matcher.releasable())
 
     def _send_partial(self, route: int, ready: list[tuple[OpenRequest, int]]) -> None:
         entries, tokens, extras = [], [], {}
@@ -253,7 +232,8 @@ class OutputStage:
             "num_cached_tokens": output.num_cached_tokens,
         }
         if output.summary is not None:
-            reply.update(_described(output.summary))
+            reply.update((name, getattr(output.summary, name)) for name in RequestSummary.__slots__)
+            reply["events"] = [event.serialize() for event in output.summary.events]
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
             reply["generated_text"] = request.matcher.text[: found.end + keep]
@@ -268,4 +248,4 @@ class OutputStage:
         final = Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply))
         if self._send(final.to_frames()) is False:
             size = sum(map(len, final.to_frames()))
-            self.refuse(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
+            self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")

@@ -18,33 +18,32 @@ class EngineSettings:
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
     model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
-    executor:          the backend: "torch" runs the model, "echo" answers with a hash of the tokens, for tests of all
-                       other parts.
-    device:            "auto" takes a GPU where there is one, "cpu", "cuda".
-    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", on a CPU "int8" and "int4", too.
-    max_sequence_length: prompt + generated tokens of one request; None means what the model was made for.
-    max_requests:      requests generated at once.
-    max_tokens:        most tokens of one step.
-    chunked_prefill:   spread prompts longer than max_tokens over several steps.
-    kv_cache_memory:   bytes of the KV cache; an echo engine takes 16 MiB at most.
-    batch_invariant:   answers in float32 do not depend on what runs beside them; see InferenceConfig.
+    executor:          the backend: "torch" runs the model; "echo" answers with a hash of the tokens, for tests.
+    device:            "auto" (a GPU if there is one), "cpu" or "cuda".
+    dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
+    max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model.
+    max_requests:      limit of concurrent requests.
+    max_tokens:        limit of tokens of one step.
+    chunked_prefill:   split prompts longer than max_tokens over several steps.
+    kv_cache_memory:   size of the KV cache in bytes; an echo engine uses at most 16 MiB.
+    batch_invariant:   float32 answers do not depend on the other requests of the batch; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
-    prefix_eviction:   "lru" keeps blocks that no request holds until their memory is needed; "ref_zero" forgets them.
-    kv_cache_mode:     what a suspend does with the KV cache: "persist" keeps it, "offload" moves what is in use to host
+    prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
+    kv_cache_mode:     effect of SUSPEND on the KV cache: "persist" keeps it, "offload" moves used blocks to host
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
-    revision:          hash of what this engine was rendered from; shown in the status.
-    health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
+    revision:          hash of the manifests of this engine; shown in the status.
+    health_port:       port of HTTP probes and metrics; None: neither, 0: a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
-    threads:           torch threads of all ranks of this machine or pod together; None leaves torch's choice.
-    parallel:          over how many ranks the engine is spread.
-    rendezvous_seconds: how long ranks wait for each other at the start.
-    step_timeout_seconds: a step in which no rank makes progress for so long ends an engine of several ranks.
-    echo_step_seconds: how long a step of the echo executor takes.
+    threads:           torch threads of all ranks of this host or pod together; None: torch's default.
+    parallel:          number of ranks by dimension.
+    rendezvous_seconds: timeout of the ranks' rendezvous at the start.
+    step_timeout_seconds: watchdog of an engine of several ranks: it fails if no rank makes progress for so long.
+    echo_step_seconds: duration of a step of the echo executor.
     echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
-    echo_faults:       faults of an echo engine; see backends/echo/faults.py.
-    drain_seconds:     after SIGTERM, time to finish the requests in flight before they are handed over.
+    echo_faults:       injected faults of an echo engine; see backends/echo/faults.py.
+    drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
     """
 
     coordinator: str
@@ -79,7 +78,7 @@ class EngineSettings:
 
     @property
     def inference_config(self) -> InferenceConfig:
-        """What the engine's core takes of them."""
+        """The configuration of the native engine's core."""
         return InferenceConfig(
             max_requests=self.max_requests,
             max_tokens=max(self.max_tokens, self.max_requests),

@@ -1,4 +1,4 @@
-"""The termination message of a process, which the status of its container shows."""
+"""The termination message of a container, which its status shows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TERMINATION_CHARACTERS = 2000
 
 
 def write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
-    """Write why this process ends to the container's termination message, if there is a container: one line of JSON.
+    """Write the cause of this process's end to the container's termination log, if it exists, as one line of JSON.
 
-    reason: `failure.reason`, or its type; rank: `failure.rank`, or 0; remedy: `failure.remedy`, if it has one.
+    Its fields: `reason` is `failure.reason` or its type, `rank` is `failure.rank` or 0, `message`, `remedy`.
     """
     message = {
         "reason": getattr(failure, "reason", None) or type(failure).__name__,

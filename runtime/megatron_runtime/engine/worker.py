@@ -1,6 +1,6 @@
 """The engine process above its backend: the link to the coordinator, requests, signals, probes and metrics.
 
-The worker is the same for every backend: it knows EngineBackend (backend.py) and nothing below it.
+The worker is the same for every backend: it uses EngineBackend (backend.py) and nothing below it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.engine.backend import (
-    BackendFailure,
-    CacheEvents,
-    Capability,
-    EngineBackend,
-    StepOutputs,
-)
+from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, EngineBackend, StepOutputs
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -48,7 +42,6 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Message,
     Plain,
-    tokens_from_bytes,
     unpack,
 )
 from megatron_runtime.requests.hashing import hash_of_digest
@@ -63,22 +56,22 @@ MakeLink = Callable[..., PeerLink]
 """Takes the arguments of PeerLink."""
 
 LOAD_SILENCE_SECONDS = 600.0
-"""How long the coordinator may hear nothing while weights load (a load holds the interpreter at times)."""
+"""Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
 
 
 class EngineWorker:
-    """One data-parallel engine: `backend` in the service of the coordinator of `settings`.
+    """One data-parallel engine: connects `backend` to the coordinator of `settings`.
 
     Implements BackendListener. All methods run on the event loop.
 
-    link: makes the connection to the coordinator.
+    link: factory of the connection to the coordinator.
     """
 
     def __init__(self, settings: EngineSettings, backend: EngineBackend, *, link: MakeLink | None = None) -> None:
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
         self.joined = asyncio.Event()
-        """Set once it serves, in the state of the coordinator."""
+        """Set when the engine serves and has reached the coordinator's state."""
         self.lifecycle = Lifecycle(backend)
         self._settings = settings
         self._backend = backend
@@ -124,7 +117,7 @@ class EngineWorker:
                 await health.stop()
 
     def on_leave(self) -> None:
-        """Take no new work, finish what is in flight within the drain time, hand over the rest, end. Idempotent."""
+        """Drain: take no new requests, finish those in flight within the drain time, hand over the rest. Idempotent."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._drain())
 
@@ -185,18 +178,18 @@ class EngineWorker:
         self._controls.put_nowait(ack)
 
     def _drop_all(self) -> None:
-        """Forget every request: the coordinator or the client sends them again."""
+        """Drop every request: the coordinator or the client sends them again."""
         for dispatch_id in list(self._outputs.open):
             self._abort(dispatch_id)
 
     def _abort(self, dispatch_id: int) -> None:
-        """Forget a request. It counts as running until the backend holds nothing of it any more."""
+        """Drop a request. It counts as running until the backend has released it."""
         self._outputs.forget(dispatch_id)
         self._aborts_in_progress += 1
         self._backend.abort(dispatch_id).add_done_callback(self._aborted)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report an empty engine at once: the coordinator may wait for it. A backend that has stopped is empty, too."""
+        """Report an idle engine at once, because the coordinator may wait for it. A stopped backend is idle, too."""
         if not aborted.cancelled():
             aborted.exception()
         self._aborts_in_progress -= 1
@@ -222,49 +215,47 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """A coordinator that has recovered may be in another state than the engine knows: ask for it by HELLO."""
+        """Ask for the state by HELLO when the coordinator has recovered, because it may have changed."""
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
         if recovered:
             self._link.say_hello()
 
     async def _control_loop(self) -> None:
-        """Handle one control message at a time. A failure outside of a message's own answer ends the engine: it must
-        not serve on when it no longer follows its coordinator.
+        """Handle one control message at a time.
+
+        An exception ends the engine, because an engine that does not follow its coordinator must not serve.
         """
         try:
             while not self.ended.is_set():
-                await self._obey(await self._controls.get())
+                await self._handle_control(await self._controls.get())
         except Exception as error:
             logger.exception("the engine cannot follow its coordinator")
             self.fail(error, goodbye="engine cannot follow its coordinator")
 
-    async def _obey(self, message: Control | ControlCommit | HelloAck) -> None:
+    async def _handle_control(self, message: Control | ControlCommit | HelloAck) -> None:
         if isinstance(message, Control):
             with self._reading_weights(message.kind in (Header.RESUME, Header.UPDATE_WEIGHTS)):
                 ack = await self.lifecycle.handle(message)
             self._link.send(ack.to_frames())
-        elif isinstance(message, ControlCommit):
-            await self._commit(message)
-        else:
+        elif isinstance(message, HelloAck):
             await self._enter(message)
-
-    async def _commit(self, commit: ControlCommit) -> None:
-        await self.lifecycle.commit(commit)
-        if self.lifecycle.stopped.is_set():
-            logger.info("stopped")
-            self._drop_all()
-            self._weights_wanted = False
-            self._link.close("stopped")
+        else:
+            await self.lifecycle.commit(message)
+            if self.lifecycle.stopped.is_set():
+                logger.info("stopped")
+                self._drop_all()
+                self._weights_wanted = False
+                self._link.close("stopped")
 
     async def _enter(self, ack: HelloAck) -> None:
-        """Reach the state that HELLO_ACK names, loading weights first where they are needed."""
+        """Reach the state of HELLO_ACK, and load the weights first if they are needed."""
         if self._leaving is not None or ack.state is CoordinatorState.RECOVERING:
             return
         if ack.fence <= limits.MAX_FENCE:
             self.lifecycle.fence = max(self.lifecycle.fence, ack.fence)
         else:
-            logger.warning("the coordinator's fence %d is ignored: at most %d", ack.fence, limits.MAX_FENCE)
+            logger.warning("ignored the coordinator's fence %d: at most %d", ack.fence, limits.MAX_FENCE)
         with self._reading_weights(ack.source is not None):
             await self.lifecycle.adopt(ack.source, ack.epoch)
         if self._serving:
@@ -284,7 +275,7 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce, by heartbeat, that the coordinator may hear nothing for a while."""
+        """Announce by heartbeat that no heartbeats may come while weights load."""
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
             self._link.beat()
@@ -297,25 +288,13 @@ class EngineWorker:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
-            generated = tokens_from_bytes(dispatch.generated)
-            self._outputs.add(dispatch, params, generated.tolist())
+            request = EngineRequest.of_dispatch(dispatch, params)
+            self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except (ValueError, TypeError, AttributeError) as error:
-            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
+            self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
             return
-        if dispatch.dispatch_id not in self._outputs.open:
-            return
-        self._backend.submit(
-            EngineRequest(
-                request_id=dispatch.dispatch_id,
-                prompt_tokens=tokens_from_bytes(dispatch.prompt),
-                generated_tokens=generated,
-                sampling_params=params,
-                seed=dispatch.meta.seed,
-                deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
-                tenant=dispatch.meta.tenant or f"client {dispatch.route}",
-                params_bytes=len(dispatch.params),
-            )
-        )
+        if dispatch.dispatch_id in self._outputs.open:  # not rejected
+            self._backend.submit(request)
 
     # --- BackendListener ----------------------------------------------------------------------------------------
 
@@ -324,7 +303,7 @@ class EngineWorker:
         for rejection in outputs.rejected:
             request = self._outputs.open.get(rejection.request_id)
             if request is not None:
-                self._outputs.refuse(request.dispatch, rejection.code, rejection.error)
+                self._outputs.reject(request.dispatch, rejection.code, rejection.error)
 
     def on_cache_events(self, events: CacheEvents) -> None:
         if events.cleared or events.evicted:
@@ -335,9 +314,9 @@ class EngineWorker:
         self.fail(failure.cause, goodbye="a rank is silent" if failure.by_silence else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
-        """End the engine with this cause, if it has no earlier one.
+        """End the engine with this cause, unless it has an earlier one.
 
-        goodbye: reason of its DISCONNECT. ENGINE_FAILED counts against the requests that it has; no other reason does.
+        goodbye: reason of the DISCONNECT. Only ENGINE_FAILED counts as a failure of the requests in flight.
         """
         if self.failure is None:
             self.failure = error
@@ -347,8 +326,7 @@ class EngineWorker:
 
 async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: MakeLink | None) -> BaseException | None:
     backend = make_backend(settings)
-    # What imports made stays as long as the process: a collection takes 90 ms to go through it, and 0.1 ms without.
-    gc.freeze()
+    gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
     worker = EngineWorker(settings, backend, link=link)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.on_leave)
@@ -357,14 +335,13 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
-    """Run an engine until SIGTERM. Exits with status 1, the cause on standard error, if the engine fails.
+    """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails.
 
-    make_backend: makes the backend of `settings`: backends.registry.build_backend, or the factory of another backend.
-    link:         makes the connection to the coordinator; None for a PeerLink.
+    make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
+    link:         factory of the connection to the coordinator; None: PeerLink.
     """
     failure = asyncio.run(_serve(settings, make_backend, link))
     if failure is not None:
         print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
         write_termination_message(failure)
-        # A thread of the backend may hang in native code: do not wait for it.
-        os._exit(1)
+        os._exit(1)  # without waiting for threads of the backend, which may hang in native code

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
-from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
+from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.state_events import StateEvents
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.engines.offline import OfflineRun
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -32,91 +31,42 @@ LOOPBACK = "127.0.0.1"
 
 
 class EngineFailedError(RuntimeError):
-    """The engine ended before, or while, it served. The cause is its __cause__."""
+    """The engine ended before or while it served. The cause is its __cause__."""
 
 
-class DynamicInferenceEngine:
-    """Megatron-Core's engine on the core of the native backend.
+class DynamicInferenceEngine(EngineCore):
+    """Megatron-Core's engine: the core of the native backend, which also runs prompts and serves a coordinator.
 
-    It generates in the calling thread (generate, generate_stream, or add_request and step), or serves a coordinator on
-    an event loop (start_listening_to_data_parallel_coordinator).
-
-    executor: runs steps. clock: seconds, monotonic; deadlines and times are on it.
+    It generates in the calling thread (generate(), generate_stream(), or add_request() and step()), or serves a
+    coordinator on an event loop (start_listening_to_data_parallel_coordinator()).
     """
 
     def __init__(
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.core = EngineCore(executor, config, clock=clock)
-        self.executor = executor
-        self.config = config
-        self.context = self.core.context
+        super().__init__(executor, config, clock=clock)
         self._in_use = threading.Lock()
         self._service: _Service | None = None
 
-    # --- the core -----------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        return self.core.epoch
-
-    @property
-    def has_work(self) -> bool:
-        return self.core.has_work
-
     @property
     def controller(self) -> ModelText:
-        """What samples and makes text. Raises RuntimeError for an executor whose tokens have no text."""
-        controller = self._controller
-        if controller is None:
+        """The model's text. Raises RuntimeError for an executor whose tokens have no text."""
+        text = self._text
+        if text is None:
             raise RuntimeError(f"{type(self.executor).__name__} has no controller: its tokens have no text")
-        return controller
+        return text
 
     @property
-    def _controller(self) -> ModelText | None:
+    def _text(self) -> ModelText | None:
         return getattr(self.executor, "controller", None)
 
-    def add_request(self, request: EngineRequest, *, grammar: Any = None) -> None:
-        """Queue a request. Raises as EngineCore.add_request()."""
-        self.core.add_request(request, grammar=grammar)
-
-    def abort_request(self, request_id: int) -> bool:
-        """Forget a request and free its memory. False if it is not open."""
-        return self.core.abort_request(request_id)
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step. Return what it brought, and the requests that ended without running."""
-        return self.core.step()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.core.set_epoch(epoch)
-
-    def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release memory. Raises ValueError for a tag that is not in SUSPEND_TAGS."""
-        self.core.suspend(tags)
-
-    def resume(self) -> None:
-        """Reallocate what suspend() released. Raises if memory is short or the weights are not sound."""
-        self.core.resume()
-
-    def swap_weights(self, epoch: int) -> None:
-        """Use the weights that the executor has staged, as `epoch`."""
-        self.core.swap_weights(epoch)
-
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Forget every request without an answer, and the prefix cache unless it is to be kept.
+        """Drop every request without an answer, and the prefix cache unless `preserve_prefix_cache`.
 
         Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
         """
-        with self._alone():
-            self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
-
-    def stats(self) -> BackendStats:
-        return self.core.stats()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if pages, prefix cache, slots and queues do not agree."""
-        self.core.check_integrity()
+        with self._exclusive():
+            super().reset(preserve_prefix_cache=preserve_prefix_cache)
 
     # --- in the calling thread ----------------------------------------------------------------------------------
 
@@ -127,7 +77,7 @@ class DynamicInferenceEngine:
     ) -> list[DynamicInferenceRequest]:
         """Answer all prompts in this thread; one call at a time. A prompt that cannot be answered has status FAILED.
 
-        sampling_params: of all prompts, or of each.
+        sampling_params: of all prompts, or one for each.
 
         Raises RuntimeError while the engine serves a coordinator.
         """
@@ -137,42 +87,37 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: want one, or one for each"
             )
-        with self._alone():
-            tokens = [self._tokens(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-            run = self._offline(tokens, sampling_params, streaming=False)
+        with self._exclusive():
+            tokens = [self.tokenize(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+            run = self._offline_run(tokens, sampling_params, streaming=False)
             replies = {item["final"]["request_id"]: item["final"] for item in run}
         return [
-            answered_request(
-                replies[number],
-                prompt=prompt,
-                prompt_tokens=tokens[number],
-                sampling_params=sampling_params[number],
-                text=self._controller,
-            )
-            for number, prompt in enumerate(prompts)
+            answered_request(replies[number], prompt=prompt, prompt_tokens=ids, sampling_params=params, text=self._text)
+            for number, (prompt, ids, params) in enumerate(zip(prompts, tokens, sampling_params, strict=True))
         ]
 
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams) -> Generator[dict[str, Any]]:
-        """Yield `{"partial": frame}` … `{"final": reply}` of one prompt, as the engine makes them, in this thread."""
-        with self._alone():
+        """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread."""
+        with self._exclusive():
             sampling_params.streaming = True
-            yield from self._offline([self._tokens(prompt, sampling_params)], [sampling_params], streaming=True)
+            yield from self._offline_run([self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
 
-    def _alone(self) -> threading.Lock:
+    def tokenize(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt, which may be token ids already."""
+        return self.controller.tokenize_prompt(prompt, params.add_BOS) if isinstance(prompt, str) else list(prompt)
+
+    def _exclusive(self) -> threading.Lock:
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
         return self._in_use
 
-    def _tokens(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        return self.controller.tokenize_prompt(prompt, params.add_BOS) if isinstance(prompt, str) else list(prompt)
-
-    def _offline(
+    def _offline_run(
         self, tokens: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, streaming: bool
     ) -> OfflineRun:
         self.executor.load()
-        return OfflineRun(self.core, tokens, params, controller=self._controller, streaming=streaming)
+        return OfflineRun(self, tokens, params, text=self._text, streaming=streaming)
 
-    # --- in the service of a coordinator ------------------------------------------------------------------------
+    # --- serving a coordinator ----------------------------------------------------------------------------------
 
     async def start_listening_to_data_parallel_coordinator(
         self,
@@ -184,27 +129,36 @@ class DynamicInferenceEngine:
         loop: asyncio.AbstractEventLoop | None = None,
         name: str = "engine-0",
     ) -> str:
-        """Serve a coordinator, and return its "tcp://host:port" once registered with the weights loaded.
+        """Serve a coordinator. Return its "tcp://host:port" when the engine is registered, with its weights loaded.
 
-        launch_inference_coordinator: start the coordinator as a process of its own, which ends with this one.
-        inference_coordinator_port, hostname: where it listens, or is; by default a free port on the loopback interface.
-        loop: where the engine's connection lives; None means the caller's loop.
-        name: of this engine; unique at its coordinator.
+        launch_inference_coordinator: start the coordinator as a child process, which ends with this process.
+        inference_coordinator_port, hostname: address of the coordinator; by default a free port on the loopback
+              interface.
+        loop: event loop of the engine's connection; None: the caller's loop.
+        name: name of this engine, unique at its coordinator.
 
-        Raises EngineFailedError, CoordinatorStartError; nothing is left running then.
+        Raises EngineFailedError or CoordinatorStartError, after everything that was started has been stopped.
         """
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")
-        if inference_coordinator_port is None and not launch_inference_coordinator:
-            raise ValueError("inference_coordinator_port is wanted where no coordinator is launched")
-        service = _Service(self.core, self._controller, name=name)
-        coordinator = None
+        launch = None
         if launch_inference_coordinator:
-            coordinator = self._coordinator_settings(
-                hostname, inference_coordinator_port, coordinator_schedule_output_path
+            by_prefix, path = self.config.enable_prefix_caching, coordinator_schedule_output_path
+            launch = CoordinatorSettings(
+                listen=hostname or LOOPBACK,
+                client_port=inference_coordinator_port or 0,
+                single_port=True,
+                routing_policy=(
+                    self.config.prefix_caching_coordinator_policy if by_prefix else RoutingPolicy.LOAD_BALANCED
+                ),
+                alpha=self.config.prefix_caching_routing_alpha,
+                schedule_output_path=Path(path) if path is not None else None,
+                timing=Timing(recovery=0.0),  # a new coordinator: there are no earlier engines to wait for
             )
-        starting = service.start(f"tcp://{hostname or LOOPBACK}:{inference_coordinator_port}", launch=coordinator)
-        self._service = service
+        elif inference_coordinator_port is None:
+            raise ValueError("inference_coordinator_port is required if no coordinator is launched")
+        self._service = _Service(self, name=name)
+        starting = self._service.start(f"tcp://{hostname or LOOPBACK}:{inference_coordinator_port}", launch=launch)
         try:
             if loop is None or loop is asyncio.get_running_loop():
                 return await starting
@@ -213,51 +167,37 @@ class DynamicInferenceEngine:
             self._service = None
             raise
 
-    def _coordinator_settings(
-        self, host: str | None, port: int | None, schedule_output_path: str | None
-    ) -> CoordinatorSettings:
-        config = self.config
-        by_prefix = config.enable_prefix_caching
-        return CoordinatorSettings(
-            listen=host or LOOPBACK,
-            client_port=port or 0,
-            single_port=True,
-            routing_policy=config.prefix_caching_coordinator_policy if by_prefix else RoutingPolicy.LOAD_BALANCED,
-            alpha=config.prefix_caching_routing_alpha,
-            schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
-            # This program starts it, so no engine has outlived an earlier one.
-            timing=Timing(recovery=0.0),
-        )
-
     @property
     def engine_loop_task(self) -> asyncio.Task[None]:
-        """Ends when the engine was stopped, and raises EngineFailedError when it failed."""
+        """Task that ends when the engine has stopped, with EngineFailedError if it failed."""
         task = self._serving().task
         assert task is not None
         return task
 
     @property
     def coordinator(self) -> CoordinatorProcess | None:
-        """The coordinator that was launched here."""
+        """The coordinator process that this engine launched."""
         return self._service.coordinator if self._service is not None else None
 
     @property
     def state_events(self) -> StateEvents:
-        """The engine's states as events. They belong to the loop of the engine's connection."""
+        """The engine's states as events, for the event loop of the engine's connection."""
         worker = self._serving().worker
         assert worker is not None
         return worker.lifecycle.events
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time), on the
-        loop of the engine's connection. Raises EngineFailedError if the engine ends first.
+        """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time).
+
+        Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
         if not self.state_events.has_reached(state, times=times):
             await self._serving().unless_ended(self.state_events.wait(state, times=times))
 
     async def stop_listening(self) -> None:
-        """Leave the coordinator, and end it if it was launched here. Call it on the loop of the engine's connection.
-        Idempotent.
+        """Leave the coordinator, and stop it if this engine launched it. Idempotent.
+
+        Call it on the event loop of the engine's connection.
         """
         if self._service is not None:
             await self._service.stop()
@@ -266,39 +206,31 @@ class DynamicInferenceEngine:
     def _serving(self) -> _Service:
         if self._service is None:
             raise RuntimeError(
-                "the engine serves no coordinator: start_listening_to_data_parallel_coordinator() comes first"
+                "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
             )
         return self._service
 
 
 class _Service:
-    """Runs a core's worker on the event loop of start(), until stop() or the end of the engine.
+    """Runs a worker for `engine` on the event loop of start(), until stop() or the end of the engine."""
 
-    name: of the engine, unique at the coordinator.
-    """
-
-    def __init__(self, core: EngineCore, controller: ModelText | None, *, name: str) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, *, name: str) -> None:
         self.coordinator: CoordinatorProcess | None = None
         self.task: asyncio.Task[None] | None = None
         self.worker: EngineWorker | None = None
-        self._core = core
-        self._controller = controller
+        self._engine = engine
         self._name = name
 
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Serve the coordinator at `address`, or the one that is started here if `launch` has its settings.
-
-        Returns its address when registered. Raises CoordinatorStartError, or EngineFailedError when the engine cannot
-        load. Nothing is left running then.
-        """
+        """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
         try:
             if launch is not None:
                 self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
                 address = self.coordinator.address
             settings = EngineSettings(
-                coordinator=address, name=self._name, max_requests=self._core.config.request_slots
+                coordinator=address, name=self._name, max_requests=self._engine.config.request_slots
             )
-            worker = self.worker = EngineWorker(settings, NativeBackend(self._core, self._controller))
+            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._engine._text))
             self.task = asyncio.create_task(self._serve(worker))
             await self.unless_ended(worker.joined.wait())
         except BaseException:
@@ -307,7 +239,7 @@ class _Service:
         return address
 
     async def stop(self) -> None:
-        """End the worker, then the coordinator if it was started here. Idempotent; raises nothing of theirs."""
+        """Stop the worker, then the coordinator if it was launched here. Idempotent; raises none of their errors."""
         if self.worker is not None:
             self.worker.ended.set()
         if self.task is not None:

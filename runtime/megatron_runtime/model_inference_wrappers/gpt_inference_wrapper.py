@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_runtime.backends.native.cpu.executor import ForwardPass
-from megatron_runtime.backends.native.cpu.forward import forward
+from megatron_runtime.backends.native.cpu.executor import ForwardPass, forward
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.torch_executor import ForwardStep
 from megatron_runtime.models.decoder import DecoderModel
@@ -16,8 +15,8 @@ from megatron_runtime.models.decoder import DecoderModel
 class GPTInferenceWrapper:
     """A causal language model that runs one step plan at a time, on the CPU.
 
-    The engine runs its model without a wrapper. A subclass given as `inference_wrapper_cls` of MegatronLLM runs the
-    model in its own way.
+    The engine runs its model without a wrapper. Pass a subclass as `inference_wrapper_cls` of MegatronLLM to change how
+    the model runs.
 
     model: a DecoderModel. dtype: of its activations.
     """
@@ -27,10 +26,10 @@ class GPTInferenceWrapper:
         self._dtype = dtype
 
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        """Compute the plan's tokens; their keys and values go into the cache."""
+        """Compute the plan's tokens and write their keys and values to the cache."""
         return forward(self.model, plan, cache_LPXE, dtype=self._dtype)
 
     @classmethod
     def forward_of(cls, model: DecoderModel, dtype: torch.dtype) -> ForwardPass:
-        """The forward pass of an executor whose model this class runs."""
+        """Return the forward pass of an executor whose model this class runs."""
         return cls(model, dtype=dtype).run_one_forward_step

@@ -1,8 +1,8 @@
-"""A float32 decoder whose results for one token do not depend on the tokens computed beside it, bit for bit.
+"""A float32 decoder whose results for one token are bit-identical in every batch.
 
-A library chooses the order of a sum by the shapes it gets. So matrix products here use shapes that a test at load time
-shows to give equal rows, attention is one product of one shape for each token and split of positions, and elementwise
-functions are applied to rows whose length is a multiple of every vector width.
+A library chooses the order of a sum by the shapes of its operands. So matrix products here use shapes that a check at
+load time shows to give equal rows, attention is one product of one shape for each token and split of positions, and
+elementwise functions are applied to rows whose length is a multiple of every vector width.
 
 T tokens, R rows of a product, H query heads, K key-value heads, G = H / K, D size of a head, S positions, X tokens of a
 page, E = 2 K D.
@@ -12,30 +12,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
-from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 from megatron_runtime.models.layers.paged_attention import DecodeGroup, PagedAttention, PrefillChunk
 
 ROWS = (64, 32, 16, 8, 4, 2, 1)
-"""Row counts that a product may use, if they give the same rows as the first count."""
+"""Numbers of rows that a product may use if it gives the same bits as with the first number."""
 
 SPLIT = 256
 """Positions that one product of the attention covers."""
 
 _SERIAL = 32_768
-"""From this many values on, torch divides an elementwise function among threads, at any boundary."""
+"""Torch divides an elementwise function of this many values among threads, at any boundary."""
 _VECTORS = 64
-"""A multiple of the number of values in a vector, for all instruction sets."""
+"""A multiple of the vector length of all instruction sets, in values."""
 
 
 class BatchInvariantLinear(Linear):
-    """A Linear that multiplies only by row counts that gave equal bits when it was made."""
+    """A Linear whose products use only numbers of rows that gave equal bits when it was created."""
 
     def __init__(self, linear: Linear) -> None:
         self.out_features, self.in_features = linear.out_features, linear.in_features
@@ -60,9 +60,9 @@ class BatchInvariantLinear(Linear):
 
 
 def equal_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int) -> tuple[int, ...]:
-    """Row counts for which `product` gives a row the same bits, at any index; descending, whole multiples of the last.
+    """Return the numbers of rows for which `product` gives each row the same bits, at any index; descending.
 
-    product: of x_RK [R, width] to y_RN. Returns (1,) if no larger count qualifies.
+    product: of x_RK [R, width] to y_RN. Returns (1,) if no larger number qualifies. All are multiples of the last.
     """
     generator = torch.Generator().manual_seed(0)
     x_RK = torch.randn(ROWS[0], width, generator=generator)
@@ -72,8 +72,8 @@ def equal_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int) -> t
     return tuple(rows for rows in ROWS if torch.equal(product(x_RK[:rows].contiguous()), y_RN[:rows]))
 
 
-class BatchInvariantLinears(DenseLinears):
-    """Implements LinearFactory."""
+class BatchInvariantLinears(LinearFactory):
+    """Creates dense matrices of type float32."""
 
     def linear(self, weight_NK: Weight) -> Linear:
         return BatchInvariantLinear(super().linear(weight_NK))
@@ -84,7 +84,7 @@ class BatchInvariantLinears(DenseLinears):
 
 
 def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x_TF: torch.Tensor) -> torch.Tensor:
-    """Apply an elementwise function to whole vectors only: the scalar code for a remainder differs in the last bit."""
+    """Apply an elementwise function to whole vectors: the scalar code for a remainder differs in the last bit."""
     width = x_TF.shape[1]
     whole_TF = F.pad(x_TF, (0, -width % _VECTORS))
     rows = max(1, (_SERIAL - 1) // whole_TF.shape[1])
@@ -92,7 +92,7 @@ def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x_TF: torch.Tensor
 
 
 class BatchInvariantAttention(PagedAttention):
-    """Sums over positions in splits, counted from position 0, for each token separately."""
+    """Sums over splits of the positions, counted from position 0, for each token separately."""
 
     def _decode(self, q_THD: torch.Tensor, cache_PXE: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         q_BHD = q_THD[group.rows]
@@ -120,7 +120,7 @@ class BatchInvariantAttention(PagedAttention):
 
 
 class _Sums:
-    """softmax(scale q k^T) v of every token, over the positions added so far."""
+    """The sums softmax(scale q k^T) v of every token, over the positions added so far."""
 
     def __init__(self, q_THD: torch.Tensor, *, kv_heads: int, scale: float | None) -> None:
         tokens, heads, size = q_THD.shape
@@ -158,33 +158,23 @@ def _exp(x_KTGN: torch.Tensor) -> torch.Tensor:
     return by_rows(torch.exp, x_KTGN.flatten(0, 2)).reshape(x_KTGN.shape)
 
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
 class BatchInvariantDecoder(DecoderModel):
-    """The decoder of a whole model on one rank. Its matrices are those of BatchInvariantLinears.
+    """The decoder of a whole model on one rank, with the matrices of BatchInvariantLinears.
 
     Raises ValueError for a model with sliding windows.
     """
 
+    attention_type = BatchInvariantAttention
+
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         if config.sliding is not None:
-            # What a window leaves out moves with the token, and with it where sums are split.
+            # A window begins at another position for each token, and so do the splits of its sums.
             raise ValueError(
-                "batch_invariant=True: this model has layers with a sliding window, whose sums are not split alike for "
-                "every batch: use batch_invariant=False"
+                "batch_invariant=True: this model has layers with a sliding window, whose sums depend on the batch: "
+                "use batch_invariant=False"
             )
         super().__init__(config, weights)
-        self._attention = BatchInvariantAttention(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-        )
 
-    def _gated(self, mlp: FeedForward, x_TD: torch.Tensor) -> torch.Tensor:
-        gate_TF, up_TF = mlp.gate_up_FD(x_TD).chunk(2, dim=-1)
-        return mlp.down_DF(by_rows(_ACTIVATIONS[self.config.activation], gate_TF).mul_(up_TF))
+    @cached_property
+    def _activate(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return partial(by_rows, super()._activate)

@@ -1,23 +1,30 @@
 """One decoder for all model families, over a paged KV cache. `config.ModelConfig` holds what differs between families.
 
-Shapes: T tokens of a step, N rows whose next token is wanted, D hidden, V vocabulary, W this rank's part of it,
+Shapes: T tokens of a step, N rows whose logits are computed, D hidden, V vocabulary, W this rank's part of it,
 L layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
 head, Q = (H + 2 K) C, F twice the feed-forward. L, H, K, W, E and F count what this rank holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.distributed.groups import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.layers.linear import Embedding, Linear
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, PagedAttention
-from megatron_runtime.models.layers.rotary import Rotation, inverse_frequencies, rotation
+from megatron_runtime.models.layers.paged_attention import (
+    AttentionBatch,
+    PagedAttention,
+    Rotation,
+    inverse_frequencies,
+    rotation,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +70,25 @@ class DecoderWeights:
     head_WD: Linear | None
 
     @property
-    def bytes_per_step(self) -> int:
-        """Bytes of the matrices that a step reads, if it uses every expert."""
-        linears = [self.head_WD] if self.head_WD is not None else []
+    def linears(self) -> list[Linear]:
+        """The matrices in the order in which a step reads them, without routers."""
+        linears = []
         for layer in self.layers:
             mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
             linears += [layer.qkv_QD, layer.output_DH]
             linears += [linear for mlp in mlps for linear in (mlp.gate_up_FD, mlp.down_DF)]
-        return sum(linear.num_bytes for linear in linears)
+        return linears if self.head_WD is None else [*linears, self.head_WD]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of the matrices that a step reads, if it uses every expert."""
+        return sum(linear.num_bytes for linear in self.linears)
 
 
 class Decoder:
-    """What the decoders of all devices have in common.
+    """The common base of the decoders of all devices.
 
-    shard:       the part of the model that `weights` are; None means all of it.
+    shard:       the part of the model in `weights`; None means all of it.
     collectives: exchanges with the other ranks; None for one rank.
     """
 
@@ -91,7 +103,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self._shard = shard = shard or Shard()
-        self._collectives: Collectives = collectives or OneRank()
+        self._collectives = collectives or Collectives()
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._layer_numbers = shard.layers(config.num_layers)
         self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
@@ -107,7 +119,7 @@ class Decoder:
         return None if self.config.sliding is None else self.config.sliding.window
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """x_TD of tokens, in the first pipeline stage."""
+        """Return x_TD of tokens, in the first pipeline stage."""
         embedding, vocab_size = self.weights.embedding, self.config.vocab_size
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(vocab_size)
@@ -124,37 +136,22 @@ class Decoder:
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. A function of weights and cache: it holds no state of any request."""
+    """The decoder in torch operators. A function of weights and cache, without state of any request."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        *,
-        shard: Shard | None = None,
-        collectives: Collectives | None = None,
-    ) -> None:
-        super().__init__(config, weights, shard=shard, collectives=collectives)
-        self._attention = PagedAttention(
+    attention_type = PagedAttention
+
+    @cached_property
+    def _attention(self) -> PagedAttention:
+        return self.attention_type(
             num_heads=self._heads,
             num_kv_heads=self._kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
+            head_dim=self.config.head_dim,
+            scale=self.config.attention_scale,
         )
 
-    def __call__(
-        self,
-        token_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        *,
-        attention: AttentionBatch,
-        cache_LPXE: torch.Tensor,
-        rows_N: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the step's keys and values to the cache; return x_ND, last hidden states of the rows asked for."""
-        x_TD = self.embed(token_ids_T)
-        x_TD = self.run_layers(x_TD, positions_T, attention=attention, cache_LPXE=cache_LPXE)
-        return self.finish(x_TD, rows_N)
+    @cached_property
+    def _activate(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return F.silu if self.config.activation == "silu" else partial(F.gelu, approximate="tanh")
 
     def run_layers(
         self,
@@ -164,7 +161,7 @@ class DecoderModel(Decoder):
         attention: AttentionBatch,
         cache_LPXE: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states after this rank's layers, whose keys and values are in the cache then."""
+        """Return the hidden states after this rank's layers, and write their keys and values to the cache."""
         in_full = rotation(positions_T, self._frequencies, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
         if self._local_frequencies is not self._frequencies:
@@ -181,7 +178,7 @@ class DecoderModel(Decoder):
         return x_TD
 
     def finish(self, x_TD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        """x_ND of the rows asked for, in the last pipeline stage."""
+        """Return x_ND, the normalized hidden states of rows, in the last pipeline stage."""
         norm_D = self.weights.norm_D
         assert norm_D is not None, "this rank is of an earlier pipeline stage"
         return self._norm(x_TD.index_select(0, rows_N), norm_D)
@@ -222,7 +219,7 @@ class DecoderModel(Decoder):
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
     def _mix(self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-        """What this rank's experts add to y_AD (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
+        """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
 
         A tokens, X experts of the model, J experts of a token, S tokens of one expert, computed in one product.
         """
@@ -246,9 +243,7 @@ class DecoderModel(Decoder):
 
     def _gated(self, mlp: FeedForward, x_TD: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = mlp.gate_up_FD(x_TD).chunk(2, dim=-1)
-        if self.config.activation == "silu":
-            return mlp.down_DF(F.silu(gate_TF).mul_(up_TF))
-        return mlp.down_DF(F.gelu(gate_TF, approximate="tanh").mul_(up_TF))
+        return mlp.down_DF(self._activate(gate_TF).mul_(up_TF))
 
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, self.config.rms_norm_eps)

@@ -1,9 +1,8 @@
-"""A decoder whose steps run compiled, from the token ids of a step to logits; and the choice of a model's decoder."""
+"""A decoder whose steps run in compiled code, from token ids to logits, and the choice of a model's decoder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from megatron_kernels.cpu.tuning import tuning
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
 Float32 = npt.NDArray[np.float32]
@@ -27,7 +26,7 @@ _ITEM_WORDS = len(ITEM.names or ())
 
 
 class PlannedTokens(Protocol):
-    """The tokens of a step plan, as backends.native.executor.StepPlan describes them."""
+    """The tokens of a step plan, as documented in backends.native.executor.StepPlan."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
@@ -43,8 +42,7 @@ class PlannedTokens(Protocol):
     def slot_mapping(self) -> npt.NDArray[np.int64]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _BufferSizes:
+class _BufferSizes(NamedTuple):
     """Sizes of a step's workspace: tokens, rows of inputs, and the longest sequence in whole units."""
 
     tokens: int
@@ -54,32 +52,25 @@ class _BufferSizes:
 
 
 def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Whether every matrix is packed and the compiled step supports every size."""
-    head_dim = config.head_dim
-    linears = [weights.head_WD]
-    for layer in weights.layers:
-        if not isinstance(layer.mlp, FeedForward):
-            return False
-        linears += [layer.qkv_QD, layer.output_DH, layer.mlp.gate_up_FD, layer.mlp.down_DF]
-    is_packed = all(isinstance(linear, NativeLinear) for linear in linears)
-    return is_packed and weights.embedding is not None and head_dim % 16 == 0 and config.intermediate_size % UNIT == 0
+    """Return whether every matrix is packed and the compiled step supports every size."""
+    is_packed = all(isinstance(linear, NativeLinear) for linear in weights.linears)
+    is_whole = weights.embedding is not None and weights.head_WD is not None and config.moe is None
+    return is_packed and is_whole and config.head_dim % 16 == 0 and config.intermediate_size % UNIT == 0
 
 
 class NativeDecoder(DecoderModel):
-    """The decoder of a whole model on one rank."""
+    """The decoder of a whole model on one rank, if runs_natively()."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        assert runs_natively(config, weights)
         super().__init__(config, weights)
         self._team = shared_thread_pool()
         self._tuning = tuning()
         self._buffers = Buffers()
         self._kept: list[torch.Tensor] = []
         self._layers = np.array([self._layer(number) for number in range(config.num_layers)], dtype=LAYER)
-        linears: list[Any] = []
-        for layer in weights.layers:
-            assert isinstance(layer.mlp, FeedForward)
-            linears += [layer.qkv_QD, layer.output_DH, layer.mlp.gate_up_FD, layer.mlp.down_DF]
-        self._matrices = np.concatenate([linear.matrix.record for linear in (*linears, weights.head_WD)], dtype=MATRIX)
+        linears = [linear for linear in weights.linears if isinstance(linear, NativeLinear)]
+        self._matrices = np.concatenate([linear.matrix.record for linear in linears], dtype=MATRIX)
         self._counters = np.zeros(config.num_layers, dtype=np.int64)
         self._step = np.zeros(1, dtype=STEP)
         self._words: npt.NDArray[np.int64] = self._step.view(np.int64)
@@ -136,12 +127,12 @@ class NativeDecoder(DecoderModel):
         return x_TD, logits_NV
 
     def _set(self, values: dict[str, int]) -> None:
-        """Set words of the step's record by number: numpy's access by field name costs more than the assignment."""
+        """Set words of the step's record by number: numpy's access by field name is slower than the assignment."""
         for name, value in values.items():
             self._words[_WORDS[name]] = value
 
     def _resize_workspace(self, sizes: _BufferSizes) -> None:
-        """Provide the workspace of a step; a step of the same sizes as the last one uses the same memory."""
+        """Provide the workspace of a step. A step of the same sizes as the previous one uses the same memory."""
         if sizes == self._sizes:
             return
         config, floats = self.config, self._buffers.floats
@@ -170,7 +161,7 @@ class NativeDecoder(DecoderModel):
         self._sizes = sizes
 
     def _extend_rotations(self, positions: int) -> None:
-        """Compute cos and sin up to `positions`, for twice as many if the tables are too short."""
+        """Compute cos and sin of `positions` positions, of twice as many if the tables are too short."""
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
         at = torch.arange(max(1024, 2 * positions)).float()[:, None]
@@ -220,7 +211,7 @@ def _address(array: npt.NDArray[Any]) -> int:
 def _items(
     counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, kv_heads: int, query_block: int
 ) -> npt.NDArray[np.int64]:
-    """Attention work items, the largest first: ITEM, as rows of numbers."""
+    """Return the attention work items, the largest first, as rows of the words of ITEM."""
     sequence, first, count = np.arange(len(counts)), np.zeros_like(counts), counts
     if counts.max() > query_block:
         blocks = -(-counts // query_block)
@@ -241,7 +232,7 @@ def build_decoder(
     shard: Shard | None = None,
     collectives: Collectives | None = None,
 ) -> DecoderModel:
-    """The decoder for `weights` on the CPU: the compiled one where it runs the whole model, else torch operators."""
+    """Return the decoder for `weights` on the CPU: the compiled one if it supports the model, else torch operators."""
     if collectives is None and (shard is None or shard == Shard()) and runs_natively(config, weights):
         return NativeDecoder(config, weights)
     return DecoderModel(config, weights, shard=shard, collectives=collectives)

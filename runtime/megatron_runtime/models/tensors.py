@@ -31,7 +31,7 @@ class TensorKind:
 
 
 class Checkpoint(Protocol):
-    """One set of weights in any file format. The constructor reads headers only and rejects truncated files."""
+    """A set of weights in any file format. The constructor reads headers only and rejects truncated files."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
         """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
-        """Return a quantized matrix as it is stored, possibly a view of the file.
+        """Return a quantized matrix in its stored form, possibly a view of the file.
 
         wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks.
         """
@@ -88,12 +88,8 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_expert_parameters(config: ModelConfig) -> int:
-    """Return the number of values of the experts, which are divided among expert ranks."""
-    moe = config.moe
-    if moe is None:
-        return 0
-    mixtures = sum(config.is_mixture(layer) for layer in range(config.num_layers))
-    return mixtures * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+    """Return the number of values of the experts, which expert ranks divide among themselves."""
+    return sum(prod(shape) for name, shape in tensor_shapes(config).items() if ".experts." in name)
 
 
 def _feed_forward(prefix: str, hidden: int, size: int) -> dict[str, Shape]:

@@ -1,7 +1,7 @@
 """Build the fused weights of one rank from the named tensors of a checkpoint.
 
-The tensors of the checkpoint are compared with those of the model before any is read. Then one matrix is built at a
-time, from the part of each tensor that the rank holds.
+The tensors of the checkpoint are compared with those of the model before any is read. Then each matrix is built from
+the parts of tensors that the rank holds.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_kernels.quantized import QuantizedTensor, concatenate
 from megatron_runtime.distributed.shard import IndivisibleError, Shard
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
-Parts = list[tuple[str, Part]]
-"""Names and parts of the tensors whose rows form one matrix."""
+NamedPart = tuple[str, Part]
+"""Short name of a tensor, and a part of it."""
 
-_PIECE = 1 << 20
+_READ_VALUES = 1 << 20
 """Values per read: their bytes stay in the CPU cache while they are decoded and copied."""
 _NAMED = 8
 """Limit of the number of tensors in a message."""
@@ -40,15 +39,15 @@ def load_weights(
 
     dtype:   of the norms, the biases and dense matrices.
     shard:   the rank's part; None means all.
-    linears: creates the matrices; None keeps them dense.
+    linears: creates the matrices; None means dense ones.
     threads: that read and create matrices concurrently; above one, checkpoint and `linears` must be thread-safe.
 
     Raises UnsupportedModelError naming the tensors that do not fit, and IndivisibleError if the model cannot be divided
-    that way, both before any tensor is read.
+    among the ranks, both before any tensor is read.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
-    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights(threads)
+    return _Loader(checkpoint, dtype, shard or Shard(), linears or LinearFactory()).weights(threads)
 
 
 def require_fitting(checkpoint: Checkpoint) -> None:
@@ -57,16 +56,16 @@ def require_fitting(checkpoint: Checkpoint) -> None:
     family = FAMILIES[config.family]
     wanted = {family.hf_name(name): shape for name, shape in tensor_shapes(config).items()}
     misshapen = [
-        f"{name!r} has shape {tuple(kinds[name].shape)}, the model's configuration asks for {shape}"
+        f"{name!r} has shape {tuple(kinds[name].shape)}, the model's configuration needs {shape}"
         for name, shape in wanted.items()
         if name in kinds and tuple(kinds[name].shape) != shape
     ]
-    # Some programs save a tied head as well.
+    # A checkpoint may have a copy of a tied head.
     unknown = sorted(set(kinds) - set(wanted) - ({family.hf_name("head")} if config.tie_embeddings else set()))
     missing = sorted(set(wanted) - set(kinds))
     for what, names in (
         ("tensors of another shape: tensor", misshapen),
-        (f"tensors that a {family.architecture} has not:", list(map(repr, unknown))),
+        (f"tensors that a {family.architecture} lacks:", list(map(repr, unknown))),
         ("no", list(map(repr, missing))),
     ):
         if names:
@@ -119,14 +118,11 @@ class _Loader:
     def _tables(self) -> tuple[Embedding | None, Linear | None]:
         shard, config = self.shard, self.config
         rows = (_slice(shard.vocabulary(config.vocab_size)),)
-        if config.tie_embeddings:
-            if shard.has_embedding and shard.has_head:
-                return self.linears.tied(self._matrix("embedding", rows))
-            head_name = "embedding"
-        else:
-            head_name = "head"
-        embedding = self.linears.embedding(self._matrix("embedding", rows)) if shard.has_embedding else None
-        head = self.linears.linear(self._matrix(head_name, rows)) if shard.has_head else None
+        if config.tie_embeddings and shard.has_embedding and shard.has_head:
+            return self.linears.tied(self._weight(("embedding", rows)))
+        head_name = "embedding" if config.tie_embeddings else "head"
+        embedding = self.linears.embedding(self._weight(("embedding", rows))) if shard.has_embedding else None
+        head = self.linears.linear(self._weight((head_name, rows))) if shard.has_head else None
         return embedding, head
 
     def _layer(self, number: int) -> LayerWeights:
@@ -139,11 +135,11 @@ class _Loader:
             bias = torch.cat([self._dense(f"{at}{name}_bias", (part,)) for name, part in rows.items()])
         return LayerWeights(
             attention_norm_D=self._norm(f"{at}attention_norm"),
-            qkv_QD=self._linear([(f"{at}{name}", (part,)) for name, part in rows.items()]),
+            qkv_QD=self._linear(*((f"{at}{name}", (part,)) for name, part in rows.items())),
             qkv_bias_Q=bias,
             q_norm_C=self._norm(f"{at}q_norm") if config.qk_norm else None,
             k_norm_C=self._norm(f"{at}k_norm") if config.qk_norm else None,
-            output_DH=self._linear([(f"{at}output", (slice(None), rows["q"]))]),
+            output_DH=self._linear((f"{at}output", (slice(None), rows["q"]))),
             attention_output_norm_D=self._norm(f"{at}attention_output_norm") if config.output_norms else None,
             mlp_norm_D=self._norm(f"{at}mlp_norm"),
             mlp=self._mlp(number),
@@ -156,48 +152,38 @@ class _Loader:
             return self._feed_forward(at, self.config.intermediate_size)
         held = self.shard.experts(moe.num_experts)
         # The few values of the router are never quantized: they decide which experts a token uses.
-        router = DenseLinears(self.dtype).linear(self._dense(f"{at}router", ()))
+        router = Linear(self._dense(f"{at}router"))
         parts = [self._feed_forward_parts(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held]
-        gate_up = self.linears.several((self._weight(part) for part, _ in parts), count=len(held))
-        down = self.linears.several((self._weight(part) for _, part in parts), count=len(held))
+        gate_up = self.linears.several((self._weight(*gate_up) for gate_up, _ in parts), count=len(held))
+        down = self.linears.several((self._weight(down) for _, down in parts), count=len(held))
         experts = tuple(FeedForward(gate_up_FD=one, down_DF=other) for one, other in zip(gate_up, down, strict=True))
         return ExpertWeights(router_XD=router, experts=experts, first=held.start)
 
     def _feed_forward(self, at: str, size: int) -> FeedForward:
         gate_up, down = self._feed_forward_parts(at, size)
-        return FeedForward(gate_up_FD=self._linear(gate_up), down_DF=self._linear(down))
+        return FeedForward(gate_up_FD=self._linear(*gate_up), down_DF=self._linear(down))
 
-    def _feed_forward_parts(self, at: str, size: int) -> tuple[Parts, Parts]:
+    def _feed_forward_parts(self, at: str, size: int) -> tuple[list[NamedPart], NamedPart]:
         """Return the parts of gate and up, and the part of down."""
         part = _slice(self.shard.feed_forward(size))
-        return [(f"{at}gate", (part,)), (f"{at}up", (part,))], [(f"{at}down", (slice(None), part))]
+        return [(f"{at}gate", (part,)), (f"{at}up", (part,))], (f"{at}down", (slice(None), part))
 
     def _norm(self, name: str) -> torch.Tensor:
-        weight_D = self._dense(name, ())
+        weight_D = self._dense(name)
         offset = self.config.norm_weight_offset
         return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
 
-    def _linear(self, parts: Parts) -> Linear:
-        """Return the linear layer whose rows are those of several tensors."""
-        blocks = self._kept(parts)
-        if blocks is None:
-            return self.linears.linear(self._fused(parts))
-        return self.linears.linear(blocks[0]) if len(blocks) == 1 else self.linears.fused(blocks)
+    def _linear(self, *parts: NamedPart) -> Linear:
+        return self.linears.linear(self._weight(*parts))
 
-    def _weight(self, parts: Parts) -> Weight:
-        """The rows of several tensors as one matrix."""
-        blocks = self._kept(parts)
-        if blocks is None:
-            return self._fused(parts)
-        return blocks[0] if len(blocks) == 1 else concatenate(blocks)
-
-    def _kept(self, parts: Parts) -> list[QuantizedTensor] | None:
-        """Return their blocks as they are stored; None unless all may stay quantized and have one type."""
-        found = [self._blocks(name, part) for name, part in parts]
-        blocks = [one for one in found if one is not None]
-        return blocks if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1 else None
-
-    def _fused(self, parts: Parts) -> torch.Tensor:
+    def _weight(self, *parts: NamedPart) -> Weight:
+        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense."""
+        kinds = self.linears.quantized_kinds
+        if kinds:
+            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=kinds) for name, part in parts]
+            blocks = [block for block in found if block is not None]
+            if len(blocks) == len(parts) and len({block.kind for block in blocks}) == 1:
+                return blocks
         shapes = [self._part_shape(name, part) for name, part in parts]
         weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
@@ -205,30 +191,20 @@ class _Loader:
         return weight_NK
 
     def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
-        """Copy some rows at a time, so that no whole decoded tensor is in memory beside its copy."""
+        """Copy a part into `target`, some rows at a time: no whole decoded tensor is in memory beside its copy."""
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
-        # A multiple of eight rows, so that the digest of the pieces is that of the whole.
-        count = max(8, _PIECE // target.shape[1] // 8 * 8)
+        # A multiple of eight rows, so that the digest of all reads is that of the whole tensor.
+        count = max(8, _READ_VALUES // target.shape[1] // 8 * 8)
         for start in range(0, len(target), count):
             stop = min(start + count, len(target))
             target[start:stop].copy_(
                 self.checkpoint.read(self._hf_name(name), (slice(first + start, first + stop), columns))
             )
 
-    def _matrix(self, name: str, part: Part) -> Weight:
-        blocks = self._blocks(name, part)
-        return self._fused([(name, part)]) if blocks is None else blocks
-
-    def _blocks(self, name: str, part: Part) -> QuantizedTensor | None:
-        if not self.linears.quantized_kinds:
-            return None
-        return self.checkpoint.blocks(self._hf_name(name), part, wanted=self.linears.quantized_kinds)
-
-    def _dense(self, name: str, part: Part) -> torch.Tensor:
-        read = self.checkpoint.read(self._hf_name(name), part)
-        # A copy: it may be a view of the file.
-        return read.to(self.dtype, copy=True)
+    def _dense(self, name: str, part: Part = ()) -> torch.Tensor:
+        # A copy: read() may return a view of the file.
+        return self.checkpoint.read(self._hf_name(name), part).to(self.dtype, copy=True)
 
     def _part_shape(self, name: str, part: Part) -> tuple[int, int]:
         rows, columns = self.checkpoint.kinds[self._hf_name(name)].shape

@@ -1,10 +1,10 @@
 """Probes and metrics over HTTP for processes without a web framework: the coordinator and the engine.
 
-    GET /livez    200 while the process can make progress, else 503 with the reason
-    GET /readyz   200 when nothing is missing, else 503 naming each missing thing
+    GET /livez    200; the server runs on the caller's event loop, so a blocked loop fails its liveness probe
+    GET /readyz   200 when the process is ready, else 503 with the missing conditions
     GET /metrics  the Prometheus registry
 
-It runs on the caller's event loop, so a blocked loop fails its liveness probe. No torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,25 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
 MAX_CONNECTIONS = 128
-"""Concurrent connections; further ones are closed."""
+"""Concurrent connections; the server closes further ones."""
 
 
 class HealthServer:
     """Answers probes on one listening socket.
 
-    missing:  returns the reasons why the process is not ready, one phrase each. Called for each probe.
-    stalled:  returns why the process makes no progress, or None. With a reason the kubelet restarts the container.
-    registry: metrics to expose; None: 404.
+    missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
+    registry: metrics to expose; None answers 404.
     """
 
     def __init__(
         self,
         *,
         missing: Callable[[], Sequence[str]],
-        stalled: Callable[[], str | None] = lambda: None,
         registry: CollectorRegistry | None = None,
         host: str = "0.0.0.0",
         port: int = 8080,
     ) -> None:
         self._missing = missing
-        self._stalled = stalled
         self._registry = registry
         self._host = host
         self._port = port
@@ -56,7 +53,7 @@ class HealthServer:
         return self._port
 
     async def start(self) -> None:
-        """Bind and answer probes. Raises OSError with the address if it is in use."""
+        """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
@@ -93,15 +90,12 @@ class HealthServer:
             return _response(HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"})
         method, path = parts[0], parts[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are answered here"})
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "method not allowed: use GET or HEAD"})
         full = self._route(path)
         return full if method == b"GET" else full[: full.index(b"\r\n\r\n") + 4]
 
     def _route(self, path: bytes) -> bytes:
         if path == b"/livez":
-            reason = self._stalled()
-            if reason is not None:
-                return _response(HTTPStatus.SERVICE_UNAVAILABLE, {"alive": False, "reason": reason})
             return _response(HTTPStatus.OK, {"alive": True})
         if path == b"/readyz":
             missing = list(self._missing())
@@ -117,8 +111,8 @@ def _response(status: HTTPStatus, body: dict[str, object]) -> bytes:
 
 
 def _encode(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
-    head = (
+    header = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    return head.encode() + body
+    return header.encode() + body

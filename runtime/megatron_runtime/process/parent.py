@@ -1,4 +1,4 @@
-"""Ties between a supervising process and its children."""
+"""Ends a child process when its supervisor dies."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import signal
 import sys
 
 PARENT_VARIABLE = "MEGATRON_PARENT_PID"
-"""Set by a supervisor for its children: they end when that process does, however it ends."""
+"""A supervisor sets it for its children, which end when the supervisor ends for any reason."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Where a supervisor started this process, arrange for SIGTERM when the supervisor dies. Linux only."""
+    """If a supervisor started this process, have the kernel send SIGTERM when the supervisor dies. Linux only."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The supervisor may have died before the call above: then no signal will come.
+    # If the supervisor died before the call above, the kernel sends no signal.
     if os.getppid() != int(parent):
         sys.exit(1)

@@ -1,8 +1,8 @@
 """A child process for work that may crash, hang or exhaust memory. The parent gets an exception instead.
 
 The parent creates a SacrificialProcess and calls it with bytes. The child is a module that calls serve() when it runs
-as `__main__`. It starts as a new interpreter at the first call, handles one call at a time, and is started again by the
-call after its death. It ends with its parent, however the parent ends.
+as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. After its death, the
+next call starts it again. If its parent dies, it ends at once when idle, else at the timeout of the call in progress.
 
     # child: megatron_runtime/example.py
     def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -41,8 +41,6 @@ _OUT_OF_MEMORY = 3
 
 _ALARM_GRACE_SECONDS = 1.0
 """The child's own alarm comes this long after the parent's timeout. It ends a child whose parent died."""
-
-_PARENT_POLL_SECONDS = 0.5
 
 _REQUEST = struct.Struct("<dQ")
 """Seconds until the alarm, and length."""
@@ -120,7 +118,7 @@ class SacrificialProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            numbers = (theirs.fileno(), os.getpid(), self._memory_bytes, self._stack_bytes or 0)
+            numbers = (theirs.fileno(), self._memory_bytes, self._stack_bytes or 0)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", self._module, *map(str, numbers)],
@@ -192,8 +190,7 @@ def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     prepare: gets the setup and returns the handler of requests. An exception of the handler ends the child, so a
              handler must encode errors for its callers in its result.
     """
-    descriptor, parent, memory_bytes, stack_bytes = map(int, sys.argv[1:5])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    descriptor, memory_bytes, stack_bytes = map(int, sys.argv[1:4])
     _limit(memory_bytes)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -231,13 +228,6 @@ def _limit(memory_bytes: int) -> None:
     # If the host or container runs out of memory, the kernel kills this process before its parent.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-
-
-def _end_with(parent: int) -> None:
-    """End this process after its parent. While native code holds the interpreter lock, the alarm does that."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 def _next_request(channel: socket.socket) -> bytes:

@@ -123,7 +123,7 @@ def unpack(
 
 
 def unpack_request(data: bytes) -> Any:
-    """Return unpack(data, REQUEST), faster: the size of a small frame bounds what it becomes."""
+    """Return unpack(data, REQUEST), faster: the size of a small frame already bounds the number of its objects."""
     if len(data) > _SMALL_BYTES:
         return unpack(data, REQUEST)
     try:
@@ -146,15 +146,6 @@ def header_of(frame: bytes) -> int | None:
     except (ValueError, msgpack.UnpackException):
         return None
     return header if type(header) is int else None
-
-
-def shown(value: Any) -> str:
-    """Format `value` for an error message, in at most about 60 characters."""
-    if isinstance(value, str | bytes):
-        return repr(value[:40]) + ("…" if len(value) > 40 else "")
-    if isinstance(value, list | dict | tuple):
-        return f"{type(value).__name__} of {len(value)}"
-    return f"{value!r:.60}"
 
 
 def _skip(data: bytes | memoryview) -> None:

@@ -81,7 +81,7 @@ class ErrorCode(IntEnum):
     TOO_LARGE = 413
     ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
     MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for
-    STALE_FENCE = 412  # a higher fence has been seen
+    STALE_FENCE = 412  # the coordinator has received a higher fence
     IN_PROGRESS = 423  # another operation is under way
     QUEUE_FULL = 429
     ENGINE_FAILED = 500

@@ -23,7 +23,6 @@ from megatron_runtime.protocol.codec import (
     UnpackLimits,
     header_of,
     pack,
-    shown,
     unpack,
     unpack_request,
 )
@@ -37,6 +36,7 @@ from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_byt
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.text import shown
 
 # --- control messages -------------------------------------------------------------------------------------------------
 
@@ -347,10 +347,8 @@ class RequestMeta(NamedTuple):
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
-                and type(salt) is str
+                and type(salt) is type(engine) is type(tenant) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
-                and type(engine) is str
-                and type(tenant) is str
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
             ):
                 return cls(streaming, seed, deadline, text, priority, salt, engine, tenant)
@@ -491,15 +489,9 @@ def _decode_submit(items: list[Any]) -> Submit:
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
-    return Dispatch(
-        _u64("dispatch id", items[1]),
-        _uid(items[2]),
-        _u64("route", items[3]),
-        RequestMeta.from_list(items[4]),
-        _tokens("prompt", items[5]),
-        _tokens("generated", items[6]),
-        _body("params", items[7]),
-    )
+    _, number, uid, route, meta, prompt, generated, params = items[:8]
+    bodies = _tokens("prompt", prompt), _tokens("generated", generated), _body("params", params)
+    return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
 
 
 def _decode_partial(items: list[Any]) -> Partial:
@@ -543,19 +535,17 @@ class Plain:
 RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | EvictedBlocks
 Message: TypeAlias = ControlMessage | RequestMessage | Plain
 
-_REQUEST_PATH: dict[int, tuple[int, str, Callable[[list[Any]], RequestMessage]]] = {
-    int(Header.SUBMIT): (6, "SUBMIT: want [114, uid, meta, prompt, generated, params]", _decode_submit),
-    int(Header.DISPATCH): (
-        8,
-        "DISPATCH: want [111, dispatch_id, uid, route, meta, prompt, generated, params]",
-        _decode_dispatch,
-    ),
-    int(Header.PARTIAL): (5, "PARTIAL: want [112, route, index, tokens, extras]", _decode_partial),
-    int(Header.FINAL): (5, "FINAL: want [113, dispatch_id, uid, tokens, reply]", _decode_final),
-    int(Header.ABORT_REQUEST): (2, "ABORT_REQUEST: want [23, id]", _decode_abort),
-    int(Header.EVICTED_BLOCKS): (3, "EVICTED_BLOCKS: want [108, {cleared}, hashes]", _decode_evicted),
+_REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
+    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),
+    int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),
+    int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
+    int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
+    int(Header.ABORT_REQUEST): ("id", _decode_abort),
+    int(Header.EVICTED_BLOCKS): ("{cleared}, hashes", _decode_evicted),
 }
-"""By header: the fewest elements, the error for fewer, and the function that reads them."""
+"""By header: the elements that follow it, and the function that reads them. More elements are ignored."""
+_FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
+"""By header: the number of elements with the header."""
 
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},
@@ -589,10 +579,9 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     number = items[0]
     found = _REQUEST_PATH.get(number)
     if found is not None:
-        fewest, expected, read = found
-        if len(items) < fewest:
-            raise MalformedMessageError(expected)
-        return read(items)
+        if len(items) < _FEWEST[number]:
+            raise MalformedMessageError(f"{Header(number).name}: want [{number}, {found[0]}]")
+        return found[1](items)
     kind = _CONTROL.get(number)
     if kind is not None:
         return _decode_control(kind, number, items)

@@ -33,7 +33,9 @@ def shown(value: object) -> str:
         return repr(value)
     if isinstance(value, int):
         return str(value) if value.bit_length() <= _MOST_BITS else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list | tuple | dict | set | frozenset | bytes | bytearray):
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes"
+    if isinstance(value, list | tuple | dict | set | frozenset):
         return f"a {type(value).__name__} of length {len(value)}"
     return f"a value of type {type(value).__name__}"
 

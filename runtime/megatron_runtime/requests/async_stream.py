@@ -1,4 +1,4 @@
-"""A stream of the answers to one request: the client fills it, the caller iterates over it."""
+"""A stream of the answers to one request: the client adds items, the caller iterates over them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Self
 
 
 class AsyncStream:
-    """Gives the items in the order of put(), then ends, or raises the exception passed to finish().
+    """Yields the items in the order of put(), then ends, or raises the exception passed to finish().
 
-    cancel: called with the request id if the reader closes the stream before its end; at most once.
-    loop:   the reader's loop; with it put() and finish() may be called from other threads.
+    cancel: called with the request id, at most once, if the reader closes the stream before its end.
+    loop:   the reader's loop. If given, put() and finish() may be called from other threads.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class AsyncStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the stream takes no more items."""
+        """Whether the stream accepts no more items."""
         return self._finished
 
     def put(self, item: Any) -> None:
@@ -95,7 +95,7 @@ class AsyncStream:
                 raise
 
     def _is_foreign(self) -> bool:
-        """Whether the call comes from outside the reader's loop, from another thread."""
+        """Whether the caller does not run on the reader's loop."""
         if self._loop is None:
             return False
         try:

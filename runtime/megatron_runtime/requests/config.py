@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
+
+from megatron_runtime.requests.rules import Predicate, field_rules, int_in, number_in, optional
 
 DEFAULT_MAX_REQUESTS = 64
 DEFAULT_MAX_TOKENS = 16_384
 
 
 class KVCacheManagementMode(StrEnum):
-    """What SUSPEND does with the KV cache."""
+    """Effect of SUSPEND on the KV cache."""
 
     PERSIST = "persist"
     """It stays in device memory."""
     OFFLOAD = "offload"
     """It is copied to host memory, and back at RESUME."""
     RECOMPUTE = "recompute"
-    """It is dropped. Requests in flight are computed again after RESUME."""
+    """It is dropped. The KV of requests in flight is computed again after RESUME."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """What happens to a cached block that no request holds."""
+    """Effect on a cached block when its last request ends."""
 
     REF_ZERO = "ref_zero"
     """It is freed at once."""
@@ -31,15 +34,15 @@ class PrefixCachingEvictionPolicy(StrEnum):
 
 
 class RoutingPolicy(StrEnum):
-    """How the coordinator chooses the engine of a request."""
+    """Which engine the coordinator chooses for a request."""
 
     LOAD_BALANCED = "LoadBalanced"
-    """The engine with the fewest requests in flight; of equal ones the lowest index."""
+    """The engine with the fewest requests in flight; among equals the lowest index."""
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that got a prompt with the same first block, weighed against its load."""
+    """An engine that has received a prompt with the same first block, weighed against its load."""
     LONGEST_PREFIX = "LongestPrefix"
-    """The engine that got the longest common prefix, weighed against its load."""
+    """The engine that has received the longest common prefix, weighed against its load."""
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
@@ -68,7 +71,7 @@ class InferenceConfig:
     max_requests:          concurrent requests; None means DEFAULT_MAX_REQUESTS.
     max_tokens:            tokens of one step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
     max_sequence_length:   prompt + generated tokens of one request; None means the limit of the model.
-    max_waiting:           requests that wait for a slot; more are rejected. (Not in Megatron-Core.)
+    max_waiting:           requests that may wait for a slot; further ones are rejected. (Not in Megatron-Core.)
     unified_memory_level:  1 puts the KV cache into managed memory that may overflow to the host; 0 does not.
 
     Suspend:
@@ -77,40 +80,39 @@ class InferenceConfig:
 
     CUDA graphs:
     num_cuda_graphs:       graphs captured for decode steps; None: the engine chooses; 0 captures none.
-    cuda_graph_mixed_prefill_count: prefill requests that a graph of a mixed step has room for.
-    cuda_graph_max_tokens: largest step that is captured, in tokens.
+    cuda_graph_mixed_prefill_count: prefill requests of the largest captured mixed step.
+    cuda_graph_max_tokens: tokens of the largest captured step.
     use_cuda_graphs_for_non_decode_steps: capture mixed steps as well.
 
     Scheduling:
-    enable_chunked_prefill: split a prompt over several steps; otherwise it must fit max_tokens.
+    enable_chunked_prefill: split prompts over several steps; otherwise a prompt must fit max_tokens.
     materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
                            log-probabilities.
-    num_speculative_tokens: tokens proposed ahead of each decode step.
+    num_speculative_tokens: tokens proposed before each decode step.
     async_sched_mode:      how the next step is planned while one runs.
-    batch_invariant:       in float32 on one CPU rank, tokens and log-probabilities of a request are bit-identical,
-                           whatever else is in the batch and however its prompt is chunked, cached or recomputed.
-                           (Not in Megatron-Core.)
+    batch_invariant:       in float32 on one CPU rank, tokens and log-probabilities of a request are bit-identical for
+                           any batch and any chunking, caching or recomputation of its prompt. (Not in Megatron-Core.)
 
     Prefix cache:
     enable_prefix_caching: requests share the KV of equal prefixes.
     prefix_caching_eviction_policy: see PrefixCachingEvictionPolicy.
-    prefix_caching_coordinator_policy: how the coordinator chooses an engine; see RoutingPolicy.
+    prefix_caching_coordinator_policy: see RoutingPolicy.
     prefix_caching_routing_alpha: weight of a cached prefix against free capacity, 0 to 1.
 
     Sampling:
     sampling_backend:      implementation; "flashinfer" needs that library and a GPU.
-    offset_sampling_seed_by_dp_rank: requests without a seed of their own differ between data-parallel ranks.
+    offset_sampling_seed_by_dp_rank: data-parallel ranks use different seeds for requests without a seed.
     logprobs_mode:         log-probabilities of unmodified logits, or after temperature and filters.
 
     Records and logs:
-    track_paused_request_events:   keep a PAUSE event for each step that a request sat out.
-    track_generated_token_events:  keep a GENERATED_TOKEN event for each token.
-    logging_step_interval: steps between log lines of the load; 0: no log lines.
+    track_paused_request_events:   record a PAUSE event for each step in which a request is paused.
+    track_generated_token_events:  record a GENERATED_TOKEN event for each token.
+    logging_step_interval: steps between log lines with the load; 0: none.
 
     Many ranks:
-    ep_consensus_interval: steps between agreements of expert ranks while busy.
-    disable_ep_consensus:  expert ranks do not agree; only for one expert rank.
-    use_synchronous_zmq_collectives: block in those agreements.
+    ep_consensus_interval: steps between consensus rounds of expert ranks under load.
+    disable_ep_consensus:  no consensus rounds; only for one expert rank.
+    use_synchronous_zmq_collectives: block in consensus rounds.
     """
 
     block_size_tokens: int = 256
@@ -154,17 +156,15 @@ class InferenceConfig:
             except ValueError:
                 allowed = ", ".join(repr(member.value) for member in kind)
                 raise InvalidConfigError(name, value, f"want one of {allowed}") from None
-        flags = " ".join(item.name for item in fields(self) if isinstance(item.default, bool))
-        for names, is_valid, allowed in (*_RULES, (flags, lambda value: isinstance(value, bool), "True or False")):
-            for name in names.split():
-                value = getattr(self, name)
-                if not is_valid(value):
-                    raise InvalidConfigError(name, value, f"want {allowed}")
+        for name, is_valid, allowed in _RULES:
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidConfigError(name, value, f"want {allowed}")
         if self.step_tokens < self.request_slots:
             raise InvalidConfigError(
                 "max_tokens",
                 self.step_tokens,
-                f"less than max_requests={self.request_slots}, and every running request needs one token a step: "
+                f"less than max_requests={self.request_slots}, and every running request needs one token per step: "
                 "raise max_tokens or lower max_requests",
             )
 
@@ -185,29 +185,18 @@ class InferenceConfig:
         return int(self.buffer_size_gb * (1 << 30))
 
     def require_default(self, *names: str, because: str) -> None:
-        """Reject every value but the default of fields that an engine does not support.
-
-        Raises InvalidConfigError with the first such field, `because` and the default.
-        """
+        """Raise InvalidConfigError, with the reason `because`, if a field that an engine does not support is set."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
                 raise InvalidConfigError(name, getattr(self, name), f"{because}: leave it at {defaults[name]!r}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _at_least(low: int, *, optional: bool = False) -> Any:
-    return lambda value: (optional and value is None) or (_is_int(value) and value >= low)
-
-
 def _amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return number_in(0, sys.float_info.max)(value) and value != 0
 
 
-def _one_of(kind: Any) -> tuple[Any, str]:
+def _one_of(kind: Any) -> tuple[Predicate, str]:
     allowed = get_args(kind)
     return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
@@ -217,21 +206,21 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
     "prefix_caching_coordinator_policy": RoutingPolicy,
 }
-"""These fields take a member or its value."""
+"""Fields that take a member of an enumeration or its value."""
 
-_RULES: tuple[tuple[str, Any, str], ...] = (
-    ("block_size_tokens max_waiting ep_consensus_interval", _at_least(1), "an integer >= 1"),
-    ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", _at_least(1), "an integer >= 1"),
-    ("max_requests max_tokens", _at_least(1, optional=True), "an integer >= 1, or None"),
-    ("max_sequence_length", _at_least(2, optional=True), "an integer >= 2, or None"),
-    ("num_speculative_tokens logging_step_interval", _at_least(0), "an integer >= 0"),
-    ("num_cuda_graphs", _at_least(0, optional=True), "an integer >= 0, or None"),
-    ("unified_memory_level", lambda value: _is_int(value) and value in (0, 1), "0 or 1"),
+_RULES = field_rules(
+    InferenceConfig,
+    ("block_size_tokens max_waiting ep_consensus_interval", int_in(1), "an integer >= 1"),
+    ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", int_in(1), "an integer >= 1"),
+    ("max_requests max_tokens", optional(int_in(1)), "an integer >= 1, or None"),
+    ("max_sequence_length", optional(int_in(2)), "an integer >= 2, or None"),
+    ("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
+    ("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
+    ("unified_memory_level", int_in(0, 1), "0 or 1"),
     ("buffer_size_gb", _amount, "a number > 0"),
-    ("paused_buffer_size_gb", lambda value: value in (None, 0) or _amount(value), "a number >= 0, or None"),
-    ("prefix_caching_routing_alpha", lambda v: v == 0 or (_amount(v) and v <= 1), "a number from 0 to 1"),
+    ("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
+    ("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
     ("sampling_backend", *_one_of(SamplingBackend)),
     ("logprobs_mode", *_one_of(LogprobsMode)),
     ("async_sched_mode", *_one_of(AsyncSchedMode)),
 )
-"""Names of fields, what they allow, and the words for it. A field with the default True or False takes these."""

@@ -1,17 +1,17 @@
-"""Errors of requests, as exceptions whose fields survive serialization."""
+"""Errors of requests: exceptions whose class and fields survive serialization."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PERMANENT_CODES = range(400, 429)
-"""Codes in replies of errors that are not transient."""
+"""Codes of errors in replies that are not transient."""
 
 
 class RequestRefusedError(ValueError):
     """The engine cannot accept this request.
 
-    is_transient: it may accept the same request later.
+    is_transient: whether it may accept the same request later.
     """
 
     is_transient = True
@@ -43,7 +43,7 @@ class MaxSequenceLengthOverflowError(RequestRefusedError):
 
 
 class ActiveRequestCountOverflowError(RequestRefusedError):
-    """More requests are to run concurrently than the engine has slots for."""
+    """More requests should run concurrently than the engine has slots."""
 
 
 class TensorStateDeallocatedError(RequestRefusedError):
@@ -51,7 +51,7 @@ class TensorStateDeallocatedError(RequestRefusedError):
 
 
 class RequestError(Exception):
-    """A deserialized error without a class here. `type` is the name of its class in the other process."""
+    """A deserialized error of any other class. `type` is the name of its class in the process that raised it."""
 
     def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -61,18 +61,8 @@ class RequestError(Exception):
         self.is_transient = is_transient
 
 
-_CLASSES: dict[str, type[RequestRefusedError]] = {
-    kind.__name__: kind
-    for kind in (
-        RequestRefusedError,
-        RequestOverflowError,
-        TokenOverflowError,
-        BlockOverflowError,
-        MaxSequenceLengthOverflowError,
-        ActiveRequestCountOverflowError,
-        TensorStateDeallocatedError,
-    )
-}
+_KINDS: tuple[type[RequestRefusedError], ...] = (RequestRefusedError, *RequestRefusedError.__subclasses__())
+_CLASSES = {kind.__name__: kind for kind in _KINDS}
 
 
 def error_name(error: BaseException) -> str:

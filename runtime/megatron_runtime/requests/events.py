@@ -18,7 +18,7 @@ class DynamicInferenceEventType(Enum):
     GENERATED_TOKEN = auto()
     PAUSE = auto()
     EVICT = auto()
-    """Lost its KV cache; it will be computed again."""
+    """Lost its KV, which will be computed again."""
     FINISH = auto()
     FAIL = auto()
     ERROR_TRANSIENT = auto()

@@ -1,8 +1,8 @@
 """Block hashes of a prompt: equal prefixes have equal hashes, on the coordinator and on every engine. No torch.
 
-There are two forms. Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The
-polynomial is the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not decide
-which cache is reused.
+Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The polynomial form is
+Megatron-Core's and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
+decide which KV is reused.
 
 SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); d(i) = SHA-256(d(i-1) + tokens of block i as
              little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
@@ -56,12 +56,12 @@ def block_hashes(
 
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
-    """Return the 32-byte digests d(i) of every complete block. Caches are keyed with them."""
+    """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches."""
     return _chain(np.asarray(tokens, dtype=_INT64).tobytes(), block_size, salt=salt)
 
 
 def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
-    """Return block_hashes() with SHA-256 for encoded tokens, little-endian int32. It runs for every request."""
+    """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
     data = np.frombuffer(frame, _INT32).astype(_INT64).tobytes()
     from_bytes = int.from_bytes  # hash_of_digest(), inlined
     digests = _chain(data, block_size, salt=salt.encode())

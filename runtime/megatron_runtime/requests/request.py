@@ -1,9 +1,9 @@
 """Inference requests under Megatron-Core's names, their records, and their msgpack form.
 
 `InferenceRequest` is any request, `DynamicInferenceRequest` one of the dynamic engine, `VLMInferenceRequest` one with
-images. A record holds the segments that checkpoints make of one request.
+images. Checkpoints split a request into segments; a record holds these.
 
-torch is imported when the first tensor is created: clients, coordinators and servers never load it.
+torch is imported when the first tensor is created, so clients, coordinators and servers never load it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -29,12 +30,11 @@ if TYPE_CHECKING:
 
 # --- values as msgpack carries them -----------------------------------------------------------------------------------
 
-_PLAIN_DTYPES = {"float32": float, "int64": int, "bool": bool}
-"""Types that torch.tensor() gives to a list of Python numbers. The name of any other type is sent."""
+_DEFAULT_DTYPES = ("float32", "int64", "bool")
+"""Types that torch.tensor() infers from Python numbers. The name of any other type is sent."""
 
 
 def load_torch() -> Any:
-    """Import torch when a tensor is created."""
     return importlib.import_module("torch")
 
 
@@ -68,14 +68,14 @@ def pack_value(value: Any) -> Any:
     if is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         values = serialize_tensor(value)
-        return ("tensor", values) if dtype in _PLAIN_DTYPES and value.numel() else ("tensor", values, dtype)
+        return ("tensor", values) if dtype in _DEFAULT_DTYPES and value.numel() else ("tensor", values, dtype)
     if isinstance(value, np.ndarray):
         return ("ndarray", {"data": value.tolist(), "dtype": str(value.dtype)})
     return value
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value of pack_value(), before or after a trip through msgpack."""
+    """Return the argument of pack_value(). `value` may have been packed with msgpack in between."""
     match value:
         case ["tensor" | b"tensor", values]:
             return deserialize_tensor(values)
@@ -141,7 +141,7 @@ class InferenceRequest:
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> Self:
-        """Return the request of serialize(), before or after a trip through msgpack. Unknown keys are ignored."""
+        """Return the request of serialize(). `obj` may have been packed with msgpack. Unknown keys are ignored."""
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
         if isinstance(values.get("status"), str):
@@ -162,9 +162,9 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in every segment of a record.
-    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens, computed the cache.
-    policy_staleness, kv_cache_staleness: training steps since, one count per token.
-    precomputed_block_hashes: of the complete prompt blocks; computed if caching is on and none are given.
+    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens and computed their KV.
+    policy_staleness, kv_cache_staleness: training steps since then, one count per token.
+    precomputed_block_hashes: of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
     uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -188,6 +188,12 @@ class DynamicInferenceRequest(InferenceRequest):
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = field(default=None, repr=False)
     generated_tokens: list[int] = field(default_factory=list)
+
+    continued_fields: ClassVar[tuple[str, ...]] = (
+        *("request_id", "uid", "arrival_time", "status", "policy_staleness", "stop_word_ids", "block_size_tokens"),
+        *("enable_prefix_caching", "event_add_engine"),
+    )
+    """Fields that the next segment of the request takes over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,18 +285,10 @@ class DynamicInferenceRequest(InferenceRequest):
         if is_tensor(self.prompt_tokens):
             tokens = load_torch().tensor(tokens, dtype=self.prompt_tokens.dtype, device=self.prompt_tokens.device)
         return type(self)(
-            request_id=self.request_id,
-            uid=self.uid,
             prompt_tokens=tokens,
             sampling_params=params,
-            arrival_time=self.arrival_time,
-            status=self.status,
             policy_epoch=copy.copy(self.policy_epoch),
-            policy_staleness=self.policy_staleness,
-            stop_word_ids=self.stop_word_ids,
-            block_size_tokens=self.block_size_tokens,
-            enable_prefix_caching=self.enable_prefix_caching,
-            event_add_engine=self.event_add_engine,
+            **{name: getattr(self, name) for name in self.continued_fields},
         )
 
     def add_event(self, type: DynamicInferenceEventType, payload: Any | None = None) -> DynamicInferenceEvent:
@@ -299,10 +297,8 @@ class DynamicInferenceRequest(InferenceRequest):
         return event
 
     def add_event_add_engine(self) -> None:
+        """Record that the request entered the engine's queue."""
         self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
-
-    def add_event_add_context(self) -> None:
-        self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
 
     def add_event_generated_token(
         self,
@@ -324,17 +320,11 @@ class DynamicInferenceRequest(InferenceRequest):
         if self.ttft is None and self.event_add_engine is not None:
             self.ttft = event.at - self.event_add_engine.at
 
-    def add_event_pause(self) -> None:
-        self.add_event(DynamicInferenceEventType.PAUSE)
-
-    def add_event_evict(self) -> None:
-        self.add_event(DynamicInferenceEventType.EVICT)
-
-    def add_event_finish(self) -> None:
-        self.add_event(DynamicInferenceEventType.FINISH)
-
-    def add_event_fail(self) -> None:
-        self.add_event(DynamicInferenceEventType.FAIL)
+    add_event_add_context = partialmethod(add_event, DynamicInferenceEventType.ADD_CONTEXT)
+    add_event_pause = partialmethod(add_event, DynamicInferenceEventType.PAUSE)
+    add_event_evict = partialmethod(add_event, DynamicInferenceEventType.EVICT)
+    add_event_finish = partialmethod(add_event, DynamicInferenceEventType.FINISH)
+    add_event_fail = partialmethod(add_event, DynamicInferenceEventType.FAIL)
 
     def add_event_error_transient(self, error: Exception) -> None:
         self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
@@ -343,7 +333,7 @@ class DynamicInferenceRequest(InferenceRequest):
         self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Whether there was no permanent error."""
+        """Return whether the request had no permanent error."""
         return all(event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events)
 
     def failed(self) -> bool:
@@ -355,15 +345,17 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     """A request of a vision-language model. Prefix caching is off, because block hashes do not cover the images.
 
     num_img_embeddings_per_tile: embeddings that replace one tile in the sequence.
-    imgs:               pixels of all tiles, shape [tiles, channels, height, width]; None for text alone.
+    imgs:               pixels of all tiles, shape [tiles, channels, height, width]; None without images.
     num_tiles:          tiles of each image, shape [images].
-    decoder_seq_length: length of the sequence with the embeddings in place.
+    decoder_seq_length: length of the sequence with the embeddings.
     """
 
     num_img_embeddings_per_tile: int = 0
     imgs: Any = None
     num_tiles: Any = None
     decoder_seq_length: int | None = None
+
+    continued_fields = (*DynamicInferenceRequest.continued_fields, "num_img_embeddings_per_tile", "imgs", "num_tiles")
 
     def __post_init__(self) -> None:
         self.enable_prefix_caching = False
@@ -376,9 +368,6 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     def continued(self) -> Self:
         segment = super().continued()
-        segment.num_img_embeddings_per_tile = self.num_img_embeddings_per_tile
-        segment.imgs = self.imgs
-        segment.num_tiles = self.num_tiles
         if self.decoder_seq_length is not None:
             segment.decoder_seq_length = self.decoder_seq_length + len(self.generated_tokens)
         return segment
@@ -386,9 +375,8 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
 # --- records ----------------------------------------------------------------------------------------------------------
 
-
 _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_staleness")
-"""Fields that say which weights a request ran on."""
+"""Fields about the weights that a request ran on."""
 
 
 @dataclass
@@ -448,35 +436,34 @@ class DynamicInferenceRequestRecord:
             request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, self.total_tokens)
 
     def stamp_epoch(self, epoch: int) -> None:
-        """Label the tokens sampled and caches computed from now on with `epoch`."""
+        """Label tokens that are sampled and KV that is computed from now on with `epoch`."""
         request = self.requests[-1]
         for name in ("policy_epoch", "kv_cache_epoch"):
             spans = getattr(request, name)
-            # The old weights sampled the newest token, but the new ones compute its cache entry.
+            # The old weights sampled the newest token, but the new ones compute its KV.
             start = max(0, self.total_tokens - 1)
             setattr(request, name, [[0, epoch]] if not spans else [*spans, [start, epoch]])
 
     def stamp_recomputed_cache(self, epoch: int) -> None:
-        """Record that the whole cache was computed again, by the weights of `epoch`."""
+        """Record that all KV was computed again with the weights of `epoch`."""
         self.requests[-1].kv_cache_epoch = [[0, epoch]]
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """Append a segment whose prompt is prompt + generated tokens. `tokenizer` is unused."""
+        """Append a segment whose prompt includes the tokens generated so far. No tokenizer is needed."""
         self.requests.append(self.requests[-1].continued())
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """Return one request as if there had been no checkpoints. `tokenizer` is unused.
+        """Return the request as if there had been no checkpoints. No tokenizer is needed.
 
-        The prompt is that of the first segment, status and epochs those of the last; generated values are joined.
+        The prompt is that of the first segment, status and epochs are those of the last; generated values are joined.
         """
         first, last = self.requests[0], self.requests[-1]
         tokens = [token for request in self.requests for token in request.generated_tokens]
         texts = [request.generated_text for request in self.requests]
-        arrivals = [request.ttft for request in self.requests if request.ttft is not None]
         joined = ("generated_log_probs", "generated_top_n_logprobs", "tpot", "routing_indices")
         merged = replace(
             first,
-            ttft=arrivals[0] if arrivals else None,
+            ttft=next((request.ttft for request in self.requests if request.ttft is not None), None),
             generated_tokens=tokens,
             generated_text=None if None in texts else "".join(text for text in texts if text),
             generated_length=len(tokens),
@@ -489,7 +476,7 @@ class DynamicInferenceRequestRecord:
         return merged
 
     def _joined(self, name: str) -> Any:
-        """Return the values of all segments joined, as a tensor if all are tensors; None if no segment has any."""
+        """Return the joined values of all segments, as a tensor if all are tensors; None if no segment has any."""
         parts = [getattr(request, name) for request in self.requests if getattr(request, name) is not None]
         if not parts:
             return None
@@ -511,9 +498,9 @@ class DynamicInferenceRequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequestRecord:
-    """Statistics of a finished request: staleness and cost, without tokens.
+    """Statistics of a finished request, without tokens.
 
-    num_evictions: how often it lost its cache and was computed again.
+    num_evictions: how often its KV was evicted and computed again.
     """
 
     request_id: int
@@ -532,14 +519,12 @@ class FinishedRequestRecord:
     @classmethod
     def from_record(cls, record: DynamicInferenceRequestRecord) -> Self:
         merged = record.merge()
-        values = {item.name: getattr(merged, item.name) for item in fields(cls) if item.name not in _COUNTED}
         evictions = sum(event.type is DynamicInferenceEventType.EVICT for event in merged.events)
-        return cls(generated_length=len(merged.generated_tokens), num_evictions=evictions, **values)
+        copied = (item.name for item in fields(cls) if item.name != "num_evictions")
+        return cls(num_evictions=evictions, **{name: getattr(merged, name) for name in copied})
 
 
-_COUNTED = ("generated_length", "num_evictions")
-
-# --- from a reply to the request of a Python caller -------------------------------------------------------------------
+# --- answers of the Python interface ----------------------------------------------------------------------------------
 
 
 class TextOfTokens(Protocol):
@@ -558,7 +543,7 @@ def answered_request(
 ) -> DynamicInferenceRequest:
     """Return the request of a reply map, with its texts.
 
-    prompt: as the caller gave it. Text is added to a prompt of tokens.
+    prompt: as the caller passed it. A prompt of tokens is also converted to text.
     text:   None for an engine whose tokens have no text.
     """
     request = DynamicInferenceRequestRecord.from_reply(reply).merge()
@@ -581,7 +566,7 @@ def answered_request(
 
 
 def _by_text(positions: list[Any] | None, text: TextOfTokens) -> list[dict[str, float]] | None:
-    """Convert lists of [id, log-prob] to maps by the token's text. Of tokens with equal text the likeliest counts."""
+    """Convert lists of [id, log-prob] to maps by the token's text. Of tokens with equal text the likeliest is kept."""
     if positions is None:
         return None
     found = []

@@ -1,17 +1,17 @@
-"""`SamplingParams`: how the tokens of a request are sampled and when it ends. Shared by all processes; no torch."""
+"""`SamplingParams`: how the tokens of a request are sampled and when it ends. No torch."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from megatron_runtime.protocol.text import printable
+from megatron_runtime.requests.rules import field_rules, int_in, list_of, number_in, optional
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""Their values: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
+"""Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
@@ -20,11 +20,11 @@ MAX_QUOTED_CHARACTERS = 200
 """A longer value is cut in error messages."""
 
 IGNORE_EOS = -1
-"""The `termination_id` with which no token of the vocabulary ends a request."""
+"""The `termination_id` that disables the model's end-of-sequence tokens."""
 
 
 class InvalidSamplingParamsError(ValueError):
-    """A sampling parameter is out of range. `field` is its name; the text has the value, the range and the remedy."""
+    """A sampling parameter is out of range. `field` is its name; the message has value, range and remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
@@ -33,7 +33,7 @@ class InvalidSamplingParamsError(ValueError):
 
 
 def _brief(value: object) -> str:
-    """Quote the value in an error. repr() fails for values that are nested too deeply or have too many digits."""
+    """Return repr(value), shortened. repr() fails for values that are nested too deeply or have too many digits."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
@@ -45,38 +45,37 @@ def _brief(value: object) -> str:
 class SamplingParams:
     """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
 
-    The logits are penalised and biased, divided by the temperature, then filtered by top-k, top-p and min-p in this
-    order; 0 switches a filter off.
+    Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
+    order.
 
     temperature:           divides the logits; 0 means greedy.
     top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
     top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
-    min_p:                 keep tokens at least min_p times as likely as the likeliest.
-    repetition_penalty:    divides positive and multiplies negative logits of tokens seen in prompt or answer (Keskar et
-                           al. 2019, arXiv:1909.05858); 1 is off.
+    min_p:                 keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+    repetition_penalty:    divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al.
+                           2019, arXiv:1909.05858); 1 is off.
     presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
     frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
     logit_bias:            added to the logits of these tokens, -100 to 100 each.
     structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
-    num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
-    num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
-    min_tokens:            tokens generated before an end-of-sequence token or stop text may end the request. Tokens
-                           that would end it earlier are not sampled, unless structured output allows no others.
+    num_tokens_to_generate: limit of new tokens; None means the engine's sequence limit.
+    num_tokens_total:      limit of prompt + new tokens; at most one of the two may be given.
+    min_tokens:            tokens before an end-of-sequence token or stop text may end the request. Tokens that would
+                           end it earlier are not sampled, unless structured output allows no others.
     termination_id:        the token that ends the request; None means the model's own, -1 means none.
-    stop_token_ids:        further tokens that end the request (kept out of the answer's text).
+    stop_token_ids:        further tokens that end the request; they are not part of the answer's text.
     stop_words:            texts that end the request.
     detokenize_stop_sequence: keep the matched stop text in the answer.
-    seed:                  64-bit seed; None: the originator of the request draws one.
-    return_log_probs:      log-probability of each generated token, of the unmodified or the processed logits, according
-                           to the engine's logprobs_mode.
-    top_n_logprobs:        also the log-probabilities of the n likeliest tokens at each position.
-    skip_prompt_log_probs: no log-probabilities for prompt tokens.
-    return_prompt_tokens:  the reply carries the prompt's tokens.
-    return_segments:       the reply carries the text of each token.
+    seed:                  64-bit seed; None: the client chooses a random one.
+    return_log_probs:      return the log-probability of each generated token; see InferenceConfig.logprobs_mode.
+    top_n_logprobs:        also return the log-probabilities of the n likeliest tokens at each position.
+    skip_prompt_log_probs: return no log-probabilities of prompt tokens.
+    return_prompt_tokens:  return the prompt's tokens.
+    return_segments:       return the text of each token.
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
-    streaming_interval:    fewest unsent tokens that make a partial reply.
-    priority:              of waiting requests the lowest number runs first; equal ones in the order of arrival.
+    streaming_interval:    minimum number of tokens of a partial reply.
+    priority:              waiting requests with a lower number run first; equal ones in the order of arrival.
     cache_salt:            requests share cached prefixes only with requests of the same salt.
     """
 
@@ -113,7 +112,7 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise InvalidSamplingParamsError for the first field that is out of range."""
-        for name, allowed, is_valid in _RULES:
+        for name, is_valid, allowed in _RULES:
             value = getattr(self, name)
             if not is_valid(value):
                 raise InvalidSamplingParamsError(name, value, allowed)
@@ -146,7 +145,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Set attributes, also unknown ones, which survive serialize() and deserialize()."""
+        """Set attributes. Unknown ones are accepted and survive serialize() and deserialize()."""
         known = {field.name for field in fields(self)}
         for name, value in attributes.items():
             if name not in known and hasattr(type(self), name):
@@ -166,42 +165,11 @@ class SamplingParams:
         return params
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _optional_int_at_least(low: int) -> Any:
-    return lambda value: value is None or (_is_int(value) and value >= low)
-
-
-def _list_of(kind: type) -> Any:
-    return lambda value: (
-        value is None
-        or (
-            isinstance(value, list | tuple)
-            and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
-        )
-    )
-
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _in_range(low: float, high: float) -> Any:
-    # Integers beyond the range of floats compare exactly, so they are rejected here.
-    return lambda value: _is_number(value) and low <= value <= high
-
-
 def _is_logit_bias(value: object) -> bool:
-    return value is None or (
+    return (
         isinstance(value, dict)
         and len(value) <= MAX_LOGIT_BIAS_TOKENS
-        and all(_is_int(token) and token >= 0 and _in_range(-100, 100)(bias) for token, bias in value.items())
+        and all(int_in(0)(token) and number_in(-100, 100)(bias) for token, bias in value.items())
     )
 
 
@@ -216,48 +184,40 @@ def _is_structured_output(value: object) -> bool:
     return False
 
 
-_RULES: tuple[tuple[str, str, Any], ...] = (
-    ("temperature", "a finite number >= 0", _in_range(0, sys.float_info.max)),
-    ("top_k", "an integer >= 0 (0 switches it off)", lambda v: _is_int(v) and v >= 0),
-    ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", _in_range(0, 1)),
-    ("min_p", "a number from 0 to 1 (0 switches it off)", _in_range(0, 1)),
+_RULES = field_rules(
+    SamplingParams,
+    ("temperature", number_in(0, sys.float_info.max), "a finite number >= 0"),
+    ("top_k", int_in(0), "an integer >= 0 (0 switches it off)"),
+    ("top_p", number_in(0, 1), "a number from 0 to 1 (0 and 1 switch it off)"),
+    ("min_p", number_in(0, 1), "a number from 0 to 1 (0 switches it off)"),
     (
         "repetition_penalty",
+        lambda value: number_in(0, 100)(value) and value > 0,
         "a number above 0, at most 100 (1 switches it off)",
-        lambda v: _in_range(0, 100)(v) and v > 0,
     ),
-    ("presence_penalty", "a number from -2 to 2", _in_range(-2, 2)),
-    ("frequency_penalty", "a number from -2 to 2", _in_range(-2, 2)),
+    ("presence_penalty frequency_penalty", number_in(-2, 2), "a number from -2 to 2"),
     (
         "logit_bias",
+        optional(_is_logit_bias),
         f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from -100 to 100, or None",
-        _is_logit_bias,
     ),
     (
         "structured_output",
-        f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
         _is_structured_output,
+        f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
     ),
-    ("num_tokens_to_generate", "an integer >= 1, or None", _optional_int_at_least(1)),
-    ("num_tokens_total", "an integer >= 1, or None", _optional_int_at_least(1)),
-    ("min_tokens", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
-    ("termination_id", "a token id, -1 for none, or None for the model's own", _optional_int_at_least(-1)),
-    ("stop_token_ids", "a list of token ids, or None", _list_of(int)),
-    ("stop_words", "a list of strings, or None", _list_of(str)),
-    ("detokenize_stop_sequence", "true or false", _flag),
-    ("seed", "an integer from 0 to 2**64 - 1, or None", lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 64)),
-    ("return_log_probs", "true or false", _flag),
-    ("top_n_logprobs", f"an integer from 0 to {MAX_TOP_LOGPROBS}", lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS),
-    ("streaming", "true or false", _flag),
-    ("streaming_interval", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
-    ("skip_prompt_log_probs", "true or false", _flag),
-    ("return_prompt_tokens", "true or false", _flag),
-    ("return_segments", "true or false", _flag),
-    ("add_BOS", "true or false", _flag),
-    ("priority", "an integer from -2**31 to 2**31 - 1", lambda v: _is_int(v) and -(1 << 31) <= v < 1 << 31),
+    ("num_tokens_to_generate num_tokens_total", optional(int_in(1)), "an integer >= 1, or None"),
+    ("min_tokens", int_in(0), "an integer >= 0"),
+    ("termination_id", optional(int_in(-1)), "a token id, -1 for none, or None for the model's own"),
+    ("stop_token_ids", optional(list_of(int)), "a list of token ids, or None"),
+    ("stop_words", optional(list_of(str)), "a list of strings, or None"),
+    ("seed", optional(int_in(0, (1 << 64) - 1)), "an integer from 0 to 2**64 - 1, or None"),
+    ("top_n_logprobs", int_in(0, MAX_TOP_LOGPROBS), f"an integer from 0 to {MAX_TOP_LOGPROBS}"),
+    ("streaming_interval", int_in(1), "an integer >= 1"),
+    ("priority", int_in(-(1 << 31), (1 << 31) - 1), "an integer from -2**31 to 2**31 - 1"),
     (
         "cache_salt",
+        optional(lambda value: isinstance(value, str) and len(value) <= 256),
         "a text of at most 256 characters, or None",
-        lambda v: v is None or (isinstance(v, str) and len(v) <= 256),
     ),
 )

@@ -1,6 +1,6 @@
-"""Sampling parameters: those of one step's rows, and those of all running requests, in columns by slot. No torch.
+"""Sampling parameters of one step, by row, and of all running requests, by slot. No torch.
 
-A step's parameters are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary.
+The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
 _FIRST_CAPACITY = 256
-_MOST = int(np.iinfo(np.int32).max)
-_HOTTEST = float(np.finfo(np.float32).max)
+_MAX_INT32 = int(np.iinfo(np.int32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_COLUMNS: dict[str, npt.DTypeLike] = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seeds": np.uint64,
+    "num_log_probs": np.int32,
+}
+"""Fields of a SamplingBatch that stay the same during a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes to the logits of a row before temperature and filters; None where there are none.
+    """Changes to the logits of a row before temperature and filters. A field is None if the row has no such change.
 
     bias_ids, bias: int32 [m], float32 [m]; added to the logits of these tokens.
     banned:         int32 [m]; tokens that are removed, unless no other token is allowed.
@@ -84,33 +93,30 @@ class SamplingBatch:
 class _TokenCounts:
     """The distinct tokens of a request, and their occurrences in its answer. append() takes constant time."""
 
-    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
+    def __init__(self, prompt: Int32) -> None:
         distinct = np.unique(prompt)
-        self._size = len(distinct)
-        capacity = max(_FIRST_CAPACITY, 2 * self._size)
-        self._ids = np.empty(capacity, dtype=np.int32)
-        self._ids[: self._size] = distinct
-        self._counts = np.zeros(capacity, dtype=np.int32)
-        self._index = {int(token): index for index, token in enumerate(distinct)}
+        self._index = {token: index for index, token in enumerate(distinct.tolist())}
+        self._columns = np.zeros((2, max(_FIRST_CAPACITY, 2 * len(distinct))), dtype=np.int32)
+        self._columns[0, : len(distinct)] = distinct
 
     def append(self, token: int) -> None:
         index = self._index.get(token)
         if index is None:
-            if self._size == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            index = self._index[token] = self._size
-            self._ids[index] = token
-            self._size += 1
-        self._counts[index] += 1
+            index = self._index[token] = len(self._index)
+            if index == self._columns.shape[1]:
+                self._columns = np.pad(self._columns, ((0, 0), (0, index)))
+            self._columns[0, index] = token
+        self._columns[1, index] += 1
 
-    @property
-    def ids(self) -> Int32:
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> Int32:
-        return self._counts[: self._size]
+    def penalties(self, params: SamplingParams) -> Penalties:
+        ids, counts = self._columns[:, : len(self._index)]
+        return Penalties(
+            ids,
+            counts,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
 
 
 @dataclass(slots=True)
@@ -124,22 +130,14 @@ class _Edits:
     stop_ids: Int32
     grammar: GrammarState | None
 
-    def of_step(self, generated: int) -> LogitEdits | None:
-        """The edits of the next token. generated: length of the answer so far."""
-        params, counts, grammar = self.params, self.counts, self.grammar
-        is_short = generated < params.min_tokens and len(self.stop_ids) > 0
+    def at(self, generated: int) -> LogitEdits | None:
+        """Return the edits of the next token. generated: length of the answer so far."""
+        counts, grammar = self.counts, self.grammar
+        is_short = generated < self.params.min_tokens and len(self.stop_ids) > 0
         if counts is None and self.bias_ids is None and grammar is None and not is_short:
             return None
         return LogitEdits(
-            penalties=None
-            if counts is None
-            else Penalties(
-                counts.ids,
-                counts.counts,
-                repetition=params.repetition_penalty,
-                presence=params.presence_penalty,
-                frequency=params.frequency_penalty,
-            ),
+            penalties=None if counts is None else counts.penalties(self.params),
             bias_ids=self.bias_ids,
             bias=self.bias,
             banned=self.stop_ids if is_short else None,
@@ -148,15 +146,10 @@ class _Edits:
 
 
 class SamplingColumns:
-    """Parameters of the requests that hold a slot. A step's rows share memory with them until the next append()."""
+    """Parameters of the requests that hold a slot. The edits of a step share their memory until the next append()."""
 
     def __init__(self, max_requests: int) -> None:
-        self._temperature = np.zeros(max_requests, dtype=np.float32)
-        self._top_k = np.zeros(max_requests, dtype=np.int32)
-        self._top_p = np.zeros(max_requests, dtype=np.float32)
-        self._min_p = np.zeros(max_requests, dtype=np.float32)
-        self._seeds = np.zeros(max_requests, dtype=np.uint64)
-        self._num_log_probs = np.full(max_requests, NO_LOG_PROBS, dtype=np.int32)
+        self._columns = {name: np.zeros(max_requests, dtype) for name, dtype in _COLUMNS.items()}
         self._edits: dict[int, _Edits] = {}
 
     def admit(
@@ -176,12 +169,16 @@ class SamplingColumns:
         stop_ids:  tokens that end the request; they are banned until `min_tokens`.
         grammar:   state of the grammar after `generated`.
         """
-        self._temperature[slot] = 0.0 if params.is_greedy else min(params.temperature, _HOTTEST)
-        self._top_k[slot] = min(params.top_k, _MOST)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seeds[slot] = np.uint64(seed)
-        self._num_log_probs[slot] = params.top_n_logprobs if params.wants_log_probs else NO_LOG_PROBS
+        values: dict[str, float | np.uint64] = {
+            "temperature": 0.0 if params.is_greedy else min(params.temperature, _MAX_FLOAT32),
+            "top_k": min(params.top_k, _MAX_INT32),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seeds": np.uint64(seed),
+            "num_log_probs": params.top_n_logprobs if params.wants_log_probs else NO_LOG_PROBS,
+        }
+        for name, value in values.items():
+            self._columns[name][slot] = value
         counts = None
         if params.has_penalties:
             counts = _TokenCounts(prompt)
@@ -189,13 +186,13 @@ class SamplingColumns:
                 counts.append(int(token))
         if counts is None and not params.logit_bias and params.min_tokens == 0 and grammar is None:
             return
-        bias = params.logit_bias or None
+        bias = params.logit_bias or {}
         self._edits[slot] = _Edits(
             params,
             counts,
-            None if bias is None else np.fromiter(bias.keys(), np.int32, len(bias)),
-            None if bias is None else np.fromiter(bias.values(), np.float32, len(bias)),
-            np.fromiter(sorted(stop_ids), np.int32, len(stop_ids)),
+            np.array(list(bias), np.int32) if bias else None,
+            np.array(list(bias.values()), np.float32) if bias else None,
+            np.array(sorted(stop_ids), np.int32),
             grammar,
         )
 
@@ -223,26 +220,20 @@ class SamplingColumns:
         needs_sample: npt.NDArray[np.bool_],
         prompt_targets: Mapping[int, Int32],
     ) -> SamplingBatch:
-        """The batch of a step.
+        """Return the batch of a step.
 
         slots:     int64 [n]; the slot of each row.
         generated: [n]; length of each row's answer.
         """
         edits = {}
-        if self._edits:
-            for row in np.flatnonzero(needs_sample):
-                of_slot = self._edits.get(int(slots[row]))
-                of_step = of_slot.of_step(int(generated[row])) if of_slot is not None else None
-                if of_step is not None:
-                    edits[int(row)] = of_step
+        for row in np.flatnonzero(needs_sample).tolist() if self._edits else ():
+            of_slot = self._edits.get(int(slots[row]))
+            of_step = of_slot.at(int(generated[row])) if of_slot is not None else None
+            if of_step is not None:
+                edits[row] = of_step
         return SamplingBatch(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seeds[slots],
+            **{name: column[slots] for name, column in self._columns.items()},
             positions=generated.astype(np.int64),
-            num_log_probs=self._num_log_probs[slots],
             edits=edits,
             prompt_targets=prompt_targets,
         )

@@ -1,9 +1,9 @@
 """Limits of the grammars that clients send, checked on their text: no compiler, no torch.
 
 The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB it
-overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below. They reject
-most hostile grammars before a process compiles them. They prove nothing: a grammar within them is first compiled in a
-process that may die (see grammar_compiler).
+overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below, and reject
+most hostile grammars early. They are no proof: a grammar within them is first compiled in a process that may crash
+(see grammar_compiler).
 """
 
 from __future__ import annotations
@@ -15,39 +15,24 @@ from typing import Any
 
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 
-MAX_GRAMMAR_BYTES = 64 * 1024
-"""Longest description of a structure, as JSON or text."""
-
-MAX_NESTING = 64
-"""Deepest nesting of a JSON schema's values, and of brackets in a regular expression or grammar."""
-
-MAX_RULES = 1000
-"""Most rules and terminals of a grammar."""
-
-MAX_RULE_CHAIN = 100
-"""Most rules or terminals of a grammar that refer to each other in a chain."""
-
-MAX_DEFINITIONS = 400
-"""Most entries of `$defs` and `definitions` of a JSON schema."""
-
-MAX_REFERENCE_CHAIN = 50
-"""Most `$ref` of a JSON schema that lead to each other in a chain."""
-
-MAX_ALTERNATIVES = 4096
-"""Most choices, alternatives of a grammar or regular expression, and entries of an `enum`."""
-
+MAX_GRAMMAR_BYTES = 64 * 1024  # of the description, as JSON or text
+MAX_NESTING = 64  # levels of a JSON schema's values, and of brackets in a regular expression or grammar
+MAX_RULES = 1000  # rules and terminals of a grammar
+MAX_RULE_CHAIN = 100  # rules or terminals of a grammar that refer to each other in a chain
+MAX_DEFINITIONS = 400  # entries of all `$defs` and `definitions` of a JSON schema
+MAX_REFERENCE_CHAIN = 50  # `$ref` of a JSON schema that lead to each other in a chain
+MAX_ALTERNATIVES = 4096  # choices, alternatives of a grammar or regular expression, and entries of an `enum`
 MAX_SUBSCHEMAS = 256
-"""Most entries of an `anyOf`, `oneOf`, `allOf` or `prefixItems`."""
-
 MAX_PROPERTIES = 1000
-"""Most entries of `properties` or `patternProperties`."""
+MAX_REPETITIONS = 10_000  # highest bound in braces of a regular expression or grammar
+MAX_MULTIPLE_OF = 10_000  # the compiler creates as many states
 
-MAX_REPETITIONS = 10_000
-"""Highest bound in braces of a regular expression or grammar."""
-
-MAX_MULTIPLE_OF = 10_000
-"""Highest `multipleOf`: the compiler makes as many states."""
-
+# Limits of the entries in one list or object of a JSON schema, by keyword.
+_MAX_ENTRIES = {
+    **dict.fromkeys(("properties", "patternProperties"), MAX_PROPERTIES),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), MAX_SUBSCHEMAS),
+    "enum": MAX_ALTERNATIVES,
+}
 _SHORTEN = "bytes of description: shorten it"
 _OPENING, _CLOSING = "([{", ")]}"
 # Hostile text is matched: no pattern may backtrack further than a few hundred characters.
@@ -59,36 +44,32 @@ _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?')
 
 
 def check_structure(structure: Mapping[str, Any]) -> None:
-    """Check a description against the limits of this module. Takes time in proportion to its size.
+    """Check a description against the limits of this module, in time proportional to its size.
 
     structure: as in SamplingParams.structured_output.
 
-    Raises:
-        InvalidSamplingParamsError: a limit is exceeded. The message has the value, the limit and the remedy.
+    Raises InvalidSamplingParamsError with the value, the limit and the remedy.
     """
     kind, value = str(structure["type"]), structure.get("value")
     if kind == "json_object":
         return
     if kind == "choice":
         _at_most(kind, len(value or ()), MAX_ALTERNATIVES, "choices: offer fewer")
-    _check_size(kind, value)
-    if kind == "json_schema":
-        _check_values(kind, value)
+    _check_values(kind, value)
     try:
-        # Only now: json.dumps() recurses, and holds the interpreter lock for its whole time.
+        # Last: json.dumps() recurses, and holds the interpreter lock until it returns.
         size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value))
     except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits
         raise InvalidSamplingParamsError(
             "structured_output", kind, f"a {kind} that JSON can express: {error}"
         ) from error
     _at_most(kind, size, MAX_GRAMMAR_BYTES, _SHORTEN)
-    match kind:
-        case "json_schema":
-            _check_references(kind, value)
-        case "regex":
-            _check_expression(kind, value or "")
-        case "grammar":
-            _check_rules(kind, value or "")
+    if kind == "json_schema":
+        _check_references(kind, value)
+    elif kind == "regex":
+        _check_expression(kind, value or "")
+    elif kind == "grammar":
+        _check_rules(kind, value or "")
 
 
 def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
@@ -96,24 +77,13 @@ def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
         raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {found})")
 
 
-def _check_size(kind: str, value: Any) -> None:
-    """Every value, name and character takes a byte at least."""
-    size = 0
-    for inner, _ in _values(value):
-        size += 1 + (len(inner) if isinstance(inner, str | bytes) else 0)
-        if isinstance(inner, dict):
-            size += sum(len(name) for name in inner if isinstance(name, str))
-        _at_most(kind, size, MAX_GRAMMAR_BYTES, _SHORTEN)
-
-
 def _check_expression(kind: str, text: str) -> None:
+    _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     _at_most(kind, _nesting(text), MAX_NESTING, "brackets inside each other: nest less deeply")
     _at_most(kind, text.count("|") + 1, MAX_ALTERNATIVES, "alternatives: use fewer")
     for found in _BRACES.finditer(text):
-        for bound in _NUMBER.findall(found[1]):
-            # A number of many digits is not read: int() would take long.
-            number = int(bound) if len(bound) < 10 else MAX_REPETITIONS + 1
-            _at_most(kind, number, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
+        for bound in map(int, _NUMBER.findall(found[1])):
+            _at_most(kind, bound, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
 
 
 def _check_rules(kind: str, text: str) -> None:
@@ -130,7 +100,7 @@ def _check_rules(kind: str, text: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """Deepest nesting of brackets. Escaped brackets and those of another kind count as well: an upper bound."""
+    """Return an upper bound of the nesting of brackets: escaped brackets and those of another kind count as well."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -141,33 +111,30 @@ def _nesting(text: str) -> int:
     return deepest
 
 
-def _check_values(kind: str, schema: Any) -> None:
-    definitions = 0
-    for value, depth in _values(schema):
-        if depth > MAX_NESTING:
-            _at_most(kind, depth, MAX_NESTING, "levels of nesting: nest less deeply")
-        if not isinstance(value, dict):
-            continue
-        for name, inner in value.items():
-            if name in ("$defs", "definitions") and isinstance(inner, dict):
+def _check_values(kind: str, root: Any) -> None:
+    size = definitions = 0
+    for value, depth in _values(root):
+        # A lower bound of the size as JSON: every value, name and character takes at least a byte.
+        size += 1 + (len(value) if isinstance(value, str | bytes) else 0)
+        if isinstance(value, dict):
+            size += sum(len(name) for name in value if isinstance(name, str))
+        _at_most(kind, size, MAX_GRAMMAR_BYTES, _SHORTEN)
+        _at_most(kind, depth, MAX_NESTING, "levels of nesting: nest less deeply")
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if name in _MAX_ENTRIES and isinstance(inner, dict | list):
+                _at_most(kind, len(inner), _MAX_ENTRIES[name], f"entries in {name}: use fewer")
+            elif name in ("$defs", "definitions") and isinstance(inner, dict):
                 definitions += len(inner)
-            elif name in ("properties", "patternProperties") and isinstance(inner, dict):
-                _at_most(kind, len(inner), MAX_PROPERTIES, f"{name}: use fewer")
-            elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(inner, list):
-                _at_most(kind, len(inner), MAX_SUBSCHEMAS, f"entries in {name}: use fewer")
-            elif name == "enum" and isinstance(inner, list):
-                _at_most(kind, len(inner), MAX_ALTERNATIVES, "entries in enum: use fewer")
             elif name == "multipleOf" and isinstance(inner, int | float) and inner > MAX_MULTIPLE_OF:
-                raise InvalidSamplingParamsError(
-                    "structured_output", kind, f"multipleOf of at most {MAX_MULTIPLE_OF}: leave it out or lower it"
-                )
+                allowed = f"multipleOf of at most {MAX_MULTIPLE_OF}: leave it out or lower it"
+                raise InvalidSamplingParamsError("structured_output", kind, allowed)
             elif name == "pattern" and isinstance(inner, str):
                 _check_expression(kind, inner)
     _at_most(kind, definitions, MAX_DEFINITIONS, "definitions in $defs: use fewer")
 
 
 def _values(root: Any) -> Iterator[tuple[Any, int]]:
-    """Every value with its depth; the root's is 1."""
+    """Yield every value with its depth; the root has depth 1."""
     waiting = [(root, 1)]
     while waiting:
         value, depth = waiting.pop()
@@ -179,7 +146,7 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Definitions are nodes; a node leads to the definitions that a `$ref` inside it names."""
+    """Check the longest chain of definitions, each of which has a `$ref` to the next."""
     nodes = {"#": schema}
     for name in ("$defs", "definitions"):
         inner = schema.get(name) if isinstance(schema, dict) else None
@@ -200,7 +167,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def _longest_chain(edges: Mapping[str, Sequence[str]]) -> int:
-    """Nodes on the longest path of a depth-first walk, which is how the compiler recurses. A cycle ends a path."""
+    """Return the length of the longest path of a depth-first walk, as the compiler recurses. A cycle ends a path."""
     longest, length = 0, dict.fromkeys(edges, 0)
     for start in edges:
         if length[start]:

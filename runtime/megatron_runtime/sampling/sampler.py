@@ -1,4 +1,4 @@
-"""Sampling of any mix of requests in one batch. No torch.
+"""Sampling of any mix of requests in one batch, and log-probabilities of tokens (natural logarithms). No torch.
 
 A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
 tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so its token does not
@@ -6,12 +6,13 @@ depend on its batch. The number comes from Philox4x32-10 (Salmon et al. 2011, "P
 2, 3"). This counter-based generator has no state: the number for (seed, position) is the same in any batch, on any
 engine, and after a request was moved or replayed.
 
-N rows, V vocabulary, C candidates.
+N rows, V vocabulary, C candidates, K likeliest tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, Float32, Int32, LogitEdits, SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs, joined, log_probs
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -27,7 +27,7 @@ UInt64 = npt.NDArray[np.uint64]
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
 """Only tokens at least this likely, relative to the likeliest, are sorted; if they do not decide, the next value."""
 _BLOCK = 256
-_ROUNDS = 10
+_ROUNDS = 10  # of Philox, as the constants that follow
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -35,23 +35,56 @@ _HALF = np.uint64(32)
 
 
 class StepLogits(Protocol):
-    """The output of one forward pass, on any device. Logits are computed, or copied to the host, as they are needed."""
+    """The output of one forward pass, on any device. Logits are computed, or copied to the host, on demand."""
 
     @property
     def sampled_rows(self) -> Int64:
-        """int64 [n]; the rows of the plan that need a token, in the order of sampled_logits()."""
+        """The rows of the plan that need a token, int64 [n], in the order of sampled_logits()."""
 
     def draw(self) -> Int32 | None:
-        """int32 [n]: tokens that the device drew from the model's own logits; None if the host samples."""
+        """Return the tokens that the device drew from the model's own logits, int32 [n]; None if the host samples."""
 
     def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        """float32 [n, V]. which: indices of these sampled rows, ascending; None means all."""
+        """Return float32 [n, V]. which: indices of these sampled rows, ascending; None means all."""
 
     def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        """(row of the plan, number of the first target, float32 [m, V]) for each block of prompt targets."""
+        """Yield (row of the plan, number of the first target, float32 [m, V]) for each block of prompt targets."""
 
     def share_logits(self) -> None:
-        """On a rank that does not sample: contribute its part of all logits that the sampling rank reads."""
+        """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """chosen_N: float32, of each row's token. top_ids_NK, top_NK: int32 and float32, the likeliest, descending."""
+
+    chosen_N: Float32
+    top_ids_NK: Int32
+    top_NK: Float32
+
+    def row(self, index: int, count: int) -> list[tuple[int, float]]:
+        """Return the `count` likeliest tokens of a row, as (id, log-probability)."""
+        ids, values = self.top_ids_NK[index, :count], self.top_NK[index, :count]
+        return list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def log_probs(logits_NV: Float32, tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
+    """Return the log-probabilities of `tokens_N`. top_n: K, at most V. Of equal values the lower id comes first."""
+    top_n = min(top_n, logits_NV.shape[1])
+    shifted_NV = logits_NV - logits_NV.max(axis=-1, keepdims=True)
+    norms_N = np.log(np.exp(shifted_NV).sum(axis=-1, dtype=np.float64))
+    chosen_N = np.take_along_axis(shifted_NV, tokens_N[:, None].astype(np.int64), axis=-1)[:, 0] - norms_N
+    top_ids_NK = np.stack([_likeliest(row_V, top_n) for row_V in shifted_NV])
+    top_NK = np.take_along_axis(shifted_NV, top_ids_NK.astype(np.int64), axis=-1) - norms_N[:, None]
+    return LogProbs(chosen_N.astype(np.float32), top_ids_NK, top_NK.astype(np.float32))
+
+
+def _likeliest(values_V: Float32, count: int) -> Int32:
+    if count == 0:
+        return np.empty(0, dtype=np.int32)
+    least = np.partition(values_V, -count)[-count]
+    ids_C = np.flatnonzero(values_V >= least)
+    return ids_C[np.argsort(-values_V[ids_C], kind="stable")][:count].astype(np.int32)
 
 
 def sample_step(
@@ -59,10 +92,10 @@ def sample_step(
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs]]:
     """Sample the tokens of one step.
 
-    reports_raw: log-probabilities are of the model's own logits, not of those that tokens are drawn from.
+    reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
 
-    Returns int32 tokens by row, -1 where nothing was sampled; log-probabilities by row that asks for them; and those
-    of prompt tokens by row. Prompt tokens were not drawn: theirs are always of the model's own logits.
+    Returns int32 tokens by row, -1 for a row that needs no token; log-probabilities by row that requests them; and
+    those of prompt tokens by row. Prompt tokens are not drawn: theirs are always of the model's own logits.
     """
     tokens = np.full(len(batch.temperature), -1, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
@@ -73,7 +106,7 @@ def sample_step(
             reported = _sample_rows(step.sampled_logits(), rows, batch, tokens, reports_raw=reports_raw)
         else:
             tokens[rows] = drawn
-            # The device draws from the model's own logits, and reports nothing of them.
+            # The device draws from the model's own logits and returns no log-probabilities.
             is_edited = np.array([row in batch.edits for row in rows.tolist()])
             here = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
             if len(here):
@@ -83,13 +116,21 @@ def sample_step(
         targets = batch.prompt_targets[row][first : first + len(logits_NV)]
         lines = log_probs(logits_NV, targets, top_n=max(0, int(batch.num_log_probs[row])))
         of_prompts.setdefault(row, []).append(lines)
-    return tokens, reported, {row: joined(parts) for row, parts in of_prompts.items()}
+    return tokens, reported, {row: _joined(parts) for row, parts in of_prompts.items()}
+
+
+def _joined(parts: list[LogProbs]) -> LogProbs:
+    return LogProbs(
+        np.concatenate([part.chosen_N for part in parts]),
+        np.concatenate([part.top_ids_NK for part in parts]),
+        np.concatenate([part.top_NK for part in parts]),
+    )
 
 
 def _sample_rows(
     logits_NV: Float32, rows: Int64, batch: SamplingBatch, tokens: Int32, *, reports_raw: bool
 ) -> dict[int, LogProbs]:
-    """Fill in `tokens` of `rows`; return the log-probabilities that the rows ask for."""
+    """Set `tokens` of `rows`. Return the log-probabilities that the rows request."""
     wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS)
     # sample() changes logits in place.
     reported = {int(rows[index]): logits_NV[index].copy() for index in wanted}
@@ -103,7 +144,7 @@ def _sample_rows(
 
 
 def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> Float32:
-    """The logits that the token of `row` is drawn from: divided by the temperature, -inf where a filter removes it."""
+    """Return the logits that the token of `row` is drawn from: divided by the temperature, -inf for removed tokens."""
     edits, temperature = batch.edits.get(row), float(batch.temperature[row])
     if edits is not None:
         apply_edits(logits_V, edits)
@@ -154,10 +195,10 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
         is_allowed = np.unpackbits(edits.allowed.view(np.uint8), count=len(logits_V), bitorder="little")
         logits_V[is_allowed == 0] = -np.inf
     if edits.banned is not None:
-        held_back = logits_V[edits.banned]
+        before_M = logits_V[edits.banned]
         logits_V[edits.banned] = -np.inf
-        if np.isneginf(logits_V.max()):
-            logits_V[edits.banned] = held_back
+        if np.isneginf(logits_V.max()):  # no other token is allowed
+            logits_V[edits.banned] = before_M
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:

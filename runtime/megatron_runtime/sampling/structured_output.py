@@ -1,11 +1,11 @@
-"""Answers that must match a JSON schema, a regular expression, a grammar or a list of texts, by llguidance. No torch.
+"""Structured output: answers that match a JSON schema, regular expression, grammar or list of texts. No torch.
 
-Before every token, a grammar gives the set of allowed tokens. Its state follows from the tokens so far, so a request
-that moved to another engine continues under the same constraints.
+Before every token, the grammar (llguidance) gives the set of allowed tokens. Its state follows from the tokens so far,
+so a request that moves to another engine continues under the same constraints.
 
 Grammars are hostile input. Four bounds keep a grammar from harming other requests: limits on its text
-(grammar_limits), a process that compiles it first and may crash (grammar_compiler), masks computed on threads of their
-own, and a limit of CPU time for each answer.
+(grammar_limits), a trial process that compiles it first and may crash (grammar_compiler), a thread pool for masks, and
+a limit of CPU time for each answer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import numpy.typing as npt
 from megatron_runtime.process.sacrificial_process import ProcessLostError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_compiler import (
+    ENGINE_STACK_BYTES,
     InvalidGrammarError,
     VocabularyTable,
-    compile_on_large_stack,
+    compile_grammar,
     trial_process,
     try_grammar,
 )
@@ -36,18 +37,15 @@ from megatron_runtime.sampling.grammar_limits import check_structure
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01
-"""CPU time that the masks of an answer may take: a fixed part, and a part per token. Usual grammars take 0.1 ms per
-token."""
+"""CPU time for the masks of an answer: a fixed part, and a part per token. Usual grammars take 0.1 ms per token."""
 
 _MASK_THREADS = 2
-
 _KEPT = 64
 _KEPT_BYTES = 256 << 20
-"""Limits of the cache of compiled grammars: their number, and their memory in all."""
-
+"""Limits of the cache of compiled grammars: their number, and their total memory."""
 _REJECTED = 1024
 _REJECTED_SECONDS = 300.0
-"""Limits of the cache of rejected grammars, by hash: their number, and the seconds that an entry is valid."""
+"""Limits of the cache of rejected grammars: their number, and the time that an entry is valid."""
 
 Mask = npt.NDArray[np.uint32]
 
@@ -67,22 +65,22 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. One thread uses it; another computes the mask of the next token.
+    """The state of one answer in its grammar. For one thread; a thread of `masks` computes the mask of the next token.
 
-    masks: threads that compute masks.
+    failure: why the grammar failed: it exceeded a limit, or a forced token does not match it. Else None.
     """
 
     def __init__(
         self, matcher: llguidance.LLMatcher, vocab_size: int, *, generated: Sequence[int] = (), masks: Executor
     ) -> None:
-        self._matcher = matcher  # used only by the thread that computes a mask, until the mask is there
+        self.failure: str | None = None
+        self._matcher = matcher  # used only by the thread that computes a mask, until the mask is complete
         self._words = -(-vocab_size // 32)
         self._masks = masks
         self._tokens = 0
         self._seconds = 0.0
         self._stopped = False
         self._fresh = False
-        self._failure: str | None = None
         self._mask: Future[Mask | None] = Future()
         for token in generated:
             self._consume(int(token))
@@ -91,19 +89,17 @@ class GrammarState:
     def accept(self, token: int) -> None:
         """Consume the next token of the answer, and start to compute the mask of the token after it."""
         wait([self._mask])
-        if self.is_complete:
-            return
         self._consume(token)
         if not self.is_complete:
             self._fresh = True
             self._mask = self._masks.submit(self._compute)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the mask of the next token. Returns whether it is there."""
+        """Wait up to `seconds` for the mask of the next token. Return whether it is complete."""
         return not wait([self._mask], timeout=seconds).not_done
 
     def is_fresh(self) -> bool:
-        """Whether this is the first call since the computation of the current mask began."""
+        """Return whether this is the first call since the computation of the current mask began."""
         was_fresh, self._fresh = self._fresh, False
         return was_fresh
 
@@ -113,18 +109,13 @@ class GrammarState:
         return self._mask.done()
 
     def allowed(self) -> Mask | None:
-        """A bit for each allowed token, uint32 [ceil(V / 32)]; None if all tokens are allowed. Waits for the mask."""
+        """Return a bit for each allowed token, uint32 [ceil(V / 32)]; None if all are allowed. Waits for the mask."""
         return self._mask.result()
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer matches and is complete, or the grammar failed."""
-        return self._stopped or self._failure is not None
-
-    @property
-    def failure(self) -> str | None:
-        """Why the grammar failed: it exceeded a limit, or a forced token does not match it."""
-        return self._failure
+        return self._stopped or self.failure is not None
 
     def _consume(self, token: int) -> None:
         if self.is_complete:
@@ -132,22 +123,23 @@ class GrammarState:
         started = time.thread_time()
         self._matcher.consume_token(token)
         self._tokens += 1
-        self._note(time.thread_time() - started)
+        self._update(time.thread_time() - started)
 
     def _compute(self) -> Mask | None:
         if self.is_complete:
             return None
         started = time.thread_time()
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        self._note(time.thread_time() - started)
-        return None if self._failure is not None else mask[: self._words]
+        self._update(time.thread_time() - started)
+        return None if self.failure is not None else mask[: self._words]
 
-    def _note(self, seconds: float) -> None:
+    def _update(self, seconds: float) -> None:
+        """Read the state of the matcher after work that took `seconds` of CPU time."""
         self._seconds += seconds
         if self._matcher.is_error():
-            self._failure = self._matcher.get_error().strip()
+            self.failure = self._matcher.get_error().strip()
         elif self._seconds > (granted := MASK_SECONDS + MASK_SECONDS_PER_TOKEN * self._tokens):
-            self._failure = (
+            self.failure = (
                 f"it took {self._seconds:.1f} s of CPU time for {self._tokens} tokens, at most {granted:.1f} s are "
                 "granted: use a grammar with fewer ambiguities"
             )
@@ -175,36 +167,28 @@ class GrammarCompiler:
         self._tokenizer = table.tokenizer()
         self._process = trial_process(table)
         self._masks = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-mask")
-        self._compiling = threading.Lock()
+        self._compiler = _thread_with_stack(ENGINE_STACK_BYTES)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """The cause, and the end of its validity by time.monotonic(): the process may have ended for another cause."""
-
-    @property
-    def process_id(self) -> int | None:
-        """Id of the process that tries grammars; None while there is none."""
-        return self._process.pid
+        """The cause, and the end of its validity by time.monotonic(): the process may have died for another cause."""
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = ()) -> GrammarState:
-        """The grammar state of an answer after the tokens `generated`.
+        """Return the grammar state of an answer after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output.
 
         Raises:
             InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
-            ProcessStartError: the process that tries grammars cannot be started.
+            ProcessStartError: the trial process cannot be started.
         """
         check_structure(structure)
         key = _key(structure)
-        matcher = self._known(structure, key)
-        if matcher is None:
-            with self._compiling:
-                matcher = self._known(structure, key) or self._compile(structure, key)
+        matcher = self._known(structure, key) or self._compiler.submit(self._compile, structure, key).result()
         return GrammarState(matcher, self._vocab_size, generated=generated, masks=self._masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
-        """Whether begin() returns, or raises, without compiling."""
+        """Return whether begin() compiles nothing for `structure`."""
         try:
             key = _key(structure)
         except (RecursionError, TypeError, ValueError):  # check_structure() rejects it
@@ -213,32 +197,37 @@ class GrammarCompiler:
             return key in self._compiled or self._rejection(key) is not None
 
     def close(self) -> None:
-        """End the process and the threads. A begin() in progress raises."""
+        """End the trial process and the threads. A begin() in progress raises an error."""
         self._process.close()
         self._masks.shutdown(wait=False)
+        self._compiler.shutdown(wait=False)
 
     def _known(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher | None:
         with self._lock:
             reason = self._rejection(key)
             if reason is not None:
                 raise _invalid(structure, reason)
-            found = self._compiled.get(key)
-            if found is None:
+            if key not in self._compiled:
                 return None
             self._compiled.move_to_end(key)
-            return found[0].deep_copy()
+            return self._compiled[key][0].deep_copy()
 
     def _compile(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher:
+        known = self._known(structure, key)  # compiled meanwhile for another request
+        if known is not None:
+            return known
         try:
             size = try_grammar(self._process, structure)
-            matcher = compile_on_large_stack(self._tokenizer, structure)
-        except ProcessLostError as lost:
-            reason = f"it is too complex: {lost} while it was compiled; use fewer or simpler parts"
-            self._reject(key, reason)
-            raise _invalid(structure, reason) from lost
-        except InvalidGrammarError as error:
-            self._reject(key, str(error))
-            raise _invalid(structure, str(error)) from error
+            matcher = compile_grammar(self._tokenizer, structure)
+        except (ProcessLostError, InvalidGrammarError) as error:
+            reason = str(error)
+            if isinstance(error, ProcessLostError):
+                reason = f"it is too complex: {error} while it was compiled; use fewer or simpler parts"
+            with self._lock:
+                self._rejected[key] = _first_line(reason), time.monotonic() + _REJECTED_SECONDS
+                while len(self._rejected) > _REJECTED:
+                    self._rejected.popitem(last=False)
+            raise _invalid(structure, reason) from error
         with self._lock:
             self._compiled[key] = matcher, size
             kept = sum(size for _, size in self._compiled.values())
@@ -250,21 +239,26 @@ class GrammarCompiler:
         reason, until = self._rejected.get(key, (None, 0.0))
         return reason if time.monotonic() < until else None
 
-    def _reject(self, key: bytes, reason: str) -> None:
-        with self._lock:
-            self._rejected[key] = _first_line(reason), time.monotonic() + _REJECTED_SECONDS
-            while len(self._rejected) > _REJECTED:
-                self._rejected.popitem(last=False)
+
+def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
+    """Return a thread pool of one thread, which has a stack of this size."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+    before = threading.stack_size(stack_bytes)
+    try:
+        pool.submit(str)  # starts the thread
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 def _key(structure: Mapping[str, Any]) -> bytes:
-    """The order of a JSON schema's properties is part of the key, because it is the order in the answer."""
+    """Return a digest that includes the order of a JSON schema's properties, which is their order in the answer."""
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
 
 
 def _first_line(reason: str) -> str:
-    """The compiler quotes the whole grammar in further lines."""
+    """Return the compiler's message without the further lines, which quote the whole grammar."""
     return next(iter(reason.strip().splitlines()), "it is not valid")[:500]
 
 

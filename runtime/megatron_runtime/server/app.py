@@ -1,4 +1,4 @@
-"""The HTTP application: routes, authorization, errors, probes, the console page."""
+"""The HTTP application: routes, authorization, errors, probes, the chat page."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_runtime
+from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.server.auth import ApiKeys
@@ -29,7 +30,6 @@ from megatron_runtime.server.guards import HostMiddleware
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
-from megatron_runtime.server.openai.generation import Backend
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
@@ -44,18 +44,19 @@ _CLIENT_CLOSED_REQUEST = 499
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
-def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokenizer) -> FastAPI:
+def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer: Tokenizer) -> FastAPI:
     """Return the application. Probes and shutdown use its `state.service`.
 
+    backend: the client of the coordinator.
     Raises ValueError for an unknown tool-call parser and a file of API keys that holds none, OSError for a file of API
     keys that cannot be read.
     """
     service = Service(
         settings=settings,
-        backend=backend,
+        client=backend,
         prompts=Prompts(tokenizer, max_sequence_length=settings.max_sequence_length),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
-        api_keys=ApiKeys(file=settings.api_keys_file),
+        api_keys=ApiKeys(settings.api_keys_file),
         tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
     )
     app = FastAPI(
@@ -67,26 +68,15 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     app.add_middleware(ObserveMiddleware, service=service)
     _add_console(app)
     _add_get_routes(app, service)
-    bodies: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
-        ("completions", create_completion, CompletionRequest),
-        ("chat/completions", create_chat_completion, ChatRequest),
-        ("tokenize", tokenize, TokenizeRequest),
-        ("detokenize", detokenize, DetokenizeRequest),
-        ("start_profile", start_profile, None),
-        ("stop_profile", stop_profile, None),
-    )
-    for path, handler, body in bodies:
+    for path, handler, body in _POST_ROUTES:
         _add_post_route(app, service, path=path, handler=handler, body=body)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_unexpected)
+    for kind in (ApiError, HTTPException, ClientDisconnectedError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
     return app
 
 
 class ObserveMiddleware:
-    """Counts open requests and answers by route and status; closes kept connections while the server drains."""
+    """Counts open requests, and answers by route and status. Closes idle connections while the server drains."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self._app = app
@@ -99,7 +89,7 @@ class ObserveMiddleware:
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The route template, never the path: a scanner must not create metrics without end.
+                # The route template, never the path: a client that tries many paths must not create many metrics.
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
                 if self._service.draining:
@@ -123,21 +113,18 @@ def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
 
 
 def _add_console(app: FastAPI) -> None:
-    """Serve a page to chat with the model at /: one file that loads nothing from other servers.
+    """Serve a page at / to chat with the model: one file that loads nothing from other servers.
 
-    Every client gets the page. Its requests under /v1 need an API key if keys are set, which its user enters.
+    The page itself needs no API key. If keys are set, its requests under /v1 send the one that the user enters.
     """
     page = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
-    # Only the page's own script and style run, and they reach only the server that they came from.
+    # Only the script and style of the page run, and they can connect to this server only.
     policy = (
         f"default-src 'none'; script-src {_hashes(page, 'script')}; style-src {_hashes(page, 'style')}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    headers = {
-        "Content-Security-Policy": policy,
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    fixed = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+    headers = {"Content-Security-Policy": policy, **fixed}
 
     async def console() -> Response:
         return Response(page, media_type="text/html", headers=headers)
@@ -146,14 +133,14 @@ def _add_console(app: FastAPI) -> None:
 
 
 def _hashes(page: str, element: str) -> str:
-    """The sources of a Content-Security-Policy that allow the content of the elements of this name alone."""
+    """Return sources of a Content-Security-Policy that allow only the content of the page's elements of this name."""
     bodies = re.findall(rf"<{element}\b[^>]*>(.*?)</{element}>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
-    """Probes, which need no key, and routes that describe models, server and load, which need one if keys are set."""
+    """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
     card = {
         "id": service.settings.served_name,
         "object": "model",
@@ -189,10 +176,11 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         service.check_model(request.path_params["name"])
         return JSONResponse(card)
 
+    for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
+        app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
+        # FastAPI describes a route of two methods under one operation id: this second route is its description.
+        app.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/").replace("/", "_"))
     app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
-    for path in ("/readyz", "/health", "/v1/health"):
-        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     if service.settings.health_port is None:
         app.add_api_route("/metrics", metrics, methods=["GET"])
@@ -203,44 +191,39 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel] | None
 ) -> None:
+    """Add the route at /v1/PATH and at /PATH; the OpenAPI description has the first."""
+
     async def endpoint(request: Request) -> Response:
         service.identify(request)
         return await handler(service, request)
 
-    for prefix in ("/v1/", "/"):
-        app.add_api_route(
-            prefix + path,
-            endpoint,
-            methods=["POST"],
-            operation_id=handler.__name__ + ("" if prefix == "/v1/" else "_unversioned"),
-            openapi_extra=_request_body(body),
-            include_in_schema=prefix == "/v1/",
-        )
+    app.add_api_route(
+        f"/v1/{path}", endpoint, methods=["POST"], operation_id=handler.__name__, openapi_extra=_request_body(body)
+    )
+    app.add_api_route(f"/{path}", endpoint, methods=["POST"], include_in_schema=False)
 
 
 @cache
 def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
-    """The OpenAPI description of a body. Cached: it takes as long as the rest of the application."""
+    """Return the OpenAPI description of a body. Cached, because it takes as long as the rest of create_app()."""
     if model is None:
         return {}
     return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}}
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """Begin the range that CUDA profilers record. Answers when every rank of every engine has. Raises ApiError."""
-    ack = await _confirmed(service.backend.start_cuda_profiler())
-    return JSONResponse({"profiling": True, "ranks": ack.ranks})
+    """Begin the range that CUDA profilers record. Answers when every rank has begun it. Raises ApiError."""
+    return await _profiling(service.client.start_cuda_profiler(), is_on=True)
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
-    """End the range, in the same way."""
-    ack = await _confirmed(service.backend.stop_cuda_profiler())
-    return JSONResponse({"profiling": False, "ranks": ack.ranks})
+    """End the range. Answers when every rank has ended it. Raises ApiError."""
+    return await _profiling(service.client.stop_cuda_profiler(), is_on=False)
 
 
-async def _confirmed(answer: asyncio.Future[ControlAck]) -> ControlAck:
+async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Response:
     try:
-        return await answer
+        return JSONResponse({"profiling": is_on, "ranks": (await answer).ranks})
     except ControlRefusedError as error:
         if error.code == ErrorCode.WRONG_ROLE:
             message = "This server may not profile the engines: its coordinator takes that on its admin port only."
@@ -250,27 +233,34 @@ async def _confirmed(answer: asyncio.Future[ControlAck]) -> ControlAck:
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+_POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
+    ("completions", create_completion, CompletionRequest),
+    ("chat/completions", create_chat_completion, ChatRequest),
+    ("tokenize", tokenize, TokenizeRequest),
+    ("detokenize", detokenize, DetokenizeRequest),
+    ("start_profile", start_profile, None),
+    ("stop_profile", stop_profile, None),
+)
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    place = shown(request.url.path)[1:-1]
-    if error.status_code == 404:
-        return ApiError(404, f"There is no {place} here.", code="unknown_url").response()
-    if error.status_code == 405:
-        message = f"{request.method} is not allowed for {place}."
-        response = ApiError(405, message, code="method_not_allowed").response()
-        response.headers.update(error.headers or {})
-        return response
-    return ApiError(error.status_code, str(error.detail)).response()
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case ClientDisconnectedError() | ClientDisconnect():
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        case HTTPException(status_code=404):
+            return ApiError(404, f"There is no {_shown_path(request)} here.", code="unknown_url").response()
+        case HTTPException(status_code=405):
+            message = f"{request.method} is not allowed for {_shown_path(request)}."
+            response = ApiError(405, message, code="method_not_allowed").response()
+            response.headers.update(error.headers or {})
+            return response
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail)).response()
+        case _:
+            return ApiError(500, "The server failed to answer this request.", code="internal_error").response()
 
 
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-
-async def _on_unexpected(request: Request, error: Exception) -> Response:
-    return ApiError(500, "The server failed to answer this request.", code="internal_error").response()
+def _shown_path(request: Request) -> str:
+    return shown(request.url.path)[1:-1]

@@ -1,18 +1,20 @@
-"""API keys: which clients may use the routes under /v1, and the tenant of each key."""
+"""Credentials of the server, read again when their files change: API keys, one tenant each, and the TLS certificate."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
+import ssl
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 TENANT_CHARACTERS = 32
 """Hexadecimal digits of a tenant id, of 128 bits."""
+CERTIFICATE_CHECK_SECONDS = 10.0
 _CHECK_SECONDS = 1.0
 """Least time between two checks of the key file: a mounted Secret changes while the server runs."""
 
@@ -22,7 +24,7 @@ class NoKeysError(ValueError):
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line; empty lines and lines that begin with # do not count.
+    """Return the keys of a file, one a line. Empty lines and lines that begin with # are ignored.
 
     Raises OSError or UnicodeDecodeError for a file that cannot be read and NoKeysError for one without a key.
     """
@@ -34,26 +36,28 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 class ApiKeys:
-    """The keys that open the server, given or read from a file; without either it is open to all.
+    """The API keys of a file; without a file the server is open to all.
 
-    A file that changes is read again; if it is unreadable then, the keys stay as they are.
-    Keys are compared as digests, all of them, in a time that does not depend on how much of a key matches.
+    A changed file is read again; if it cannot be used, the previous keys stay.
+    A key is compared by its digest with all digests, in a time that does not depend on how much of it matches.
     """
 
-    def __init__(self, keys: Iterable[str] = (), *, file: Path | None = None) -> None:
+    def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._digests = [_digest(key.encode()) for key in (keys if file is None else read_keys(file))]
-        self._version = self._file_version()
+        self._digests: list[bytes] = []
+        if file is not None:
+            self._version = _version(file)
+            self._digests = _digests(file)
         self._checked = time.monotonic()
 
     def tenant(self, authorization: str) -> str | None:
         """Return the tenant id of the key in an Authorization header; None if the header has none of the keys.
 
-        The id is opaque: the key cannot be read from it. It is empty if the server is open to all.
+        The id does not reveal the key. It is empty if the server is open to all.
         """
-        self._follow_file()
-        if not self._digests:
+        if self._file is None:
             return ""
+        self._follow(self._file)
         scheme, _, given = authorization.partition(" ")
         # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
@@ -62,33 +66,26 @@ class ApiKeys:
             return None
         return _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
 
-    def _follow_file(self) -> None:
+    def _follow(self, file: Path) -> None:
+        """Read the file again if it has changed."""
         now = time.monotonic()
-        if self._file is None or now - self._checked < _CHECK_SECONDS:
+        if now - self._checked < _CHECK_SECONDS:
             return
         self._checked = now
-        version = self._file_version()
+        version = _version(file)
         if version == self._version:
             return
-        try:
-            keys = read_keys(self._file)
-        except (OSError, ValueError) as error:
-            logger.error("the API keys stay as they were: %s", error)
-        else:
-            self._digests = [_digest(key.encode()) for key in keys]
-            logger.info("%d API keys read again", len(keys))
         self._version = version
-
-    def _file_version(self) -> tuple[int, int, int] | None:
         try:
-            status = self._file.stat() if self._file is not None else None
-        except OSError:
-            return None
-        return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+            self._digests = _digests(file)
+        except (OSError, ValueError) as error:
+            logger.error("the previous API keys stay in use: %s", error)
+        else:
+            logger.info("%d API keys read again", len(self._digests))
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
-    """Return the salt of the prefix cache for a request. No other tenant has it, whatever its requests' `cache_salt`.
+    """Return the prefix cache salt of a request. No other tenant has it, whatever the `cache_salt` of its requests.
 
     Without a tenant it is `cache_salt` itself.
     """
@@ -97,5 +94,75 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
     return _digest(f"megatron cache salt {tenant} {cache_salt or ''}".encode()).hex()[:TENANT_CHARACTERS]
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+class CertificateError(ValueError):
+    """A certificate or its key cannot be read or do not belong together. Names the files and the remedy."""
+
+
+class Certificate:
+    """A certificate chain and its key, in PEM, and the TLS context of new connections.
+
+    Changed files are read again: a renewed certificate needs no restart.
+    """
+
+    def __init__(self, certificate_file: Path, key_file: Path) -> None:
+        self._files = (certificate_file, key_file)
+        self._version = _version(*self._files)
+        self.context = self._new_context()
+
+    def check(self) -> bool:
+        """Use changed files; return whether they are in use now. Files that cannot be used change nothing."""
+        version = _version(*self._files)
+        if version == self._version:
+            return False
+        self._version = version
+        try:
+            # A failure after the first file would leave a certificate without a key: try the files in a new context.
+            self._new_context()
+            self._load_into(self.context)
+        except CertificateError as error:
+            logger.warning("the previous certificate stays in use: %s", error)
+            return False
+        logger.info("new connections use the changed certificate")
+        return True
+
+    async def watch(self, *, every: float = CERTIFICATE_CHECK_SECONDS) -> None:
+        """Check for changed files until cancelled. every: seconds."""
+        while True:
+            await asyncio.sleep(every)
+            self.check()
+
+    def _new_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        self._load_into(context)
+        return context
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        certificate, key = self._files
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise CertificateError(
+                f"certificate {certificate} with key {key}: {error}; give a PEM chain and the key that belongs to it"
+            ) from error
+
+
+def _digests(file: Path) -> list[bytes]:
+    return [_digest(key.encode()) for key in read_keys(file)]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _version(*files: Path) -> list[tuple[int, ...] | None]:
+    """Return a value that differs when one of the files has been replaced or changed."""
+    found: list[tuple[int, ...] | None] = []
+    for file in files:
+        try:
+            status = file.stat()
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append(None)
+    return found

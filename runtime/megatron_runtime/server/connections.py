@@ -1,7 +1,7 @@
 """HTTP connections with deadlines: no client holds one open without making progress, and their number is limited.
 
-uvicorn gives a connection only a keep-alive timeout. `Connection` adds what a server needs that hostile clients can
-reach. One sweep over the connections, twice a second, checks all deadlines.
+uvicorn has only a keep-alive timeout. `Connection` adds the limits that protect a server from hostile clients. A sweep
+over the connections, twice a second, checks all deadlines.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_runtime.server.errors import ApiError, try_again
 from megatron_runtime.server.settings import ConnectionLimits
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Request line and headers. One slice more may be read before the limit is noticed."""
+"""Of request line and headers. One slice more may be read before the limit is checked."""
 MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
 _PARSE_SECONDS = 0.01
 _LINGER_SECONDS = 2.0
-"""After an answer that ends the connection early, the server reads and drops what the client still sends for so long.
-Without that the kernel resets the connection, and the client may lose the answer."""
+"""After an answer that ends the connection early, the server reads and drops what the client still sends. If it closed
+the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
 class Connection(H11Protocol):
-    """One connection. Deadlines apply to what the client owes: headers, a body, or reading its answer."""
+    """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading."""
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """No request is in progress, though a part of its headers may have come."""
+        """Whether no request is in progress; a part of the next headers may have arrived."""
         return self.conn.their_state is h11.IDLE and self._rejected_at is None and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
@@ -69,9 +69,9 @@ class Connection(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse the received bytes. A body in chunks of one byte takes long: other connections run in between.
+        """Parse the received bytes. Other connections run in between, because a body in small chunks takes long.
 
-        h11 gets it in slices, because it checks the size of headers only while they are incomplete.
+        h11 gets slices, because it checks the size of headers only while they are incomplete.
         """
         self._is_parsing_later = False
         began = time.perf_counter()
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. Called while h11's error is handled, which knows the status."""
+        """Answer a request that is not HTTP. uvicorn calls this while it handles h11's error, which has the status."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
             self._reject(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
 
     def sweep(self, now: float) -> None:
-        """End the connection if a deadline has passed. now: time of the event loop."""
+        """Close the connection if a deadline has passed. now: time of the event loop."""
         unsent = self.transport.get_write_buffer_size() > 0
         answered = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
         if not self.flow.write_paused and not (unsent and answered):
@@ -114,7 +114,7 @@ class Connection(H11Protocol):
             if now - self._rejected_at > _LINGER_SECONDS:
                 self.transport.close()
             return
-        phase = (self._owed(), self.cycle)
+        phase = (self._awaited(), self.cycle)
         if phase != self._phase:
             self._phase, self._since = phase, now
         if phase[0] == "headers" and now - self._since > self._limits.header_seconds:
@@ -126,8 +126,8 @@ class Connection(H11Protocol):
         elif phase[0] == "body" and now - self._heard > self._limits.body_idle_seconds:
             self._time_out("next part of the body", self._limits.body_idle_seconds)
 
-    def _owed(self) -> str:
-        """What the client has to send now; "" for nothing: it waits for an answer, or uvicorn's keep-alive runs."""
+    def _awaited(self) -> str:
+        """Return what the client must send now; "" while it waits for an answer or uvicorn's keep-alive runs."""
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         is_idle = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -135,12 +135,12 @@ class Connection(H11Protocol):
 
     def _time_out(self, what: str, seconds: float) -> None:
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self.transport.close()  # there is no request to answer
+            self.transport.close()  # no request has begun
             return
         self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
     def _reject(self, error: ApiError) -> None:
-        """Answer in place of the application, where no answer has begun, and end the connection."""
+        """Answer in place of the application, unless its answer has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body()).encode()
             headers = [

@@ -1,28 +1,24 @@
-"""`ApiError`, the one exception for every error answer, and the JSON that OpenAI clients expect of it."""
+"""`ApiError`, the exception for error answers, and its JSON in the format of the OpenAI API."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 TYPE_OF_STATUS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
+    **dict.fromkeys((408, 504), "timeout_error"),
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "service_unavailable_error",
-    504: "timeout_error",
 }
 _SHOWN_CHARACTERS = 80
 _PLACE_CHARACTERS = 200
@@ -31,31 +27,25 @@ _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
 CONTEXT_LENGTH_PHRASE = "This model's maximum context length was exceeded."
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An answer other than success.
+    """An error answer.
 
     status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
     retry_after_seconds: when the client should try again.
     is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless the answer says so.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_seconds: float | None = None,
-        is_final: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_seconds = retry_after_seconds
-        self.is_final = is_final
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after_seconds: float | None = None
+    is_final: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         kind = TYPE_OF_STATUS.get(self.status, "server_error")
@@ -77,40 +67,34 @@ class ApiError(Exception):
 
 
 def invalid_value(param: str, problem: str) -> ApiError:
-    """400 for a field with a wrong value. problem: what is wrong with it and what is allowed, without a full stop."""
+    """Return 400 for a field with a wrong value. problem: what is wrong and what is allowed, without a full stop."""
     return ApiError(400, f"Invalid value for {param}: {problem}.", param=param, code="invalid_value")
 
 
 def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> ApiError:
-    """429 or 503 for a request that can succeed later. seconds: when the client should try again."""
+    """Return 429 or 503 for a request that can succeed later. seconds: when the client should try again."""
     return ApiError(status, message, code=code, retry_after_seconds=seconds)
 
 
 def context_length_error(*, prompt_length: int, limit: int, param: str, is_bound: bool = False) -> ApiError:
-    """400 for a prompt that leaves no room for an answer.
+    """Return 400 for a prompt that leaves no tokens for an answer.
 
     is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
-    return ApiError(
-        400,
-        f"{CONTEXT_LENGTH_PHRASE} It is {limit} tokens for prompt and answer, and the prompt alone is {length}: "
-        "shorten it.",
-        param=param,
-        code="context_length_exceeded",
-    )
+    problem = f"It is {limit} tokens for prompt and answer, and the prompt alone is {length}: shorten it."
+    return ApiError(400, f"{CONTEXT_LENGTH_PHRASE} {problem}", param=param, code="context_length_exceeded")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """400 for a body that pydantic rejected: the first problem, under the name of its field."""
+    """Return 400 for a body that pydantic rejected: the first problem, with the name of its field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
     place = _field_name(first["loc"])[:_PLACE_CHARACTERS]
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"Unrecognized request argument: {place}. Remove it.", param=place, code="unknown_parameter"
-        )
+        message = f"Unrecognized request argument: {place}. Remove it."
+        return ApiError(400, message, param=place, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: {place}.", param=place, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
@@ -120,9 +104,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[str, str]) -> ApiError:
-    """The error of a FAILED reply, by its HTTP-like code; 500 if it has none.
+    """Return the error of a FAILED reply, by its HTTP-like code; 500 if it has none.
 
-    field_names: request fields by the sampling parameter that the error may name.
+    field_names: request fields by sampling parameter.
     """
     error = error or {}
     code, kind = error.get("code"), str(error.get("type") or "")
@@ -141,7 +125,7 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
 
 
 def _field_name(place: Sequence[str | int]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`. Names of union branches are pydantic's and left out."""
+    """Return `messages[0].content` for `("messages", 0, "content")`, without pydantic's names of union members."""
     name = ""
     for part in place:
         if isinstance(part, int):
@@ -152,6 +136,6 @@ def _field_name(place: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: its beginning, control characters escaped. Costs the same for a value of any size."""
+    """Return the beginning of a value for a message, escaped. The cost does not depend on the size of the value."""
     text = _BRIEF.repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -5,7 +5,7 @@ A page of any site can post text to a server on loopback, and a name that the si
 site.
 
 A parser turns each byte pair `[]` into an object of 56 bytes, and validation reports each wrong element. So a body
-within the size limit may still take seconds and gigabytes. `JsonScan` counts before anything is parsed.
+within the size limit can still take seconds and gigabytes. `JsonScan` counts its parts before it is parsed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_runtime.server.errors import ApiError, shown
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
-"""Objects and arrays, and also members of objects."""
+"""Of objects and arrays together, and of members of objects."""
 MAX_ELEMENTS = 1 << 20
-"""Values that a comma follows. Token ids of a prompt are the one legitimate use of so many."""
+"""Of values that a comma follows. Token ids of a prompt are the only legitimate use of so many."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
@@ -53,7 +53,7 @@ def check_content_type(headers: Headers) -> None:
 class HostMiddleware:
     """Accepts only requests for the allowed hosts, and from a browser only those of the server's own pages.
 
-    allowed: names and addresses without ports, IPv6 addresses without brackets.
+    allowed: names and addresses, without ports.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: tuple[str, ...]) -> None:
@@ -92,14 +92,14 @@ class JsonLimitError(ValueError):
 
 
 class JsonScan:
-    """Counts the structure of one request body; JSON text held in its strings counts towards the same limits."""
+    """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits."""
 
     def __init__(self) -> None:
         self._containers = self._members = self._elements = self._depth = 0
         self._in_string = self._after_backslash = False
 
     def feed(self, chunk: bytes) -> None:
-        """Count the next bytes. Raises JsonLimitError; input that is not JSON is left to the parser."""
+        """Count the next bytes. Raises JsonLimitError. Malformed JSON is left to the parser."""
         if self._after_backslash and chunk:
             chunk, self._after_backslash = chunk[1:], False
         if b"\\" in chunk:
@@ -112,13 +112,13 @@ class JsonScan:
             self._count(outside)
 
     def text(self, text: str) -> None:
-        """Count JSON that a string of the body holds. Raises JsonLimitError."""
+        """Count the JSON text in a string of the body. Raises JsonLimitError."""
         self._depth, self._in_string, self._after_backslash = 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
 
     def _count(self, outside: bytes) -> None:
         brackets = outside.translate(_STEPS, _OTHER)
-        self._containers += len(brackets)  # each opens or closes: two of them make a container
+        self._containers += len(brackets)  # two brackets are one container
         self._members += outside.count(b":")
         self._elements += outside.count(b",")
         if max(self._containers // 2, self._members) > MAX_CONTAINERS:
@@ -132,7 +132,7 @@ class JsonScan:
 
 
 def load_json(text: str, *, scan: JsonScan | None = None) -> Any:
-    """Return the value of a JSON text. Raises ValueError, JsonLimitError for a text with too much structure.
+    """Return the value of a JSON text. Raises ValueError, and JsonLimitError for a text with too much structure.
 
     scan: of the body that contains the text; None counts the text alone.
     """

@@ -1,11 +1,10 @@
-"""Metrics of the server, under its own names and, for equal meanings, under vLLM's."""
+"""Metrics of the server, under its own names and, where the meaning is the same, under those of vLLM."""
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,34 +19,34 @@ _TIMES_OF_REPLY = {
     "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
     "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
 }
-"""Times that an engine may report in its final reply, and their histograms."""
+"""Histograms by the time that an engine may report in its final reply."""
 
 _Kind = TypeVar("_Kind", Gauge, Counter, Histogram)
 
 
 class _VllmNames(Collector):
-    """The metrics of a registry under vLLM's names, made at each scrape: measuring costs nothing more."""
+    """The metrics of a registry under the names of vLLM, copied at each scrape."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
 
     def collect(self) -> Iterator[Metric]:
-        def vllm_name(name: str) -> str:
-            return "vllm:" + name.removeprefix("megatron_")
-
         for metric in self._own.collect():
-            renamed = Metric(vllm_name(metric.name), metric.documentation, metric.type, metric.unit)
-            renamed.samples = [sample._replace(name=vllm_name(sample.name)) for sample in metric.samples]
+            renamed = Metric(_vllm_name(metric.name), metric.documentation, metric.type, metric.unit)
+            renamed.samples = [sample._replace(name=_vllm_name(sample.name)) for sample in metric.samples]
             yield renamed
 
 
+def _vllm_name(name: str) -> str:
+    return "vllm:" + name.removeprefix("megatron_")
+
+
 class ServerMetrics:
-    """Metrics of one server process, in a registry of their own."""
+    """Metrics of one server process, in their own registry. open_requests: unanswered choices by tenant."""
 
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
         self.open_requests: collections.Counter[str] = collections.Counter()
-        """Unanswered choices by tenant."""
         ProcessCollector(registry=self.registry)
         shared = CollectorRegistry()
         self.registry.register(shared)
@@ -55,22 +54,18 @@ class ServerMetrics:
             self.registry.register(_VllmNames(shared))
 
         def family(kind: type[_Kind], name: str, text: str, **options: Any) -> _Kind:
-            """Make the metric `megatron_NAME`, labelled with the model."""
+            """Return the metric `megatron_NAME`, labelled with the model."""
             metric = kind(f"megatron_{name}", text, ["model_name"], registry=shared, **options)
             return metric.labels(model)
 
-        self.running = family(Gauge, "num_requests_running", "Choices under way; streams from their first token on.")
+        self.running = family(Gauge, "num_requests_running", "Open choices; streams from their first token on.")
         self.waiting = family(Gauge, "num_requests_waiting", "Streams without a first token.")
         self.prompt_tokens = family(Counter, "prompt_tokens", "Prompt tokens of answered requests.")
         self.generation_tokens = family(Counter, "generation_tokens", "Generated tokens.")
         self.cache_queries = family(Counter, "prefix_cache_queries", "Prompt tokens looked up in prefix caches.")
         self.cache_hits = family(Counter, "prefix_cache_hits", "Prompt tokens found in prefix caches.")
-        by_reason = Counter(
-            "megatron_request_success",
-            "Choices answered, by reason.",
-            ["model_name", "finished_reason"],
-            registry=shared,
-        )
+        labels = ["model_name", "finished_reason"]
+        by_reason = Counter("megatron_request_success", "Choices answered, by reason.", labels, registry=shared)
         self.finished = {reason: by_reason.labels(model, reason) for reason in ("stop", "length")}
         seconds = partial(family, Histogram, buckets=_SECONDS)
         self.ttft = seconds("time_to_first_token_seconds", "Streams: time to the first token.")
@@ -81,41 +76,43 @@ class ServerMetrics:
         tokens = partial(family, Histogram, buckets=_TOKENS)
         self.prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
         self.answer_size = tokens("request_generation_tokens", "Generated tokens of a request.")
-        self.responses = Counter(
-            "megatron_http_responses", "Answers by route and status.", ["route", "status"], registry=self.registry
-        )
-        self.aborted = Counter(
-            "megatron_requests_aborted", "Choices given up: disconnect, error or shutdown.", registry=self.registry
-        )
-
-    @contextmanager
-    def request(self, prompt_tokens: int, *, streams: bool, tenant: str = "") -> Generator[RequestObserver]:
-        """Observe one choice from submission to its end; one that ends without `finished` counts as aborted."""
-        observer = RequestObserver(self, prompt_tokens, streams=streams)
-        self.open_requests[tenant] += 1
-        try:
-            yield observer
-        finally:
-            self.open_requests[tenant] -= 1
-            if not self.open_requests[tenant]:
-                del self.open_requests[tenant]
-            observer.ended()
+        own, labels = self.registry, ["route", "status"]
+        self.responses = Counter("megatron_http_responses", "Answers by route and status.", labels, registry=own)
+        aborted = "Choices without an answer: disconnect, error or shutdown."
+        self.aborted = Counter("megatron_requests_aborted", aborted, registry=own)
 
 
 class RequestObserver:
-    """The progress of one choice."""
+    """A context manager that observes one choice, from submission to its end.
 
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: int, *, streams: bool) -> None:
+    A choice that ends without a call of finished() counts as aborted.
+    """
+
+    def __init__(self, metrics: ServerMetrics, *, prompt_tokens: int, tenant: str, streams: bool) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
+        self._tenant = tenant
         self._started = time.perf_counter()
         self._last: float | None = None
         self._gauge = metrics.waiting if streams else metrics.running
-        self._gauge.inc()
         self._is_finished = False
 
+    def __enter__(self) -> RequestObserver:
+        self._metrics.open_requests[self._tenant] += 1
+        self._gauge.inc()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        open_requests = self._metrics.open_requests
+        open_requests[self._tenant] -= 1
+        if not open_requests[self._tenant]:
+            del open_requests[self._tenant]
+        self._gauge.dec()
+        if not self._is_finished:
+            self._metrics.aborted.inc()
+
     def tokens(self, count: int, *, at: float) -> None:
-        """Note `count` tokens that arrived together at time `at` (of perf_counter)."""
+        """Record `count` tokens that arrived together at time `at`, of perf_counter."""
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
@@ -127,7 +124,7 @@ class RequestObserver:
         self._last = at
 
     def finished(self, reason: str, reply: Mapping[str, Any]) -> None:
-        """Note the final reply."""
+        """Record the final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
         metrics.finished[reason].inc(1)
@@ -143,8 +140,3 @@ class RequestObserver:
             metrics.times[key].observe(seconds)
         if {"prefill_seconds", "decode_seconds"} <= times.keys():
             metrics.inference.observe(times["prefill_seconds"] + times["decode_seconds"])
-
-    def ended(self) -> None:
-        self._gauge.dec()
-        if not self._is_finished:
-            self._metrics.aborted.inc()

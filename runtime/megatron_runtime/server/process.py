@@ -1,4 +1,4 @@
-"""`megatron server`: one HTTP process, from the listening socket and the certificate to the drained end."""
+"""`megatron server`: one HTTP process, from the listening socket to the end of the drain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import os
 import resource
 import signal
 import socket
-import ssl
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -21,6 +19,7 @@ from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.connections import MAX_HEADER_BYTES, Connection
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import BACKLOG, ConnectionLimits, ServerSettings, listen
@@ -30,36 +29,34 @@ from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)
 
-CERTIFICATE_CHECK_SECONDS = 10.0
 _CLOSE_SECONDS = 2
-"""After the drain: time for the last bytes to leave."""
+"""Time to send the last bytes after the drain."""
 _OTHER_FILES = 512
-"""Beside connections: libraries, the coordinator, probes."""
-_DEFAULT_LIMITS = ConnectionLimits()
+"""Open files in addition to connections: libraries, the coordinator, probes."""
 _TICKS_OF_SWEEP = 5
-"""Of uvicorn's main loop, a tenth of a second each."""
+"""Iterations of uvicorn's main loop between two sweeps; one takes a tenth of a second."""
 
 
 def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the drain.
+    """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the drain.
 
-    listener: an already bound socket; None binds host and port.
+    listener: a bound socket; None binds host and port.
     Raises OSError if the address is in use and TokenizerLoadError if the model has no readable tokenizer.
     """
     _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no thread for each CPU
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text: it needs no thread pool
         tokenizer = load_tokenizer(settings.model)
         tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
-        gc.freeze()  # modules and vocabulary stay as long as the process: no collection, and no stream, waits for them
+        gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Allow the process so many connections: each is an open file, and the usual soft limit is 1024."""
+    """Raise the limit of open files: each connection is one, and the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -70,70 +67,8 @@ def _raise_file_limit(connections: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class CertificateError(ValueError):
-    """A certificate or its key cannot be read or do not belong together. Names the files and the remedy."""
-
-
-class Certificate:
-    """A certificate chain and its key, in PEM, and the context of new connections.
-
-    The files are read again when they change: a renewed certificate needs no restart.
-    """
-
-    def __init__(self, certificate_file: Path, key_file: Path) -> None:
-        self._files = (certificate_file, key_file)
-        self._version = self._files_version()
-        self.context = self._load()
-
-    def _load(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        self._read_into(context)
-        return context
-
-    def _read_into(self, context: ssl.SSLContext) -> None:
-        certificate, key = self._files
-        try:
-            context.load_cert_chain(certificate, key)
-        except OSError as error:  # ssl.SSLError is one
-            raise CertificateError(
-                f"certificate {certificate} with key {key}: {error}; give a PEM chain and the key that belongs to it"
-            ) from error
-
-    def check(self) -> bool:
-        """Use changed files; return whether they are in use now. Files that cannot be used change nothing."""
-        version = self._files_version()
-        if version == self._version:
-            return False
-        self._version = version
-        try:
-            # A context that failed half-way would have a certificate and no key: try another one first.
-            self._load()
-            self._read_into(self.context)
-        except CertificateError as error:
-            logger.warning("the certificate in use stays: %s", error)
-            return False
-        logger.info("another certificate is in use for new connections")
-        return True
-
-    async def watch(self, *, every: float = CERTIFICATE_CHECK_SECONDS) -> None:
-        """Check for changed files until cancelled."""
-        while True:
-            await asyncio.sleep(every)
-            self.check()
-
-    def _files_version(self) -> tuple[tuple[int, int], ...]:
-        found = []
-        for path in self._files:
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found.append((status.st_ino, status.st_mtime_ns))
-        return tuple(found)
-
-
 class HttpServer(uvicorn.Server):
-    """uvicorn with limits on its connections, and signals left to the caller, who drains first."""
+    """uvicorn with limits on its connections and without signal handlers: the caller drains before it stops."""
 
     def __init__(self, config: uvicorn.Config, *, limits: ConnectionLimits) -> None:
         super().__init__(config)
@@ -159,7 +94,7 @@ class HttpServer(uvicorn.Server):
         if counter % _TICKS_OF_SWEEP == 0:
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
-                connection.sweep(now)  # type: ignore[union-attr]  # they are all made above
+                connection.sweep(now)  # type: ignore[union-attr]  # startup() makes all connections
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
@@ -170,11 +105,12 @@ class HttpServer(uvicorn.Server):
 def http_server(
     app: object,
     *,
-    limits: ConnectionLimits = _DEFAULT_LIMITS,
+    limits: ConnectionLimits | None = None,
     certificate: Certificate | None = None,
     access_log: bool = False,
 ) -> HttpServer:
     """Return the configured HTTP server of an application. certificate: None serves plain HTTP."""
+    limits = limits or ConnectionLimits()
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI callable
         log_level="info" if access_log else "warning",
@@ -193,17 +129,16 @@ def http_server(
 
 
 async def drain(service: Service, http: HttpServer) -> None:
-    """Stop being ready, let open requests end during the drain time, answer the rest with an error, close."""
+    """Drain and close: report not ready, wait for open requests up to the drain time, answer the rest with an error."""
     service.draining = True
     settings = service.settings
     logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
 
-    async def lingered() -> bool:
+    async def linger() -> None:
         await asyncio.sleep(settings.linger_seconds)
         await service.wait_idle()
-        return True
 
-    ends = [asyncio.create_task(service.expired.wait()), asyncio.create_task(lingered())]
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(service.expired.wait()), asyncio.create_task(linger())]
     await asyncio.wait(ends, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
     await cancel(*ends)
     service.expired.set()
@@ -224,9 +159,9 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         certificate = Certificate(settings.tls_certificate_file, settings.tls_key_file)
     http = http_server(app, limits=settings.connections, certificate=certificate)
     health = None
-    if settings.health_port is not None:
+    if (port := settings.health_port) is not None:
         registry = service.metrics.registry
-        health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=settings.health_port)
+        health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -239,7 +174,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         loop.add_signal_handler(number, on_signal)
     if health is not None:
         await health.start()
-    await client.start(connect_timeout_seconds=0)  # readiness says when it is connected
+    await client.start(connect_timeout_seconds=0)  # the server is not ready until it is connected
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     helpers: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     if certificate is not None:

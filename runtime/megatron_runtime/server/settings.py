@@ -15,13 +15,13 @@ BACKLOG = 2048
 class ConnectionLimits:
     """Deadlines in seconds, and the most connections.
 
-    header_seconds:     from the first byte of a request, or from connecting, to the end of its headers.
+    header_seconds:     from the connection, or the first byte of a request, to the end of its headers.
     body_seconds:       from there to the end of its body.
-    body_idle_seconds:  the longest pause between two parts of a body.
-    stall_seconds:      a client that reads too slowly: time for the write buffer to drain, 48 KiB at most.
+    body_idle_seconds:  longest pause between two parts of a body.
+    stall_seconds:      time in which a client must read the write buffer, of at most 48 KiB.
     keep_alive_seconds: between two requests.
     handshake_seconds:  of TLS.
-    max_connections:    beyond it the connection that is idle longest is closed, or the new one gets a 503.
+    max_connections:    beyond it the connection that is idle longest is closed; if none is idle, the new one gets 503.
     """
 
     header_seconds: float = 20.0
@@ -46,21 +46,21 @@ class ServerSettings:
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
-    share_prefix_cache: API keys share cached prefixes, so `cached_tokens` and response times reveal to one key's holder
-                        which prompts others sent. Without API keys it has no effect.
+    share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
+                        of one key which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
-    tool_call_parser:   how the model writes tool calls: a name of `tools.PARSERS`, "auto" for what its chat template
-                        says, "none" to offer no tools.
-    max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
+    tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
+                        template describes, "none" to offer no tools.
+    max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
-    max_bodies_bytes:   of all bodies that are being received; beyond that 429.
+    max_bodies_bytes:   of all incomplete bodies together; beyond that 429.
     max_open_requests:  choices that are generated or wait at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers notice late.
-    allowed_hosts:      values of the Host header, without port, that are served, and a browser's Origin must be the
-                        same; empty: any.
+    allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
+                        header; empty: any.
     connections:        deadlines and limits of HTTP connections.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
@@ -103,7 +103,7 @@ def default_model_name(model: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name that a server binds is reachable from this host only."""
+    """Return whether an address or name to bind is reachable from this host only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -111,14 +111,14 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(*, host: str, port: int) -> socket.socket:
-    """Return a listening socket, bound before the slow part of the start: early connections wait instead of failing.
+    """Return a listening socket. Bound before the slow part of the start, it lets early connections wait.
 
     Raises OSError that names the address and the options to change.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol number;
-    # without it the second event of a stream waits for the client's delayed acknowledgement, 40 ms.
+    # Accepted connections inherit TCP_NODELAY. asyncio sets it only on sockets with an explicit protocol number.
+    # Without it the second event of a stream waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))

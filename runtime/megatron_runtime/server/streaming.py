@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client disconnects or the server shuts down."""
+"""Server-sent events, and work that is cancelled when the client disconnects or the drain time ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,22 +24,25 @@ _T = TypeVar("_T")
 
 
 class ClientDisconnectedError(Exception):
-    """The client closed its connection before the answer was ready."""
+    """The client closed its connection before the answer was complete."""
 
 
-async def until_disconnect(request: Request, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
+async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
     """Await `work`; cancel it when the client disconnects or the drain time ends.
 
-    Raises ClientDisconnectedError when the client left, ApiError 503 when `expired` was set.
+    receive: of the request.
+    Raises ClientDisconnectedError if the client disconnected, ApiError 503 if `expired` was set.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.create_task(_disconnected(request.receive))
+    left = asyncio.create_task(_disconnected(receive))
     over = asyncio.create_task(expired.wait())
     try:
         await asyncio.wait({task, left, over}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientDisconnectedError if left.done() else _shutdown_error()
+        if left.done():
+            raise ClientDisconnectedError
+        raise try_again(503, "The server is shutting down: try again.", code="shutting_down")
     finally:
         await cancel(task, left, over)
 
@@ -68,40 +70,32 @@ class EventStream(Response):
         self._last_sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_events(send))
-        left = asyncio.create_task(_disconnected(receive))
-        over = asyncio.create_task(self._expired.wait())
         alive = asyncio.create_task(self._keep_alive(send))
         try:
-            await asyncio.wait({sending, left, over}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(sending, left, over, alive)
-        if sending.cancelled():
-            if not left.done() or left.cancelled():
-                await self._fail(_shutdown_error(), scope, receive, send)
+            try:
+                await until_disconnect(receive, self._send_events(send), expired=self._expired)
+            finally:
+                await cancel(alive)
+        except ClientDisconnectedError:
             return
-        error = sending.exception()
-        if error is None:
-            await self._write(send, DONE, is_last=True)
-        elif isinstance(error, ApiError):
-            await self._fail(error, scope, receive, send)
-        elif self._is_started:
-            logger.error("a stream failed after it had begun", exc_info=error)
+        except ApiError as error:
+            if self._is_started:
+                await self._write(send, _encoded(error.body()), is_last=True)
+            else:
+                await error.response()(scope, receive, send)
+        except Exception:
+            if not self._is_started:
+                raise
+            logger.exception("a stream failed after it had begun")
             failure = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
-            await self._fail(failure, scope, receive, send)
+            await self._write(send, _encoded(failure.body()), is_last=True)
         else:
-            raise error
+            await self._write(send, DONE, is_last=True)
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
                 await self._write(send, _encoded(event))
-
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_started:
-            await self._write(send, _encoded(error.body()), is_last=True)
-        else:
-            await error.response()(scope, receive, send)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -133,7 +127,3 @@ async def _disconnected(receive: Receive) -> None:
 
 def _encoded(event: dict[str, Any]) -> bytes:
     return b"data: " + to_json(event) + b"\n\n"
-
-
-def _shutdown_error() -> ApiError:
-    return try_again(503, "The server is shutting down: try again.", code="shutting_down")

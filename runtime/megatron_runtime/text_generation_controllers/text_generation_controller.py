@@ -10,10 +10,10 @@ from megatron_runtime.tokenization import Tokenizer
 
 
 class TextGenerationController:
-    """A model and its text, as Megatron-Core's code holds them. The engine does not use it.
+    """A model and its tokenizer, for code written for Megatron-Core. The engine does not use it.
 
     inference_wrapped_model: None while the weights are released.
-    tokenizer: of the model, a function that makes it at first use, or a ModelText to share.
+    tokenizer: the tokenizer, a function that loads it at first use, or a ModelText to share.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class TextGenerationController:
         return self._text.tokenizer
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Token ids of `prompt`. add_BOS: put the begin-of-sequence token first, even if the tokenizer does not."""
+        """Return the token ids of `prompt`. add_BOS: prepend the begin-of-sequence token if it is missing."""
         return self._text.tokenize_prompt(prompt, add_BOS)
 
     def detokenize(self, tokens: Iterable[int]) -> str:

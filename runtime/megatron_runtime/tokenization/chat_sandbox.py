@@ -1,8 +1,8 @@
 """The child process with limits in which chat templates run, in Jinja's immutable sandbox.
 
 A template comes with the weights, so it is data: it gets the helpers that published templates rely on
-(`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others. A template that loops or
-builds huge values ends this process, which chat_template.py starts again.
+(`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others. A template that loops
+for ever or builds huge values ends this process, which chat_template.py starts again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from megatron_runtime.process.sacrificial_process import serve
 
 MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 
-TEXT, FAILURE = b"T", b"F"
-"""First byte of a reply: the rendered text in UTF-8, or JSON that says what is wrong."""
-
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks training targets; serving renders what is inside."""
+    """`{% generation %}…{% endgeneration %}` marks training targets; serving renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
 
@@ -41,7 +38,7 @@ class _RenderingError(Exception):
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[Template, list[str]]:
-    """The template, and the variables it reads. Raises whatever Jinja and Python raise for a bad one."""
+    """Return the template and the variables that it reads. Raises the errors of Jinja and Python for an invalid one."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
@@ -69,23 +66,23 @@ def _handle(request: bytes) -> bytes:
     """Compile a template, and render it if the request has a scope.
 
     request: JSON of `source` and maybe `scope`, all the variables of a rendering.
-    Returns TEXT and the text (without a scope: the template's variables as JSON), or FAILURE and
-    `{"stage": "compile" | "render", "message"}`.
+    Returns JSON of the rendered `text` (without a scope: of the `variables` of the template), or of the `stage` that
+    failed ("compile", "render") and the `message`.
     """
-    fields = json.loads(request)
+    fields = json.loads(request.decode("utf-8", "surrogatepass"))
     try:
         template, variables = _compiled(fields["source"])
     except Exception as error:  # Jinja's own, and Python's for deeply nested code
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        return _failure("compile", line + _shown(error))
+        return _reply(stage="compile", message=line + _shown(error))
     if "scope" not in fields:
-        return TEXT + json.dumps(variables).encode()
+        return _reply(variables=variables)
     try:
-        return TEXT + _rendered(template, fields["scope"]).encode("utf-8", "surrogatepass")
+        return _reply(text=_rendered(template, fields["scope"]))
     except _RenderingError as error:
-        return _failure("render", str(error))
-    except Exception as error:  # whatever its type, the template's own code raised it over these messages
-        return _failure("render", f"the chat template cannot render these messages: {_shown(error)}")
+        return _reply(stage="render", message=str(error)[:4000])
+    except Exception as error:  # the template's own code may raise any type
+        return _reply(stage="render", message=f"the chat template cannot render these messages: {_shown(error)}")
 
 
 def _rendered(template: Template, scope: dict[str, Any]) -> str:
@@ -104,8 +101,8 @@ def _shown(error: Exception) -> str:
     return text if len(text) <= 1000 else text[:1000] + "..."
 
 
-def _failure(stage: str, message: str) -> bytes:
-    return FAILURE + json.dumps({"stage": stage, "message": message[:4000]}).encode()
+def _reply(**fields: Any) -> bytes:
+    return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Chat templates, rendered the way the transformers library renders them, in processes that may die (chat_sandbox.py).
+"""Chat templates, rendered as the transformers library renders them, in child processes with limits (chat_sandbox.py).
 
 A template is part of the model, so it may be hostile: every use of it, compilation included, has limits of time, memory
 and output. A program has RENDERERS such processes for all its templates; each starts when it is first needed.
@@ -33,15 +33,13 @@ _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
 """How long a template that cannot render a trivial conversation is not used again."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
-_TEXT = b"T"
-"""chat_sandbox.TEXT; that module has to stay unloaded here, because Jinja is large."""
 _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered: the message has the template's objection.
+    """The conversation cannot be rendered. The message is that of the template, or names the limit.
 
-    variable: the variable at fault, if the request gave it.
+    variable: the variable at fault, if it came with the request.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -50,15 +48,16 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplateUnusableError(ChatTemplateError):
-    """The model's chat template is at fault, or no process could run it: no conversation can be rendered."""
+    """The model's chat template is invalid, or no process could run it: no conversation can be rendered."""
 
 
 class ChatTemplate:
     """A chat template that compiles. Thread-safe.
 
-    source:  the Jinja text.
-    special: variables every template may use, such as `bos_token` and `eos_token`.
+    source:   the Jinja text.
+    special:  variables that every template may use, such as `bos_token` and `eos_token`.
     unusable: for a template that is known not to compile: the reason, which every rendering raises.
+
     Raises ChatTemplateUnusableError for a template that does not compile within the limits.
     """
 
@@ -105,11 +104,8 @@ class ChatTemplate:
 
     def _rendered(self, scope: Mapping[str, Any]) -> str:
         base = {"add_generation_prompt": True, "documents": None, **self.special}
-        try:
-            request = json.dumps({"source": self.source, "scope": {**base, **scope}}, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from error
-        return _run(request.encode("utf-8", "surrogatepass"))
+        text: str = _run({"source": self.source, "scope": {**base, **scope}})["text"]
+        return text
 
     def _check_usable(self) -> None:
         """Raise ChatTemplateUnusableError if not even a trivial conversation is rendered within the limits."""
@@ -123,7 +119,7 @@ class ChatTemplate:
         except ChatTemplateUnusableError:
             raise
         except ChatTemplateError:
-            return  # a template may reject it: the rendering ended
+            return  # the template may reject this conversation: rendering ended within the limits
 
     def _variables(self) -> list[str]:
         if len(self.source) > MAX_TEMPLATE_CHARACTERS:
@@ -132,15 +128,16 @@ class ChatTemplate:
                 "are allowed"
             )
         try:
-            found: list[str] = json.loads(_run(json.dumps({"source": self.source}).encode()))
+            variables: list[str] = _run({"source": self.source})["variables"]
         except ProcessLostError as error:
             raise ChatTemplateUnusableError(f"the model's chat template cannot be compiled: {_lost(error)}") from error
-        return found
+        return variables
 
 
 def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTemplate:
-    """Return the template of a model that is being loaded. One that does not compile is logged: the model still
-    completes text, and every rendering raises the error.
+    """Return the template of a model that is being loaded.
+
+    A template that does not compile is logged: the model still completes text, and every rendering raises the error.
 
     Raises ChatTemplateUnusableError if no process could be started to compile it.
     """
@@ -153,21 +150,24 @@ def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTe
         return ChatTemplate(source, special=special, unusable=str(error))
 
 
-def _run(request: bytes) -> str:
-    """Return the text that chat_sandbox.py replies with.
+def _run(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply of chat_sandbox.py to `request`.
 
     Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError when a limit was exceeded.
     """
     try:
-        reply = _renderers.call(request)
+        data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from error
+    try:
+        reply: dict[str, Any] = json.loads(_renderers.call(data).decode("utf-8", "surrogatepass"))
     except ProcessStartError as error:
         raise ChatTemplateUnusableError(f"no process can run the model's chat template: {error}") from error
-    if reply[:1] == _TEXT:
-        return reply[1:].decode("utf-8", "surrogatepass")
-    failure = json.loads(reply[1:])
-    if failure["stage"] == "compile":
-        raise ChatTemplateUnusableError(f"the model's chat template is not valid Jinja, {failure['message']}")
-    raise ChatTemplateError(failure["message"])
+    if reply.get("stage") == "compile":
+        raise ChatTemplateUnusableError(f"the model's chat template is not valid Jinja, {reply['message']}")
+    if "stage" in reply:
+        raise ChatTemplateError(reply["message"])
+    return reply
 
 
 def _lost(error: ProcessLostError) -> str:
@@ -205,7 +205,6 @@ class _Renderers:
             self._idle.put(process)
 
     def end_idle(self) -> None:
-        """End the processes that are not busy. They start again when they are needed."""
         ended = []
         with contextlib.suppress(queue.Empty):
             while True:

@@ -1,12 +1,12 @@
 """A `Tokenizer` from the metadata of a GGUF file: byte-level BPE, or SentencePiece.
 
 SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) joins the neighbours whose union has the highest score first.
-That is byte-pair encoding with the merges in the order of the scores. Text that no piece covers is spelled in bytes.
+That is byte-pair encoding with the merges in the order of the scores. Text that no piece covers becomes byte tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,47 +43,33 @@ END_OF_TURN_TEXTS = frozenset(
 )
 """Control tokens that end an answer, whatever the metadata calls them: a file can name only one of them."""
 
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_DIGIT = r"\p{N}"
+
+PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
+    "gpt-2": (_GPT2_WORDS,),
+    "smollm": (_DIGIT, _GPT2_WORDS),
+    "starcoder": (_DIGIT, _GPT2_WORDS),
+    "refact": (_DIGIT, _GPT2_WORDS),
+    "llama-bpe": (_LLAMA3_WORDS,),
+    "qwen2": (_LLAMA3_WORDS.replace(r"\p{N}{1,3}", _DIGIT),),
+}
+"""The patterns by which each `tokenizer.ggml.pre` splits text into words before the merges apply, one after another."""
 
 
 class UnsupportedTokenizerError(ValueError):
     """The file's tokenizer is of an unsupported kind; the message names it and the remedy."""
 
 
-def _words(*splits: pre_tokenizers.PreTokenizer, by_gpt2: bool = False) -> pre_tokenizers.PreTokenizer:
-    """Cut text by `splits`, then maybe by GPT-2's pattern."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
-    return pre_tokenizers.Sequence([*splits, byte_level]) if splits else byte_level
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-
-
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return _words(pre_tokenizers.Digits(individual_digits=True), by_gpt2=True)
-
-
-PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": lambda: _words(by_gpt2=True),
-    "smollm": _single_digits,
-    "starcoder": _single_digits,
-    "refact": _single_digits,
-    "llama-bpe": lambda: _words(_split(_LLAMA3_WORDS)),
-    "qwen2": lambda: _words(_split(_QWEN2_WORDS)),
-}
-"""How each `tokenizer.ggml.pre` cuts text into words before the merges apply."""
-
-
 def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer described by the metadata of `path`, with its chat template or without.
+    """Build the tokenizer in the metadata of `path`, with its chat template or without.
 
-    Raises GGUFFormatError when the file cannot be read and UnsupportedTokenizerError when its vocabulary is neither
-    byte-level BPE nor SentencePiece, or is cut into words in an unknown way.
+    Raises ModelFileError if the file cannot be read, ValueError for an invalid field, and UnsupportedTokenizerError if
+    its vocabulary is neither byte-level BPE nor SentencePiece, or if its pre-tokenizer is unknown.
     """
     metadata = read_gguf_metadata(path)
     _check(metadata, path)
@@ -152,7 +138,12 @@ def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str]) -> token
     vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(f"{_PREFIX}merges", [])]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    backend.pre_tokenizer = PRE_TOKENIZERS[metadata.get(f"{_PREFIX}pre", "gpt-2")]()
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in PRE_TOKENIZERS[metadata.get(f"{_PREFIX}pre", "gpt-2")]
+    ]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
 

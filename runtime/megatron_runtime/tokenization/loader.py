@@ -1,4 +1,4 @@
-"""From a model reference to its tokenizer, and Hugging Face tokenizer directories (tokenizer.json and companions).
+"""Load the tokenizer of a model reference; read and write Hugging Face tokenizer directories.
 
 A tokenizer.json is part of the model, so it may be hostile: a regular expression can take years to compile, and a
 normalizer can turn ten characters into gigabytes, which aborts the process. So a child process with limits loads the
@@ -15,7 +15,7 @@ import tokenizers
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, resolve
+from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
@@ -32,7 +32,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class TokenizerLoadError(ValueError):
-    """This model reference has no usable tokenizer. The message names the reference and the remedy."""
+    """A model reference has no usable tokenizer. The message names the reference and the remedy."""
 
 
 def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
@@ -40,7 +40,8 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, a .gguf file, or a directory with a tokenizer.json, with one .gguf
            file, or with a Megatron-Core checkpoint and a tokenizer.json.
-    renders_chat: with its chat template, which only servers need.
+    renders_chat: load the chat template, which only servers need.
+
     Raises TokenizerLoadError.
     """
     try:
@@ -55,9 +56,9 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
 def _locate(model: str) -> Path:
     if model.startswith(HUB_PREFIX):
-        from megatron_runtime.checkpoints.hub.download import tokenizer_directory
+        from megatron_runtime.checkpoints.hub.download import cached_directory
 
-        model = str(tokenizer_directory(model))
+        model = str(cached_directory(model, tokenizer_only=True))
     directory = Path(model).expanduser()
     if ModelDirectory(directory).file(TOKENIZER_FILE) is not None:
         return directory
@@ -65,9 +66,7 @@ def _locate(model: str) -> Path:
         source = resolve(model)
     except ModelSourceError as error:
         raise TokenizerLoadError(str(error)) from error
-    if isinstance(source, GGUFSource):
-        return source.path
-    if ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
+    if source.format == "GGUF" or ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
         return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")
 
@@ -77,13 +76,13 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
 
     Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
     also from generation_config.json, the context length from config.json; each of these may be absent.
-    Raises ValueError that names the file that cannot be read.
+
+    Raises ValueError naming the file.
     """
-    file = directory / TOKENIZER_FILE
-    found = ModelDirectory(directory).file(TOKENIZER_FILE)
-    if found is None:
-        raise ValueError(f"{file} is missing: complete the directory")
-    backend = backend_from_json(found.read_bytes(MAX_TOKENIZER_BYTES), name=str(file))
+    file = ModelDirectory(directory).file(TOKENIZER_FILE)
+    if file is None:
+        raise ValueError(f"{directory / TOKENIZER_FILE} is missing: complete the directory")
+    backend = backend_from_json(file.read_bytes(MAX_TOKENIZER_BYTES), name=str(file.path))
     config = _read_json(directory / SETTINGS_FILE)
     special = {
         name: text
@@ -91,23 +90,27 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         if (text := _token_text(config, name)) is not None
     }
     template = _template_source(directory, config) if renders_chat else None
-    bos = special.get("bos_token")
+    length = _read_json(directory / "config.json").get("max_position_embeddings")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(
+            f"{directory / 'config.json'}: max_position_embeddings is {length!r:.80}: want a positive integer"
+        )
     return Tokenizer(
         backend,
-        bos_id=backend.token_to_id(bos) if bos is not None else None,
+        bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         add_bos=bool(config.get("add_bos_token", False)),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
         chat_template=chat_template_of_model(template, special=special) if template else None,
-        context_length=_context_length(directory / "config.json"),
+        context_length=length,
     )
 
 
 def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
     """Return the tokenizer of a tokenizer.json. Padding and truncation in the file are ignored, as transformers does.
 
-    content: of the file.
-    name:    its path, for errors.
-    Raises ValueError that names the file.
+    name: path of the file in errors.
+
+    Raises ValueError naming the file.
     """
     _try(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):
@@ -121,11 +124,11 @@ def _try(content: bytes, *, name: str) -> None:
         verdict = child.call(content, timeout_seconds=seconds)
     except ProcessLostError as error:
         raise TokenizerLibraryError(
-            f"{name} is not a usable tokenizer: the process that tried it out is limited to {seconds:.0f} s and "
+            f"{name} is not a usable tokenizer: the process of its trial is limited to {seconds:.0f} s and "
             f"{TRIAL_MEMORY_BYTES >> 20} MiB, and {error}"
         ) from error
     except ProcessStartError as error:
-        raise TokenizerLibraryError(f"{name} could not be tried out: {error}") from error
+        raise TokenizerLibraryError(f"the trial of {name} could not run: {error}") from error
     finally:
         child.close()
     if verdict:
@@ -133,7 +136,7 @@ def _try(content: bytes, *, name: str) -> None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write what `tokenizer_from_directory` reads, except the end-of-answer tokens after the first."""
+    """Write the files that `tokenizer_from_directory` reads, without the end-of-answer tokens after the first."""
     template = tokenizer.chat_template
     special = template.special if template is not None else {}
     for name, id_ in (("bos_token", tokenizer.bos_id), ("eos_token", next(iter(tokenizer.eos_ids), None))):
@@ -167,14 +170,6 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
             raise ValueError(f"{directory / name}: eos_token_id has {wrong!r:.80}: want integers in 0..{MAX_TOKEN_ID}")
         ids.extend(listed)
     return list(dict.fromkeys(ids))
-
-
-def _context_length(file: Path) -> int | None:
-    name = "max_position_embeddings"
-    length = _read_json(file).get(name)
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(f"{file}: {name} is {length!r:.80}: want a positive integer")
-    return length
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:

@@ -1,8 +1,8 @@
 """`Tokenizer`: text to token ids and back, for whole texts and for streams.
 
 Byte-level vocabularies map every token to bytes, so a stream is an incremental UTF-8 decode: linear, and a character is
-given out only when its last byte is there. Other vocabularies decode a short sliding window of tokens.
-Concatenated, the parts of a stream equal `Tokenizer.decode` of all ids.
+returned only when its last byte has arrived. Other vocabularies decode a short sliding window of tokens. Concatenated,
+the parts of a stream equal `Tokenizer.decode` of all ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTempla
 from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
 MAX_SHORT_CHARACTERS = 512
-"""A text up to here is encoded by the call with the least overhead, which does not let other threads run."""
+"""A text up to this length is encoded by the call with the least overhead, which holds the global interpreter lock."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,13 +35,13 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """Return what was held back; incomplete characters become U+FFFD."""
+        """Return the text that was held back; incomplete characters become U+FFFD."""
 
 
 class ByteLevelDetokenizer(Detokenizer):
     """For vocabularies in which each token is a string of bytes.
 
-    token_bytes: bytes of a token id, empty for one that has no text.
+    token_bytes: returns the bytes of a token id, empty for one that has no text.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -58,8 +58,9 @@ class ByteLevelDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """For vocabularies whose decoder looks at neighbouring tokens (leading spaces, byte fallback).
 
-    decode: text of a run of token ids.
-    The window starts at tokens whose text has been given out: a decoder may strip the first space of its input.
+    decode: returns the text of consecutive token ids.
+
+    The window starts at tokens whose text has been returned: a decoder may strip the first space of its input.
     """
 
     MAX_HELD_TOKENS = 16
@@ -67,7 +68,7 @@ class WindowDetokenizer(Detokenizer):
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._shown = 0  # tokens at the start of the window whose text has been given out
+        self._shown = 0  # tokens at the start of the window whose text has been returned
 
     def feed(self, ids: Iterable[int]) -> str:
         return "".join(self._step(token) for token in ids)
@@ -76,9 +77,7 @@ class WindowDetokenizer(Detokenizer):
         self._window.append(token)
         fresh = self._fresh()
         held = len(self._window) - self._shown
-        if fresh.endswith(REPLACEMENT) and held < self.MAX_HELD_TOKENS:
-            return ""
-        if not fresh and held < self.MAX_HELD_TOKENS:
+        if held < self.MAX_HELD_TOKENS and (not fresh or fresh.endswith(REPLACEMENT)):
             return ""
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
@@ -99,10 +98,10 @@ class Tokenizer:
 
     backend:        the compiled tokenizer.
     bos_id:         token that begins a sequence, or None.
-    add_bos:        put it before every encoded prompt that asks for special tokens.
+    add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
     eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
     chat_template:  None for a model that only completes text.
-    context_length: longest sequence that the model was made for, in tokens; None when the model does not say.
+    context_length: longest sequence that the model was made for, in tokens; None if unknown.
     """
 
     def __init__(
@@ -116,8 +115,8 @@ class Tokenizer:
         context_length: int | None = None,
     ) -> None:
         self._backend = backend
-        self._add_bos = bos_id is not None and add_bos
         self.bos_id = bos_id
+        self.adds_bos = bos_id is not None and add_bos
         self.eos_ids = tuple(eos_ids)
         self.chat_template = chat_template
         self.context_length = context_length
@@ -125,27 +124,24 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        # One that is looked for in normalised text is written as the vocabulary writes it.
+        # A token that is matched in normalised text is written with the vocabulary's mark for a space.
         self._bytes = {
             id_: (token.content.replace(WORD_START, " ") if token.normalized else token.content).encode()
             for id_, token in added.items()
         }
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether prompts that ask for special tokens begin with `bos_id`."""
-        return self._add_bos
 
     def to_json(self) -> str:
         """Return the contents of tokenizer.json."""
         return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of `text`. Special tokens written out in the text become those tokens.
+        """Return the token ids of `text`. The text of a special token becomes that token.
 
-        Bytes that the vocabulary has no token for are left out, as the model's own library does.
-        add_special: also add what the model expects around a prompt, such as the begin-of-sequence token.
-        Raises ValueError when the text is not valid Unicode (a lone surrogate), or the library fails on it.
+        Bytes without a token in the vocabulary are left out, as the model's own library does.
+
+        add_special: also add the tokens that the model expects around a prompt, such as the begin-of-sequence token.
+
+        Raises ValueError if the text is not valid Unicode (a lone surrogate), or if the library fails on it.
         """
         ids: list[int]
         try:
@@ -155,10 +151,10 @@ class Tokenizer:
         with contained("the text cannot be tokenized"):
             if len(text) <= MAX_SHORT_CHARACTERS:
                 ids = self._backend.encode(text, add_special_tokens=add_special).ids
-            else:  # only this call lets other threads run meanwhile
+            else:  # this call releases the global interpreter lock
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-        if add_special and self._add_bos and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]  # type: ignore[list-item]  # _add_bos implies an id
+        if add_special and self.adds_bos and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]  # type: ignore[list-item]  # adds_bos implies an id
         return ids
 
     @cached_property
@@ -196,7 +192,7 @@ class Tokenizer:
     def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
         """Return a fresh incremental decoder for one sequence.
 
-        visible: special tokens that are given out as text.
+        visible: special tokens that are returned as text.
         """
         hidden = self.special_ids.difference(visible) if skip_special else frozenset()
         if self._is_byte_level:
@@ -206,12 +202,12 @@ class Tokenizer:
         )
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the vocabulary entry that is written `text`."""
+        """Return the id of the vocabulary entry `text`."""
         id_: int | None = self._backend.token_to_id(text)
         return id_
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes that a token stands for, special or not; none for an id outside the vocabulary."""
+        """Return the bytes of a token, special or not; empty for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
             piece = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None

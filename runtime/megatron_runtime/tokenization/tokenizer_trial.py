@@ -1,6 +1,6 @@
-"""The process in which a tokenizer.json is tried: it loads the file, and encodes and decodes common texts.
+"""The trial of a tokenizer.json in a child process: load the file, and encode and decode common texts.
 
-loader.py starts it. A file that ends this process, or takes it too long, is not loaded into another one.
+loader.py starts the process. A file that kills it or exceeds its time limit is not loaded into another process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
 
 MAX_GROWTH, MAX_GROWTH_CHARACTERS = 64, 4096
-"""A text of n characters may normalise or decode to 64 n + 4096 characters, and encode to as many tokens."""
+"""A text of n characters may decode to 64 n + 4096 characters, and encode to as many tokens."""
 MAX_WORD_CHARACTERS = 4096
 """WordPiece takes quadratic time over a word of up to `max_input_chars_per_word`."""
 
@@ -24,24 +24,20 @@ _TRIAL_TEXTS = (
 
 
 def _verdict(content: bytes) -> bytes:
-    """Return nothing for a tokenizer that may be loaded, else its fault. Runs in the child."""
+    """Return the fault of a tokenizer; nothing if it may be loaded."""
     try:
         with contained("the library cannot load it"):
             backend = load_vocabulary(content)
-        _check_limits(backend)
+        longest = getattr(backend.model, "max_input_chars_per_word", 0)
+        if longest > MAX_WORD_CHARACTERS:
+            raise TokenizerLibraryError(
+                f"max_input_chars_per_word is {longest}: at most {MAX_WORD_CHARACTERS} is allowed, and usual is 100"
+            )
         for text in _TRIAL_TEXTS:
             _encode_and_decode(backend, text)
     except TokenizerLibraryError as error:
         return str(error)[:2000].encode(errors="replace")
     return b""
-
-
-def _check_limits(backend: tokenizers.Tokenizer) -> None:
-    longest = getattr(backend.model, "max_input_chars_per_word", 0)
-    if longest > MAX_WORD_CHARACTERS:
-        raise TokenizerLibraryError(
-            f"max_input_chars_per_word is {longest}: at most {MAX_WORD_CHARACTERS} is allowed, and usual is 100"
-        )
 
 
 def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:

@@ -23,8 +23,8 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece vocabularies write for a space."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""For vocabularies that allow no proof: their normalizer drops text, or their model makes one token of a run of unknown
-text. Real text has 3 to 6 bytes in a token."""
+"""Assumed for vocabularies without a provable bound: their normalizer drops text, or their model makes one token of a
+run of unknown text. Real text has 3 to 6 bytes in a token."""
 
 _COMPOSITION_SHRINK = 8
 """The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
@@ -42,7 +42,7 @@ class TokenizerLibraryError(ValueError):
 
 @contextmanager
 def contained(action: str) -> Iterator[None]:
-    """Raise TokenizerLibraryError for every error of the library. Its panics are no Exception in Python.
+    """Raise TokenizerLibraryError for every error of the library. Its panics are not derived from Exception.
 
     action: begins the message, such as "the text cannot be tokenized".
     """
@@ -55,9 +55,9 @@ def contained(action: str) -> Iterator[None]:
 
 
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
-    """Load a tokenizer.json without its padding and truncation. Raises what the library raises.
+    """Load a tokenizer.json without its padding and truncation. Raises the errors of the library.
 
-    content: of a file that is known to be harmless; see tokenizer_trial.py.
+    content: of a file that passed the trial; see tokenizer_trial.py.
     """
     backend = tokenizers.Tokenizer.from_buffer(content)
     backend.no_padding()
@@ -72,11 +72,11 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _alphabet()
-"""The alphabet of byte-level BPE: each byte has a printable character (GPT-2, Radford et al. 2019)."""
+"""The alphabet of byte-level BPE: a printable character for each byte (GPT-2, Radford et al. 2019)."""
 
 
 def piece_to_bytes(piece: str) -> bytes:
-    """Return the bytes of an entry of a byte-level vocabulary; one outside the alphabet stands for its own UTF-8."""
+    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet means its own UTF-8."""
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     except KeyError:
@@ -87,10 +87,10 @@ def piece_to_bytes(piece: str) -> bytes:
 class TokenBound:
     """A lower bound of the number of tokens of a text.
 
-    weights:  of each byte value, the least part of a token that it accounts for; shape [256]. Bytes that the vocabulary
-              may leave out have none.
-    forms:    Unicode normal forms that the tokenizer puts text into first.
-    longest:  length of the longest token, in bytes; or more.
+    weights: the least part of a token that each byte value accounts for, float64 [256]; 0 for bytes that the vocabulary
+             may leave out.
+    forms:   Unicode normal forms that the tokenizer converts text to first.
+    longest: upper bound of the length of a token, in bytes.
     """
 
     weights: np.ndarray[Any, np.dtype[np.float64]]
@@ -99,6 +99,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
+        """Return the bound of a vocabulary; a loose one if no tighter bound can be proved."""
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())
         longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)
@@ -108,7 +109,7 @@ class TokenBound:
             return cls(np.full(256, 1 / max(longest, UNKNOWN_BYTES_PER_TOKEN)), (), longest)
         forms: tuple[_Form, ...] = tuple(part["type"] for part in normalizers if part["type"] in _FORMS)
         is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
-        sizes = _sizes_of_byte_level(vocabulary) if is_byte_level else _sizes(map(_marked, vocabulary))
+        sizes = _sizes(map(piece_to_bytes if is_byte_level else _marked, vocabulary))
         for token in added:
             for written in {token.content, *(unicodedata.normalize(form, token.content) for form in forms)}:
                 size = len(_marked(written))
@@ -122,7 +123,7 @@ class TokenBound:
         return cls(weights, forms, longest)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least. Text that is not valid Unicode counts as none."""
+        """Return a lower bound of the number of tokens of `text`; 0 for text that is not valid Unicode."""
         try:
             data = np.frombuffer(text.encode(), np.uint8)
         except UnicodeError:
@@ -138,7 +139,7 @@ class TokenBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as tokenizer.json has them."""
+    """Yield the steps of a normalizer or pre-tokenizer, as tokenizer.json lists them."""
     if part is None:
         return
     pending = [json.loads(part.__getstate__())]
@@ -151,7 +152,7 @@ def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequence[dict[str, Any]]) -> bool:
-    """Whether every character of a text reaches the model, as it is, in a normal form, or as the mark of a space."""
+    """Return whether each character of a text reaches the model: unchanged, normalised, or as the mark of a space."""
     marks_spaces = False
     for part in normalizers:
         match part:
@@ -173,7 +174,7 @@ def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequen
 
 
 def _is_of_pieces(model: Any) -> bool:
-    """Whether the vocabulary has pieces of text as they are, none of them marked as the end or inside of a word."""
+    """Return whether the vocabulary holds unmodified pieces of text, without marks for the end or inside of a word."""
     marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     return type(model).__name__ == "BPE" and not any(marks)
 
@@ -182,35 +183,20 @@ def _marked(piece: str) -> bytes:
     return piece.replace(" ", WORD_START).encode()
 
 
-def _sizes_of_byte_level(vocabulary: Iterable[str]) -> list[int]:
-    """Of each byte value, the length of the longest token with it, in bytes."""
-    sizes = [1] * 256
-    for character, size in _sizes_with(vocabulary).items():
-        # One outside the alphabet stands for its own UTF-8.
-        for byte in piece_to_bytes(character):
-            sizes[byte] = max(sizes[byte], size if character in BYTE_OF_CHARACTER else 4 * size)
-    return sizes
-
-
 def _sizes(pieces: Iterable[bytes]) -> list[int]:
-    found = _sizes_with(pieces)
-    return [found.get(byte, 1) for byte in range(256)]
-
-
-def _sizes_with(pieces: Iterable[Any]) -> dict[Any, int]:
-    """Of each element, the length of the longest piece that has it."""
-    sizes: dict[Any, int] = {}
-    known: set[Any] = set()
+    """Return, for each byte value, the length of the longest piece that contains it; 1 if none does."""
+    sizes = [1] * 256
+    known: set[int] = set()
     for piece in sorted(pieces, key=len, reverse=True):
         if not known.issuperset(piece):
-            fresh = set(piece) - known
-            known |= fresh
-            sizes.update(dict.fromkeys(fresh, len(piece)))
+            for byte in set(piece) - known:
+                sizes[byte] = len(piece)
+            known.update(piece)
     return sizes
 
 
 def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
-    """Byte values that always become part of a token; a model may drop others, or join runs of them to one token."""
+    """Return the byte values that always become part of a token. The model may drop others, or join runs of them."""
     if is_byte_level:
         return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}
     if getattr(model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):

@@ -15,7 +15,6 @@ from megatron_runtime.protocol.messages import (
     Error,
     Frames,
     Hello,
-    HelloAck,
     Message,
     Status,
     StatusReply,
@@ -58,40 +57,22 @@ class ControlCalls:
         """Send now. The future gives the confirmed CONTROL_ACK, or raises ControlRefusedError or
         CoordinatorUnreachableError; it may be ignored.
         """
-        loop = asyncio.get_running_loop()
         operation_id = control.operation_id or uuid.uuid4().hex
         control = control.model_copy(update={"operation_id": operation_id})
-        future: asyncio.Future[ControlAck] = loop.create_future()
+        seconds = control.timeout_seconds + ANSWER_MARGIN_SECONDS
+        name = control.kind.name
+        unanswered = f"no answer from {self._address} to {name} {operation_id} within {seconds:g} s"
+        future: asyncio.Future[ControlAck] = _future(seconds, f"{unanswered}: STATUS reports its outcome")
         self._operations[operation_id] = (control, future)
-        timer = loop.call_later(control.timeout_seconds + ANSWER_MARGIN_SECONDS, self._give_up, control, future)
-
-        def forget(done: asyncio.Future[ControlAck]) -> None:
-            timer.cancel()
-            self._operations.pop(operation_id, None)
-            _retrieve(done)
-
-        future.add_done_callback(forget)
+        future.add_done_callback(lambda _: self._operations.pop(operation_id, None))
         if not self._send(control.to_frames()):
-            text = f"{control.kind.name} is larger than the coordinator takes: at most its max_message_bytes"
+            text = f"{name} is larger than the coordinator takes: at most its max_message_bytes"
             future.set_exception(ControlRefusedError(int(ErrorCode.TOO_LARGE), "", text, None))
         return future
 
     def status(self, *, timeout_seconds: float) -> asyncio.Future[StatusReply]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[StatusReply] = loop.create_future()
-
-        def give_up() -> None:
-            if not future.done():
-                message = f"no STATUS_REPLY from {self._address} within {timeout_seconds:g} s"
-                future.set_exception(CoordinatorUnreachableError(message))
-
-        timer = loop.call_later(timeout_seconds, give_up)
-
-        def forget(done: asyncio.Future[StatusReply]) -> None:
-            timer.cancel()
-            _retrieve(done)
-
-        future.add_done_callback(forget)
+        message = f"no STATUS_REPLY from {self._address} within {timeout_seconds:g} s"
+        future: asyncio.Future[StatusReply] = _future(timeout_seconds, message)
         self._status.append(future)
         self._send(Status().to_frames())
         return future
@@ -105,7 +86,7 @@ class ControlCalls:
             self._send(Status().to_frames())
 
     def handle(self, message: Message) -> bool:
-        """Handle `message` if it answers a call. Whether it did."""
+        """Handle `message` if it answers a call, and return whether it does."""
         match message:
             case ControlAck():
                 self._settle(message)
@@ -149,20 +130,25 @@ class ControlCalls:
             if not future.done():
                 future.set_exception(refusal)
 
-    def _give_up(self, control: Control, future: asyncio.Future[ControlAck]) -> None:
+
+def _future(seconds: float, message: str) -> asyncio.Future[Any]:
+    """Return a future that raises CoordinatorUnreachableError after `seconds`. The caller may ignore it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def give_up() -> None:
         if not future.done():
-            future.set_exception(
-                CoordinatorUnreachableError(
-                    f"no answer from {self._address} to {control.kind.name} {control.operation_id} within "
-                    f"{control.timeout_seconds + ANSWER_MARGIN_SECONDS:g} s: STATUS reports its outcome"
-                )
-            )
+            future.set_exception(CoordinatorUnreachableError(message))
 
+    timer = loop.call_later(seconds, give_up)
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved, because the caller may ignore the future."""
-    if not future.cancelled():
-        future.exception()
+    def done(_: asyncio.Future[Any]) -> None:
+        timer.cancel()
+        if not future.cancelled():
+            future.exception()  # marks it as retrieved
+
+    future.add_done_callback(done)
+    return future
 
 
 class ControlLink:
@@ -174,8 +160,8 @@ class ControlLink:
             coordinator_address(address),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=self._name, incarnation=incarnation),
-            on_ack=self._on_ack,
-            on_message=self._on_message,
+            on_ack=lambda _ack, _forgotten: self._calls.resend(),
+            on_message=lambda message: self._calls.handle(message),
         )
         self._calls = ControlCalls(self._link.send, address=self._link.address)
 
@@ -232,9 +218,3 @@ class ControlLink:
         """Cancel calls without an answer and disconnect. Idempotent."""
         self._calls.close()
         self._link.close("closed")
-
-    def _on_ack(self, _ack: HelloAck, _forgotten: bool) -> None:
-        self._calls.resend()
-
-    def _on_message(self, message: Message) -> None:
-        self._calls.handle(message)

@@ -30,7 +30,6 @@ class EventSocket:
         self.socket = socket
         self.handler_errors = 0
         self._on_message = on_message
-        self._has_routing_ids = socket.type == zmq.ROUTER
         self._poll_items = [(socket, int(zmq.POLLIN))]
         # The methods of the binding. Those of zmq.Socket convert flags to enums for each frame, which takes longer than
         # the frame itself.
@@ -71,13 +70,10 @@ class EventSocket:
         return True
 
     def _receive(self) -> list[bytes]:
-        # A routing id is always followed by a frame, so it needs no zmq.Frame, which takes three times as long.
-        receive = self._receive_frame
-        frames = [receive(_NOBLOCK, True)] if self._has_routing_ids else []
-        frame = receive(_NOBLOCK, False)
-        frames.append(frame.bytes)
+        frame = self._receive_frame(_NOBLOCK, False)
+        frames = [frame.bytes]
         while frame.more:
-            frame = receive(_NOBLOCK, False)
+            frame = self._receive_frame(_NOBLOCK, False)
             frames.append(frame.bytes)
         return frames
 

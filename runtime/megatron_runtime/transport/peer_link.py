@@ -78,7 +78,7 @@ class PeerLink:
     """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
 
     hello:        creates the HELLO to send now, for an incarnation.
-    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost what was sent before.
+    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
@@ -96,7 +96,7 @@ class PeerLink:
         keys: PeerKeys | None,
         hello: Callable[[int], Hello],
         on_ack: Callable[[HelloAck, bool], None],
-        on_message: Callable[[Message], None],
+        on_message: Callable[[Message], object],
         heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation),
         on_lost: Callable[[str], None] = lambda reason: None,
         on_malformed: Callable[[MalformedMessageError], None] = _log_malformed,
@@ -109,7 +109,6 @@ class PeerLink:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
-        self.rejected_frames = 0
         self.coordinator_incarnation = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._keys = keys
@@ -300,10 +299,10 @@ class PeerLink:
             self.say_hello()
 
     def _patience(self) -> float:
-        silence = SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
-        if self.registered or self._keys is None or not self._keys.other_server_publics:
-            return silence
-        return silence if self._other_key_seconds is None else self._other_key_seconds
+        tries_keys = not self.registered and self._keys is not None and self._keys.other_server_publics
+        if tries_keys and self._other_key_seconds is not None:
+            return self._other_key_seconds
+        return SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
 
     def _own_key_changed(self) -> bool:
         """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
@@ -321,7 +320,6 @@ class PeerLink:
         try:
             message = decode(frames)
         except MalformedMessageError as error:
-            self.rejected_frames += 1
             self._on_malformed(error)
             return
         match message:
@@ -336,13 +334,12 @@ class PeerLink:
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
                 self._lose("the coordinator was restarted")
                 self.say_hello()
-            case _ if self._is_first_answer() and not isinstance(message, Error | Heartbeat):
+            case Error() | Heartbeat():
+                self._on_message(message)
+            case _ if not self.registered and self.coordinator_incarnation == 0:
                 self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
                 self._on_message(message)
-
-    def _is_first_answer(self) -> bool:
-        return self.coordinator_incarnation == 0 and not self.registered
 
     def _register(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)

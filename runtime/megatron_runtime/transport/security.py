@@ -1,8 +1,8 @@
 """CURVE keys and their roles. A peer must hold a key of the role that its port is for.
 
 A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
-`engine`, `client` or `admin`. During a rotation a file has two keys, one on each line. A port accepts both; a peer
-tries the server's keys in turn. Of its own pair a process uses the first line.
+`engine`, `client` or `admin`. During a rotation a file has two keys, one on each line. A port accepts both. A peer
+alternates between the server's keys. Of its own pair a process uses the first line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PeerKeys:
 
     @classmethod
     def load(cls, directory: Path, role: Role) -> PeerKeys:
-        own = _load_pair(directory, role.name.lower())
+        own = _load_pair(directory, _file_name(role))
         first, *others = _read_keys(directory / "server.pub")
         return cls(own, first, tuple(others), (directory, role))
 
@@ -58,11 +58,7 @@ class PeerKeys:
         if self.source is None:
             return None
         directory, role = self.source
-        try:
-            status = (directory / f"{role.name.lower()}.key").stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+        return _stamp(directory / f"{_file_name(role)}.key")
 
     def refreshed(self) -> PeerKeys:
         """Return the keys that are in the files now; these keys if the files cannot be read."""
@@ -95,17 +91,30 @@ class ServerKeys:
 
     @classmethod
     def load(cls, directory: Path) -> ServerKeys:
-        allowed = {role: frozenset(_read_keys(directory / f"{role.name.lower()}.pub")) for role in Role}
+        allowed = {role: frozenset(_read_keys(directory / f"{_file_name(role)}.pub")) for role in Role}
         return cls(_load_pair(directory, "server"), allowed)
 
 
-class KeyDirectory:
-    """The coordinator's key files, read again when they change. A mounted Secret changes by a swap of links."""
+class Gatekeeper:
+    """The coordinator's keys, from files that changed() reads again. Decides which keys open the port of a role.
 
-    def __init__(self, path: Path) -> None:
-        self.keys = ServerKeys.load(path)
-        self._path = path
+    A mounted Secret changes by a swap of links.
+
+    keys:    the keys in use. Existing connections are not checked again when they change.
+    rejected: number of connections whose keys were not accepted.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.keys = ServerKeys.load(directory)
+        self.rejected = 0
+        self._directory = directory
         self._seen = self._signature()
+
+    def admits(self, role: Role, key: bytes) -> bool:
+        return key in self.keys.allowed[role]
+
+    def reject(self) -> None:
+        self.rejected += 1
 
     def changed(self) -> bool:
         """Read changed files again. Whether `keys` changed; files that cannot be read change nothing."""
@@ -114,40 +123,19 @@ class KeyDirectory:
             return False
         self._seen = signature
         try:
-            keys = ServerKeys.load(self._path)
+            keys = ServerKeys.load(self._directory)
         except KeyFileError as error:
             logger.warning("keeping the keys in use: %s", error)
             return False
         if keys.own != self.keys.own:
-            logger.warning("%s: the server's own key changed; it is used after the next start", self._path)
+            logger.warning("%s: the server's own key changed; it is used after the next start", self._directory)
         changed, self.keys = keys != self.keys, keys
         return changed
 
-    def _signature(self) -> tuple[tuple[str, int, int], ...]:
-        names = ["server.key", *(f"{role.name.lower()}.pub" for role in Role)]
-        found = []
-        for name in names:
-            try:
-                status = (self._path / name).stat()
-            except OSError:
-                continue
-            found.append((name, status.st_ino, status.st_mtime_ns))
-        return tuple(found)
-
-
-class Gatekeeper:
-    """Decides which keys open the port of a role, and counts rejected connections."""
-
-    def __init__(self, keys: ServerKeys) -> None:
-        self.refused = 0
-        self.keys = keys
-        """May be replaced at any time. Existing connections are not checked again."""
-
-    def admits(self, role: Role, key: bytes) -> bool:
-        return key in self.keys.allowed[role]
-
-    def refuse(self) -> None:
-        self.refused += 1
+    def _signature(self) -> list[tuple[int, int] | None]:
+        return [
+            _stamp(self._directory / name) for name in ("server.key", *(f"{_file_name(role)}.pub" for role in Role))
+        ]
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:
@@ -158,6 +146,19 @@ def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client"
         files[f"{role}.pub"] = pair.public.decode()
         files[f"{role}.key"] = pair.secret.decode()
     return files
+
+
+def _file_name(role: Role) -> str:
+    return role.name.lower()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes with the file; None without a file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _read_keys(path: Path) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What comes of a prompt, the same in both modes: order, texts, tokens and log-probabilities, whole and streamed."""
+"""Answers are the same in both modes: order, texts, tokens and log-probabilities, whole and streamed."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_whole_answers(llm, greedy, tokenizer) -> None:
     ended = llm.generate(PROMPT, greedy(8, stop_token_ids=[tokens[4]]))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", tokens[4])
     assert ended.generated_tokens == tokens[:end]
-    assert ended.generated_text == tokenizer.decode(tokens[: end - 1]), "what ends an answer is no part of its text"
+    assert ended.generated_text == tokenizer.decode(tokens[: end - 1]), "the stop token is not part of the text"
 
 
 def test_streams(llm, greedy) -> None:
@@ -41,8 +41,8 @@ def test_streams(llm, greedy) -> None:
     whole = llm.generate(PROMPT, params)
     chunks = list(llm.generate_stream(PROMPT, params))
     assert all(len(chunk.log_probs or ()) == len(chunk.token_ids) for chunk in chunks)
-    told = [one for chunk in chunks for one in chunk.log_probs or ()]
-    assert told == pytest.approx(whole.generated_log_probs, abs=1e-4)
+    reported = [one for chunk in chunks for one in chunk.log_probs or ()]
+    assert reported == pytest.approx(whole.generated_log_probs, abs=1e-4)
     ending = greedy(6, stop_token_ids=whole.generated_tokens[-2:-1])
     text = "".join(chunk.text for chunk in llm.generate_stream(PROMPT, ending))
     assert text == llm.generate(PROMPT, ending).generated_text

@@ -1,4 +1,4 @@
-"""A coordinator that a program starts for itself: it answers, and it never outlives that program."""
+"""A coordinator process: it answers, and it ends with the process that started it."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ PARENT = """
 """
 
 
-async def test_it_answers_at_its_address_and_ends_when_told() -> None:
+async def test_it_answers_at_its_address_until_stop() -> None:
     spawned = spawn_coordinator(LOOPBACK)
     try:
         client = InferenceClient(spawned.address, deserialize=False)
@@ -47,7 +47,7 @@ async def test_it_answers_at_its_address_and_ends_when_told() -> None:
     assert not psutil.pid_exists(spawned.pid)
 
 
-def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     # No `if __name__ == "__main__"`: the caller's main module must not run again in the child.
     script.write_text(textwrap.dedent(PARENT))
@@ -66,18 +66,18 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert not coordinator.is_running()
 
 
-def test_a_taken_port_is_an_error_that_leaves_nothing_behind() -> None:
-    before = psutil.Process().children()
+def test_a_port_in_use_is_an_error_and_leaves_no_process() -> None:
+    before = set(psutil.Process().children())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CoordinatorStartError, match=f"127.0.0.1:{port} did not start"):
             spawn_coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=port, single_port=True))
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before  # an earlier one may have been reaped since
 
 
-async def test_a_killed_coordinator_is_noticed_by_stop_without_a_complaint() -> None:
+async def test_stop_accepts_a_killed_coordinator() -> None:
     spawned = await asyncio.to_thread(spawn_coordinator, LOOPBACK)
     os.kill(spawned.pid, signal.SIGKILL)
     await asyncio.to_thread(spawned.stop)

@@ -1,4 +1,4 @@
-"""_EventLoopManager: a background loop that never deadlocks and leaves nothing behind."""
+"""_EventLoopManager: a background loop without deadlocks that stops completely."""
 
 import asyncio
 import concurrent.futures
@@ -58,13 +58,13 @@ def test_submit_gives_a_future_and_run_sync_its_result(manager) -> None:
     assert manager.submit(where()).result() is manager.run_sync(where())
 
     async def fail() -> None:
-        raise LookupError("told to")
+        raise LookupError("on purpose")
 
-    with pytest.raises(LookupError, match="told to"):
+    with pytest.raises(LookupError, match="on purpose"):
         manager.run_sync(fail())
 
 
-def test_a_coroutine_that_is_refused_is_closed(manager) -> None:
+def test_a_rejected_coroutine_is_closed(manager) -> None:
     manager.stop()
     refused = where()
     with pytest.raises(RuntimeError, match="call start"):
@@ -74,14 +74,14 @@ def test_a_coroutine_that_is_refused_is_closed(manager) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Whoever starts the tests in the background has them ignore SIGINT."""
+    """Enable SIGINT, which is ignored if the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Waiting:
-    """Somebody who waits for ever, and says when that began and that it was cancelled."""
+    """A coroutine that waits for ever, with events for its start and its cancellation."""
 
     def __init__(self) -> None:
         self.begun, self.cancelled = threading.Event(), threading.Event()
@@ -95,7 +95,7 @@ class Waiting:
             raise
 
 
-def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, interruptible: None) -> None:
+def test_an_interrupt_of_run_sync_cancels_the_coroutine(manager, interruptible: None) -> None:
     waiting = Waiting()
 
     main = threading.main_thread().ident
@@ -103,7 +103,7 @@ def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, inter
     def interrupt() -> None:
         waiting.begun.wait()
         while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
-            time.sleep(0.01)  # until the main thread waits: what it waits for begins on another, and may be first
+            time.sleep(0.01)  # until the main thread waits: its coroutine runs in another thread and may start first
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -114,7 +114,7 @@ def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, inter
     assert waiting.cancelled.wait(LONG_SECONDS)
 
 
-def test_run_sync_on_its_own_loop_is_an_error_and_no_deadlock(manager) -> None:
+def test_run_sync_on_its_own_loop_is_an_error_instead_of_a_deadlock(manager) -> None:
     async def inside() -> None:
         manager.run_sync(where())
 
@@ -142,7 +142,7 @@ async def test_run_async_from_any_loop(manager) -> None:
     assert await manager.run_async(nested()) is thread
 
 
-async def test_a_caller_that_is_cancelled_cancels_what_it_waits_for(manager) -> None:
+async def test_cancelling_run_async_cancels_the_coroutine(manager) -> None:
     waiting = Waiting()
     task = asyncio.create_task(manager.run_async(waiting.wait()))
     await asyncio.to_thread(waiting.begun.wait)
@@ -152,14 +152,14 @@ async def test_a_caller_that_is_cancelled_cancels_what_it_waits_for(manager) -> 
     assert await asyncio.to_thread(waiting.cancelled.wait, 20)
 
 
-def test_stop_cancels_what_still_runs_and_wakes_who_waits(manager) -> None:
+def test_stop_cancels_running_coroutines_and_their_futures(manager) -> None:
     future = manager.submit(asyncio.Event().wait())
     manager.stop()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(timeout=LONG_SECONDS)
 
 
-def test_the_thread_takes_over_the_callers_device_before_start_returns(monkeypatch) -> None:
+def test_the_thread_uses_the_callers_device_when_start_returns(monkeypatch) -> None:
     devices: list[tuple[int, threading.Thread]] = []
     cuda = types.SimpleNamespace(
         is_available=lambda: True,
@@ -174,7 +174,7 @@ def test_the_thread_takes_over_the_callers_device_before_start_returns(monkeypat
     manager.stop()
 
 
-def test_a_device_that_cannot_be_taken_fails_start(monkeypatch) -> None:
+def test_start_fails_if_the_device_cannot_be_set(monkeypatch) -> None:
     def refuse(device: int) -> None:
         raise RuntimeError(f"no device {device}")
 

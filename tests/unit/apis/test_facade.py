@@ -1,4 +1,4 @@
-"""MegatronLLM and MegatronAsyncLLM: what is refused, what shapes come and go, and every verb."""
+"""MegatronLLM and MegatronAsyncLLM: rejected arguments, prompts and answers, and every lifecycle call."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ class TestConstruction:
         with pytest.raises(ValueError, match="coordinator_host/port require use_coordinator=True"):
             MegatronLLM(**options, **where)
 
-    def test_the_async_class_needs_a_coordinator_unless_told_otherwise(self, options) -> None:
+    def test_the_async_class_needs_a_coordinator_by_default(self, options) -> None:
         with pytest.raises(ValueError, match="requires use_coordinator=True"):
             MegatronAsyncLLM(**options, use_coordinator=False)
 
@@ -37,25 +37,25 @@ class TestConstruction:
         with pytest.raises(ValueError, match="expert_model_parallel_size > 1"):
             MegatronLLM(**{**options, "model": model})
 
-    def test_what_is_no_model_is_refused_by_name(self, options) -> None:
+    def test_an_unsupported_model_is_rejected_with_its_type(self, options) -> None:
         with pytest.raises(UnsupportedModelError, match=r"builtins\.dict"):
             MegatronLLM(**{**options, "model": {}})
 
-    def test_what_is_no_tokenizer_is_refused_by_name(self, options) -> None:
+    def test_an_unsupported_tokenizer_is_rejected_with_its_type(self, options) -> None:
         with pytest.raises(TypeError, match=r"tokenizer is builtins\.dict"):
             MegatronLLM(**{**options, "tokenizer": {}})
 
-    def test_a_setting_that_the_engine_does_not_do_is_refused(self, options) -> None:
+    def test_an_unsupported_setting_is_rejected(self, options) -> None:
         config = InferenceConfig(num_speculative_tokens=2, buffer_size_gb=0.02)
         with pytest.raises(ValueError, match="num_speculative_tokens=2"):
             MegatronLLM(**{**options, "inference_config": config})
 
     @pytest.mark.parametrize(("free_gb", "cache_gb"), [(4, 1), (1000, 20)])
-    def test_a_configuration_that_nobody_gave_fits_the_machine(self, monkeypatch, free_gb, cache_gb) -> None:
+    def test_the_default_configuration_fits_the_host(self, monkeypatch, free_gb, cache_gb) -> None:
         monkeypatch.setattr("megatron_runtime.apis._pipeline._available_bytes", lambda: free_gb << 30)
         assert default_config().buffer_size_gb == cache_gb
 
-    def test_our_own_model_is_taken_over(self, make, greedy) -> None:
+    def test_a_decoder_model_is_accepted(self, make, greedy) -> None:
         first = make()
         expected = first.generate(PROMPT, greedy())
         again = make(model=first.controller.inference_wrapped_model.model)
@@ -69,7 +69,7 @@ class TestConstruction:
         llm.engine.suspend()
         assert llm.controller.inference_wrapped_model is None
 
-    def test_a_wrapper_of_the_callers_runs_the_model(self, make, greedy) -> None:
+    def test_a_custom_wrapper_class_runs_the_model(self, make, greedy) -> None:
         steps = []
 
         class Counting(GPTInferenceWrapper):
@@ -80,7 +80,7 @@ class TestConstruction:
         make(inference_wrapper_cls=Counting).generate([1, 2, 3], greedy(3))
         assert steps == [3, 1, 1]
 
-    def test_a_taken_port_fails_and_leaves_nothing(self, make, options) -> None:
+    def test_a_port_in_use_fails_and_leaves_no_thread_or_process(self, make, options) -> None:
         first = make(use_coordinator=True)
         port = int(first._coord_runtime.coord_addr.rpartition(":")[2])
         threads, processes = set(threading.enumerate()), psutil.Process().children()
@@ -99,7 +99,7 @@ class TestPrompts:
             (["abc", "def"], ["abc", "def"], True),
             ([[1, 2], [3, 4]], [[1, 2], [3, 4]], True),
             ([], [], True),
-            (["abc", 1.5], ["abc", 1.5], True),  # only the first element is looked at
+            (["abc", 1.5], ["abc", 1.5], True),  # only the first element is checked
         ],
     )
     def test_shapes(self, prompts, listed, is_batch) -> None:
@@ -199,7 +199,7 @@ class TestDirectMode:
         assert not llm.engine.has_work
         assert llm.generate([1, 2], greedy(1)).status is Status.COMPLETED
 
-    def test_threads_take_turns(self, llm, greedy) -> None:
+    def test_calls_of_several_threads_are_serialised(self, llm, greedy) -> None:
         expected = llm.generate(PROMPT, greedy()).generated_tokens
         found: list[list[int]] = []
         threads = [
@@ -212,7 +212,7 @@ class TestDirectMode:
             thread.join()
         assert found == [expected] * 4
 
-    def test_images_are_refused(self, llm) -> None:
+    def test_images_are_rejected(self, llm) -> None:
         with pytest.raises(ValueError, match="multi_modal_data"):
             llm.generate("x", None, multi_modal_data={"images": []})
 
@@ -222,7 +222,7 @@ class TestCoordinatorMode:
     def llm(self, make) -> MegatronLLM:
         return make(use_coordinator=True)
 
-    def test_it_answers_streams_and_obeys(self, llm, make, greedy) -> None:
+    def test_requests_streams_and_lifecycle_calls(self, llm, make, greedy) -> None:
         expected = make().generate(PROMPT, greedy(20))
         assert llm.is_primary_rank
         answer = llm.generate(PROMPT, greedy(20))
@@ -248,11 +248,11 @@ class TestCoordinatorMode:
         stream.close()
         assert llm._coord_runtime.client.streams == {}
 
-    def test_the_engine_is_not_for_two(self, llm, greedy) -> None:
+    def test_an_engine_that_serves_a_coordinator_rejects_direct_calls(self, llm, greedy) -> None:
         with pytest.raises(RuntimeError, match="serves a coordinator"):
             llm.engine.generate([[1]], greedy(1))
 
-    def test_shutdown_ends_everything_wakes_who_waits_and_may_be_repeated(self, make) -> None:
+    def test_shutdown_stops_everything_wakes_waiters_and_is_idempotent(self, make) -> None:
         llm = make(use_coordinator=True)
         coordinator = llm.engine.coordinator
         waiting = threading.Thread(target=llm.wait_for_shutdown)
@@ -274,8 +274,8 @@ class TestCoordinatorMode:
         llm.suspend()
         llm.shutdown()
 
-    def test_a_coordinator_that_died_does_not_keep_shutdown_waiting(self, make, monkeypatch) -> None:
-        monkeypatch.setattr("megatron_runtime.apis._llm_base.FAREWELL_SECONDS", 0.2)
+    def test_shutdown_does_not_wait_for_a_dead_coordinator(self, make, monkeypatch) -> None:
+        monkeypatch.setattr("megatron_runtime.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
         monkeypatch.setattr("megatron_runtime.transport.control_link.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
@@ -324,7 +324,7 @@ def as_rank_0(call, patched):
 
 
 class TestAsync:
-    async def test_it_answers_many_at_once_streams_and_obeys(self, make, make_async, greedy) -> None:
+    async def test_concurrent_requests_streams_and_lifecycle_calls(self, make, make_async, greedy) -> None:
         expected = make().generate([[number, 2] for number in range(20)], greedy(4))
         async with make_async() as llm:
             answers = await asyncio.gather(*(llm.generate([number, 2], greedy(4)) for number in range(20)))
@@ -363,7 +363,7 @@ class TestAsync:
                 while client.completion_futures:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
-    async def test_direct_mode_when_asked_for(self, make, make_async, greedy) -> None:
+    async def test_direct_mode_on_request(self, make, make_async, greedy) -> None:
         expected = make().generate(PROMPT, greedy())
         async with make_async(use_coordinator=False, allow_direct_mode=True) as llm:
             assert (await llm.generate(PROMPT, greedy())).generated_tokens == expected.generated_tokens
@@ -382,7 +382,7 @@ class TestAsync:
 
 class TestRuntime:
     class Engine:
-        """Counts how often it is told to begin and to end."""
+        """Counts its starts and stops."""
 
         def __init__(self, error: Exception | None = None) -> None:
             self.error = error
@@ -398,21 +398,21 @@ class TestRuntime:
         async def stop_listening(self) -> None:
             self.stopped += 1
 
-    async def test_a_set_up_that_fails_is_torn_down(self, monkeypatch) -> None:
+    async def test_a_failed_setup_is_torn_down(self, monkeypatch) -> None:
         async def refuse(client) -> None:
-            raise TimeoutError("nobody there")
+            raise TimeoutError("unreachable")
 
         engine = self.Engine()
         monkeypatch.setattr("megatron_runtime.inference_client.InferenceClient.start", refuse)
         runtime = _CoordinatorRuntime(engine, is_primary=True, coordinator_host=None, coordinator_port=None)
-        with pytest.raises(TimeoutError, match="nobody there"):
+        with pytest.raises(TimeoutError, match="unreachable"):
             await runtime.setup(loop=asyncio.get_running_loop())
         assert engine.stopped == 1
         assert runtime.client is None
         await runtime.teardown()
 
     @pytest.mark.parametrize(("host", "more"), [(None, ["loop", "name"]), ("h", ["hostname", "loop", "name"])])
-    async def test_only_what_the_caller_gave_is_passed_on(self, host, more) -> None:
+    async def test_only_given_arguments_are_passed_on(self, host, more) -> None:
         engine = self.Engine(ValueError("enough"))
         runtime = _CoordinatorRuntime(engine, is_primary=True, coordinator_host=host, coordinator_port=None)
         with pytest.raises(ValueError, match="enough"):

@@ -1,4 +1,4 @@
-"""A program that forgets to shut down, or is killed, leaves nothing behind and does not hang."""
+"""A program without a shutdown, or a killed one, leaves no process and does not hang."""
 
 import os
 import signal
@@ -41,12 +41,12 @@ def program(tmp_path: Path, tiny_directory: Path) -> tuple[Path, str]:
     return script, str(tiny_directory)
 
 
-def test_a_program_that_forgets_ends(program: tuple[Path, str]) -> None:
+def test_a_program_without_shutdown_ends(program: tuple[Path, str]) -> None:
     done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, timeout=LONG_SECONDS)
     assert (done.stdout, done.returncode) == ("ready\n", 0)
 
 
-def test_a_program_that_is_killed_leaves_nothing(program: tuple[Path, str]) -> None:
+def test_a_killed_program_leaves_no_process(program: tuple[Path, str]) -> None:
     killed = WarmProgram(*program, "wait")
     try:
         assert killed.stdout.readline() == "ready\n"

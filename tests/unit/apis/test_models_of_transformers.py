@@ -1,4 +1,4 @@
-"""A model that a program holds as one of transformers."""
+"""A transformers model in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def test_it_answers_as_transformers_does(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+def test_answers_equal_those_of_transformers(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
@@ -45,7 +45,7 @@ def test_it_answers_as_transformers_does(model: LlamaForCausalLM, tokenizer: Tok
     assert request.generated_tokens == reference
 
 
-def test_one_in_training_is_refused(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+def test_a_model_in_training_mode_is_rejected(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     model.train()
     try:
         with pytest.raises(UnsupportedModelError, match=r"model\.eval"):

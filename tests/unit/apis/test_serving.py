@@ -1,4 +1,4 @@
-"""serve(): HTTP inside the program, on a socket of the caller's or one of its own."""
+"""serve(): an HTTP server in the process, on a given socket or its own."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def test_it_answers_as_generate_does_until_shutdown(make, greedy) -> None:
         ask(f"{url}/v1/models")
 
 
-def test_a_socket_of_the_callers_and_a_call_that_blocks_until_shutdown(make) -> None:
+def test_a_given_socket_and_a_blocking_call(make) -> None:
     llm = make(use_coordinator=True)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -57,7 +57,7 @@ def test_a_socket_of_the_callers_and_a_call_that_blocks_until_shutdown(make) -> 
     assert not thread.is_alive()
 
 
-async def test_a_taken_address_is_an_error_and_the_engine_lives(make_async, greedy) -> None:
+async def test_an_address_in_use_is_an_error_and_the_engine_keeps_running(make_async, greedy) -> None:
     async with make_async() as llm:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -69,7 +69,7 @@ async def test_a_taken_address_is_an_error_and_the_engine_lives(make_async, gree
         assert "data" in await asyncio.to_thread(ask, f"{llm.url}/v1/models")
 
 
-def test_what_the_front_end_is_told_reaches_it(make, caplog) -> None:
+def test_the_front_end_uses_its_settings(make, caplog) -> None:
     llm = make(use_coordinator=True)
     children = {child.pid for child in psutil.Process().children()}
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -86,19 +86,19 @@ def test_what_the_front_end_is_told_reaches_it(make, caplog) -> None:
     finally:
         access.removeHandler(caplog.handler)
     assert "GET /v1/models" in caplog.text
-    # Its tokenizer is only here: there is nothing that a replica could read.
+    # Only this process has the tokenizer, so there are no replicas.
     assert {child.pid for child in psutil.Process().children()} == children
 
 
-def test_a_front_end_that_cannot_connect_leaves_its_port_and_may_be_started_again(make, monkeypatch) -> None:
+def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(make, monkeypatch) -> None:
     llm = make(use_coordinator=True)
 
     async def refuse(client) -> None:
-        raise TimeoutError("nobody there")
+        raise TimeoutError("unreachable")
 
     with socket.create_server(("127.0.0.1", 0)) as listener, monkeypatch.context() as patched:
         patched.setattr("megatron_runtime.inference_client.InferenceClient.start", refuse)
-        with pytest.raises(TimeoutError, match="nobody there"):
+        with pytest.raises(TimeoutError, match="unreachable"):
             llm.serve(ServeConfig(sock=listener), blocking=False)
         assert listener.fileno() == -1
     assert llm.url is None
@@ -106,7 +106,7 @@ def test_a_front_end_that_cannot_connect_leaves_its_port_and_may_be_started_agai
     assert ask(f"{llm.url}/v1/models")["data"]
 
 
-def test_a_front_end_that_ended_is_no_client_any_more(make) -> None:
+def test_a_stopped_front_end_disconnects_its_client(make) -> None:
     llm = make(use_coordinator=True)
     llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
     front_end = llm._front_end
@@ -116,7 +116,7 @@ def test_a_front_end_that_ended_is_no_client_any_more(make) -> None:
 
 
 def test_replicas_share_the_socket_and_end_with_it(make) -> None:
-    """Each connection is one of a server's: told apart by the processes that hold one."""
+    """The servers of connections are identified by the processes that hold them."""
     llm = make(use_coordinator=True, tokenizer="builtin:smollm2-135m")
     before = {child.pid for child in psutil.Process().children()}
     config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=2)
@@ -143,7 +143,7 @@ def test_replicas_share_the_socket_and_end_with_it(make) -> None:
     assert not replica.is_running()
 
 
-def test_the_documented_defaults_and_what_is_refused() -> None:
+def test_the_documented_defaults_and_rejected_values() -> None:
     config = ServeConfig()
     assert (config.host, config.port, config.parsers, config.verbose, config.sock) == ("0.0.0.0", 5000, [], False, None)
     assert config.frontend_replicas == 4

@@ -1,4 +1,4 @@
-"""Two ranks under torch.distributed: the second learns where the coordinator is, and both work on rank 0's prompts."""
+"""Two ranks under torch.distributed: the second gets the coordinator's address, and both run rank 0's prompts."""
 
 import json
 import socket
@@ -25,20 +25,20 @@ RANK = """
             dtype="float32", threads=1,
         )
         torch.distributed.barrier()  # both engines are registered
-        told = {"rank": torch.distributed.get_rank(), "primary": llm.is_primary_rank}
+        reported = {"rank": torch.distributed.get_rank(), "primary": llm.is_primary_rank}
         if llm.is_primary_rank:
             params = SamplingParams(temperature=0.0, num_tokens_to_generate=4)
-            told["answers"] = [one.generated_tokens for one in llm.generate([[n, 1] for n in range(12)], params)]
+            reported["answers"] = [one.generated_tokens for one in llm.generate([[n, 1] for n in range(12)], params)]
 
             async def names():
                 return sorted(engine.name for engine in (await llm._client().status()).engines)
 
-            told["engines"] = llm.run_sync(names())
+            reported["engines"] = llm.run_sync(names())
         else:
             try:
                 llm.generate("x")
             except RuntimeError as error:
-                told["error"] = str(error)
+                reported["error"] = str(error)
             llm.serve(ServeConfig(), blocking=False)
         torch.distributed.barrier()
         if not llm.is_primary_rank:
@@ -51,9 +51,9 @@ RANK = """
             llm.unpause()
         if not llm.is_primary_rank:
             llm.wait_for_shutdown()
-            told["steps"] = llm.engine.stats().generation_tokens
+            reported["steps"] = llm.engine.stats().generation_tokens
         llm.shutdown()
-        print(json.dumps(told), flush=True)
+        print(json.dumps(reported), flush=True)
         torch.distributed.destroy_process_group()
 """
 
@@ -76,4 +76,4 @@ def test_two_ranks_are_one_pool(tmp_path: Path, tiny_directory: Path) -> None:
     assert first["engines"] == ["engine-0", "engine-1"]
     assert len(first["answers"]) == 12
     assert "primary rank" in second["error"]
-    assert second["steps"] > 0, "all the work was done by the first rank"
+    assert second["steps"] > 0, "the first rank did all the work"

@@ -1,4 +1,4 @@
-"""The benchmarks run and report every figure; no test checks how large a figure is."""
+"""The benchmarks run and report every figure. No test checks the size of a figure."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def test_coordinator(tmp_path: Path) -> None:
     assert figures["requests_per_second"] > 0
 
 
-def test_more_clients_than_requests_end_too(tmp_path: Path) -> None:
+def test_more_clients_than_requests_end(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     bench("coordinator", "--clients", "9", "--requests", "4", "--prompt-tokens", "8", "--json", str(path))
     assert set(figures_of(path, "coordinator")) == COORDINATOR_FIGURES
@@ -86,7 +86,7 @@ def test_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", ["0", "1,,2", "many"])
-def test_a_batch_that_is_no_list_of_numbers_is_refused(batch: str) -> None:
+def test_a_batch_that_is_not_a_list_of_numbers_is_rejected(batch: str) -> None:
     result = CliRunner().invoke(main, ["bench", "engine", "--batch", batch])
     assert result.exit_code == 2
     assert "such as 1,8,32" in result.output
@@ -119,7 +119,7 @@ async def test_serve(tmp_path: Path) -> None:
     assert set(figures) == {f"c{clients}_{name}" for clients in (1, 3) for name in names}
 
 
-def test_serve_says_where_nobody_answers() -> None:
+def test_serve_reports_the_url_of_a_server_that_does_not_answer() -> None:
     (port,) = free_ports(1)
     result = CliRunner().invoke(main, ["bench", "serve", "--url", f"http://127.0.0.1:{port}"])
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Figures of loads and of switches, from the seconds that were measured."""
+"""Figures of loads and of switches, computed from measured seconds."""
 
 import sys
 from pathlib import Path
@@ -11,17 +11,17 @@ from load import load, summary  # noqa: E402
 from switches import Setting, gains  # noqa: E402
 
 
-def test_a_load_is_measured_in_a_process_of_its_own() -> None:
+def test_a_load_is_measured_in_a_new_process() -> None:
     found = load(ROOT, model="builtin:smollm2-135m", dtype="float32", threads=1)
     assert set(found) == {"import_torch", "import_own", "load", "total", "processor", "tokenizer"}
     assert found["total"] >= found["import_own"] + found["load"] - 1e-6 > 0
 
 
-def test_a_summary_has_median_least_and_most() -> None:
+def test_a_summary_has_median_minimum_and_maximum() -> None:
     assert summary([{"load": value} for value in (3.0, 1.0, 2.0)]) == {"load": [2.0, 1.0, 3.0]}
 
 
-def test_a_gain_compares_times_of_one_round() -> None:
+def test_a_gain_compares_times_of_the_same_round() -> None:
     usual = Setting("", cast(Any, None), {"b1": [1.0, 2.0, 1.0]})
     without = Setting("x", cast(Any, None), {"b1": [2.0, 2.0, 3.0]})
     assert gains(usual, without) == {"b1": [2.0, 1.0, 3.0]}

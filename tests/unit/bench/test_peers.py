@@ -1,4 +1,4 @@
-"""Engines beside others: whoever fails is named, and a ratio above one is ours ahead whatever the unit."""
+"""Comparison with other engines: a failed one is listed with its error, and a ratio above one means ours is better."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from worker import serve
 def load():
     def generate(prompts, new_tokens):
         time.sleep({seconds})
-        print("what a library says on standard output")
+        print("output of a library on standard output")
         time.sleep({seconds} * new_tokens)
         return {seconds}
     return generate, 100
@@ -46,7 +46,7 @@ def rows_of(report: Report) -> dict[str, dict]:
     return {row["cell"]: row for row in json.loads(report.path.read_text())["rows"]}
 
 
-def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> None:
+def test_an_engine_that_fails_is_listed_and_the_others_are_measured(report: Report) -> None:
     group = [
         engine(OURS, STEADY.format(seconds=0.001)),
         engine("slow", STEADY.format(seconds=0.004)),
@@ -67,14 +67,14 @@ def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> 
     assert all(worker.worker is None for worker in group)
 
 
-def test_one_that_used_up_its_seconds_keeps_its_first_round(report: Report) -> None:
+def test_an_engine_that_has_used_its_seconds_keeps_its_first_round(report: Report) -> None:
     group = [engine(OURS, STEADY.format(seconds=0.0))]
     report.parts.append(Part("4-bit", "engines", group))
     measure_all(group, rounds=3, seconds_each=1e-9, cpus=CPUS, after_round=report.write)
     assert rows_of(report)["decode b1"]["all"][OURS]["rounds"] == 1
 
 
-def test_ahead_is_above_one_whether_more_or_less_is_better(report: Report) -> None:
+def test_the_ratio_is_above_one_if_ours_is_better_for_rates_and_for_times(report: Report) -> None:
     ours, peer = engine(OURS, ""), engine("llama.cpp", "")
     for cell, own, other in ((HTTP[0], 30.0, 20.0), (LOAD, 0.5, 0.25)):
         ours.figures[cell.name], peer.figures[cell.name] = [own], [other]
@@ -89,7 +89,7 @@ def test_ahead_is_above_one_whether_more_or_less_is_better(report: Report) -> No
     assert "llama.cpp" in report.path.with_suffix(".svg").read_text()
 
 
-def test_what_a_run_does_not_measure_stays_in_the_file(report: Report) -> None:
+def test_parts_that_a_run_does_not_measure_stay_in_the_file(report: Report) -> None:
     def measure(figure: float, weights: str, kind: Literal["engines", "servers"]) -> None:
         ours = engine(OURS, "")
         ours.figures[LOAD.name] = [figure]
@@ -108,7 +108,7 @@ def test_what_a_run_does_not_measure_stays_in_the_file(report: Report) -> None:
     assert shown == [("4-bit", "engines", 3, 3), ("4-bit", "servers", 2, 2), ("float32", "engines", 4, 4)]
 
 
-def test_an_engine_that_ends_amid_a_question_says_its_last_words() -> None:
+def test_the_error_of_an_engine_that_ends_during_a_request_is_its_last_line() -> None:
     program = STEADY.format(seconds=0).replace("time.sleep(0 * new_tokens)", "sys.exit('out of memory')")
     worker = Worker([sys.executable, "-c", program], cpus=CPUS)
     with pytest.raises(WorkerError, match="out of memory"):

@@ -1,4 +1,4 @@
-"""What one more sequence and one more cached token cost is found in the steps."""
+"""The cost of one more sequence and of one more cached token, from the times of steps."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "bench"))
 from scaling import Cell, fit, main, table  # noqa: E402
 
 CELLS = [
-    # 3 ms, 0.5 a sequence, 2 µs a token; 24 KiB a token.
+    # 3 ms, 0.5 ms per sequence, 2 µs per token; 24 KiB per token.
     Cell(batch, context, 3 + 0.5 * batch + 0.002 * batch * context, 1.0, 700 + batch * context * 24 / 1024, 700)
     for batch in (1, 8, 32)
     for context in (128, 512, 2048)

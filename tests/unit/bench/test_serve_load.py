@@ -1,4 +1,4 @@
-"""Clients of `megatron bench serve` work with servers that close connections."""
+"""Clients of `megatron bench serve` with servers that close connections."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import click
 import httpx
 import pytest
 
-from megatron_runtime.cli.bench.serve_command import LoadOptions, run
+from megatron_runtime.cli.bench.serve import run
 
 CHUNKS = (
     {"choices": [{"text": "a"}]},
@@ -20,8 +20,10 @@ CHUNKS = (
 
 @asynccontextmanager
 async def server(*, drops: Container[int] = (), status: str = "200 OK") -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that keeps connections for more requests, but closes those with the numbers `drops` without an answer;
-    how many requests came on each connection."""
+    """A keep-alive server that closes the connections with the numbers `drops` without an answer.
+
+    Yields its URL and the number of requests of each connection.
+    """
     connections: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,19 +50,19 @@ async def server(*, drops: Container[int] = (), status: str = "200 OK") -> Async
 
 async def figures_of(url: str) -> dict[str, float]:
     sizes = {"concurrency": (2,), "requests": 4, "prompt_words": 3, "new_tokens": 2}
-    options = LoadOptions(url=url, model="m", api_key=None, **sizes)
-    return {figure.key: figure.value for figure in await asyncio.to_thread(run, options)}
+    figures = await asyncio.to_thread(run, url=url, model="m", api_key=None, **sizes)
+    return {figure.key: figure.value for figure in figures}
 
 
-async def test_every_request_has_a_connection_of_its_own() -> None:
+async def test_every_request_has_its_own_connection() -> None:
     async with server() as (url, connections):
         figures = await figures_of(url)
     assert figures["c2_retries"] == 0
-    # One more than is measured goes ahead.
+    # With the warm-up request.
     assert connections == [1] * 5
 
 
-async def test_a_request_that_is_dropped_unanswered_is_sent_again_and_counted() -> None:
+async def test_a_request_without_an_answer_is_sent_again_and_counted() -> None:
     async with server(drops=(0, 1, 3)) as (url, connections):
         figures = await figures_of(url)
     assert figures["c2_retries"] == 3
@@ -75,7 +77,7 @@ async def test_a_server_that_drops_every_request_is_an_error() -> None:
     assert len(connections) == 4
 
 
-async def test_a_refusal_is_not_asked_again() -> None:
+async def test_a_rejected_request_is_not_sent_again() -> None:
     async with server(status="503 Service Unavailable") as (url, connections):
         with pytest.raises(click.ClickException, match="503"):
             await figures_of(url)

@@ -1,4 +1,4 @@
-"""AsyncStream: order, ends, and who is told when the reader leaves."""
+"""AsyncStream: order, end, and cancellation by the reader."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ async def test_items_come_in_order_and_then_the_end(stream, cancelled) -> None:
     assert cancelled == []
 
 
-async def test_a_reader_that_waits_is_woken(stream) -> None:
+async def test_put_wakes_a_waiting_reader(stream) -> None:
     task = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
     stream.put("a")
@@ -63,14 +63,14 @@ async def test_closing_cancels_once_drops_the_rest_and_wakes_the_reader(stream, 
     assert await read(stream) == []
 
 
-async def test_a_closed_stream_raises_nothing_that_came_before(stream) -> None:
+async def test_a_closed_stream_drops_an_earlier_exception(stream) -> None:
     stream.put(1)
     stream.finish(LookupError("x"))
     await stream.aclose()
     assert await read(stream) == []
 
 
-async def test_who_puts_when_the_readers_loop_has_ended_is_not_disturbed() -> None:
+async def test_put_after_the_end_of_the_readers_loop_is_ignored() -> None:
     ended = asyncio.new_event_loop()
     ended.close()
     stream = AsyncStream(0, print, loop=ended)
@@ -86,7 +86,7 @@ async def test_closing_a_finished_stream_cancels_nothing(stream, cancelled) -> N
     assert cancelled == []
 
 
-async def test_a_generator_closed_midway_cancels_and_says_so(stream, cancelled) -> None:
+async def test_closing_a_generator_early_cancels_the_request_and_raises(stream, cancelled) -> None:
     generator = stream.generator()
     stream.put(1)
     assert await anext(generator) == 1

@@ -59,7 +59,7 @@ async def forgotten(client: InferenceClient) -> None:
             await asyncio.sleep(0.01)
 
 
-def over_there(loop, coroutine):
+def on_loop(loop, coroutine):
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
@@ -79,18 +79,18 @@ class TestAnyLoop:
             client.unpause_engines()  # may be ignored
             assert (await client.status()).engines
 
-        await over_there(elsewhere, use())
+        await on_loop(elsewhere, use())
         assert client.completion_futures == client.streams == {}
 
     async def test_two_loops_at_once_never_share_an_id(self, client, params, elsewhere) -> None:
         async def many() -> list[dict]:
             return await asyncio.gather(*(client.add_request(PROMPT, params(2)) for _ in range(200)))
 
-        here, there = await asyncio.gather(many(), over_there(elsewhere, many()))
+        here, there = await asyncio.gather(many(), on_loop(elsewhere, many()))
         assert len({reply["request_id"] for reply in here + there}) == 400
         assert client.next_request_id == 400
 
-    async def test_cancelling_and_closing_over_there_aborts_here(self, client, pool, params, elsewhere) -> None:
+    async def test_cancelling_and_closing_from_another_loop_aborts(self, client, pool, params, elsewhere) -> None:
         pool.engine.step_seconds = None
 
         async def leave() -> None:
@@ -100,7 +100,7 @@ class TestAnyLoop:
             await stream.aclose()
             assert [item async for item in stream] == []
 
-        await over_there(elsewhere, leave())
+        await on_loop(elsewhere, leave())
         await forgotten(client)
 
     async def test_started_and_stopped_from_outside_its_loop(self, pool, params, elsewhere) -> None:
@@ -113,7 +113,7 @@ class TestAnyLoop:
         with pytest.raises(asyncio.CancelledError):
             await future
 
-    async def test_a_reader_whose_loop_is_gone_costs_nothing(self, client, pool, params) -> None:
+    async def test_a_reader_with_a_closed_loop_leaves_no_request(self, client, pool, params) -> None:
         pool.engine.step_seconds = None
 
         async def begin() -> None:
@@ -130,7 +130,7 @@ class TestAnyLoop:
 
 
 class TestRequests:
-    async def test_ids_count_from_zero_and_leave_every_table(self, client, params) -> None:
+    async def test_ids_count_from_zero_and_finished_requests_leave_every_table(self, client, params) -> None:
         futures = [client.add_request(PROMPT, params(1)) for _ in range(3)]
         assert sorted(client.completion_futures) == [0, 1, 2]
         assert all(type(future).__module__ == "_asyncio" for future in futures)
@@ -150,7 +150,7 @@ class TestRequests:
         reply = await future
         assert waited <= reply["latency"] <= called + time.perf_counter() - begun
 
-    async def test_what_comes_for_no_request_of_its_own_is_dropped(self, client, params) -> None:
+    async def test_messages_for_unknown_requests_are_dropped(self, client, params) -> None:
         uid = bytes(16)
         partial = Partial(1, [PartialEntry(uid, 1, 0, 1)], tokens_to_bytes([5]))
         final = Final(1, uid, tokens_to_bytes([5]), pack({"status": "COMPLETED"}))
@@ -169,7 +169,7 @@ class TestRequests:
         assert (await client.add_request(PROMPT, params(1)))["generated_tokens"] == echo_answer(PROMPT, 1)
         client.stop()
 
-    async def test_outside_a_loop_there_is_no_future(self, client, params) -> None:
+    async def test_add_request_needs_a_running_event_loop(self, client, params) -> None:
         with pytest.raises(RuntimeError, match="no running event loop"):
             await asyncio.to_thread(client.add_request, PROMPT, params(1))
         assert client.next_request_id == 0
@@ -194,7 +194,7 @@ class TestRequests:
     async def test_both_water_marks_are_off(self, client) -> None:
         assert client.socket.getsockopt(zmq.SNDHWM) == client.socket.getsockopt(zmq.RCVHWM) == 0
 
-    async def test_stopped_it_refuses_and_its_context_is_gone(self, pool, params) -> None:
+    async def test_a_stopped_client_rejects_requests_and_closes_its_context(self, pool, params) -> None:
         client = InferenceClient(pool.address)
         await client.start()
         client.stop()
@@ -204,7 +204,7 @@ class TestRequests:
         with pytest.raises(UnavailableError, match="was stopped"):
             await client.add_request(PROMPT, params(1))
 
-    async def test_its_listener_ends_with_it_and_it_with_its_listener(self, pool, params) -> None:
+    async def test_client_and_listener_task_end_together(self, pool, params) -> None:
         stopped, cancelled = InferenceClient(pool.address), InferenceClient(pool.address)
         for client in (stopped, cancelled):
             await client.start()
@@ -219,12 +219,14 @@ class TestRequests:
         assert future.cancelled()
         assert cancelled.context.closed
 
-    async def test_the_end_of_its_loop_stops_it(self, pool) -> None:
+    async def test_the_end_of_the_event_loop_stops_the_client(self, pool) -> None:
         client = InferenceClient(pool.address)
         await asyncio.to_thread(asyncio.run, client.start())
         assert client.context.closed
 
-    async def test_a_client_alone_ends_a_request_whose_time_is_up(self, params, monkeypatch, unused_tcp_port) -> None:
+    async def test_requests_fail_after_their_deadline_without_a_coordinator(
+        self, params, monkeypatch, unused_tcp_port
+    ) -> None:
         monkeypatch.setattr("megatron_runtime.client.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
         client = InferenceClient(unused_tcp_port)
         await client.start(connect_timeout_seconds=0)
@@ -247,14 +249,14 @@ class TestRequests:
             (418, RequestRejectedError),
         ],
     )
-    def test_a_refusal_has_the_class_of_its_reason(self, code, kind) -> None:
+    def test_each_error_code_has_its_exception_class(self, code, kind) -> None:
         error = rejection(code, "no", 2.0)
         assert type(error) is kind
         assert (error.code, error.message, error.retry_after_seconds) == (code, "no", 2.0)
 
 
 class TestVerbs:
-    async def test_they_are_sent_at_once_and_confirmed(self, client, pool) -> None:
+    async def test_signals_are_sent_at_once_and_acknowledged(self, client, pool) -> None:
         await client.pause_engines()
         await client.suspend_engines()
         await client.resume_engines()
@@ -288,12 +290,12 @@ async def test_any_signal_reaches_the_engines_by_its_header_or_number(client, po
     await pool.engine.until(lambda: pool.engine.state is EngineState.RUNNING)
 
 
-async def test_what_is_no_signal_is_not_sent(client) -> None:
+async def test_headers_that_are_not_signals_are_rejected(client) -> None:
     with pytest.raises(ValueError, match=r"want one of DRAIN, PAUSE, RESUME"):
         client._send_signal_to_engines(Header.SHUTDOWN)
 
 
-async def test_a_pinned_request_goes_to_the_engine_that_is_named_or_to_none(client, pool, params) -> None:
+async def test_a_pinned_request_runs_on_the_named_engine_or_fails(client, pool, params) -> None:
     future = client.add_request(PROMPT, params(2), engine="engine-0")
     stream = client.add_request_streaming(PROMPT, params(2), engine="engine-1")
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 2)
@@ -302,7 +304,7 @@ async def test_a_pinned_request_goes_to_the_engine_that_is_named_or_to_none(clie
     assert refused.value.code == ErrorCode.ENGINES_MISSING
 
 
-async def test_a_client_of_the_one_port_may_end_the_coordinator(client, pool) -> None:
+async def test_a_client_of_a_single_port_coordinator_may_shut_it_down(client, pool) -> None:
     assert not pool.coordinator.ended.is_set()
     client.shutdown_coordinator()
     await asyncio.wait_for(pool.coordinator.ended.wait(), LONG_SECONDS)
@@ -311,7 +313,7 @@ async def test_a_client_of_the_one_port_may_end_the_coordinator(client, pool) ->
 class TestHandshake:
     @pytest.fixture
     async def impostor(self):
-        """A ROUTER that takes every message and answers with what the test says."""
+        """A ROUTER that accepts every message and sends the answer of the test."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -363,9 +365,7 @@ async def test_one_params_object_may_be_shared_and_changed_later(client, params)
 
 
 @pytest.mark.slow
-async def test_a_loop_that_stood_still_does_not_take_its_own_silence_for_the_coordinators(
-    pool, client, monkeypatch
-) -> None:
+async def test_a_blocked_event_loop_is_not_mistaken_for_a_silent_coordinator(pool, client, monkeypatch) -> None:
     monkeypatch.setattr("megatron_runtime.transport.peer_link.SILENCE_SECONDS", 1.0)
     link = client._link
     connection = link._incarnation
@@ -376,7 +376,7 @@ async def test_a_loop_that_stood_still_does_not_take_its_own_silence_for_the_coo
             while link._heard == heard:  # noqa: ASYNC110 - a moment has no event
                 await asyncio.sleep(0.01)
     assert link._incarnation == connection
-    # A coordinator that is silent while this loop runs is given up all the same.
+    # A coordinator that is silent while this loop runs is still detected.
     monkeypatch.setattr(link._socket, "_on_message", lambda _frames: None)
     async with asyncio.timeout(LONG_SECONDS):
         while link._incarnation == connection:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""What a stream brings is the whole answer, however it was cut: stop texts, characters of several bytes, log-probs,
+"""A stream gives the whole answer in any partition: stop texts, characters of several bytes, log-probs,
 engines that die on the way.
 
 The engine's output stage and the client are real; between them there is no socket, but a hand that loses what it likes.
@@ -33,7 +33,7 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3)
 
 
 class Engine:
-    """Plays one engine on a client: byte `b` of a text is token `b`."""
+    """Simulates one engine for a client: byte `b` of a text is token `b`."""
 
     def __init__(self, client: InferenceClient, submit: Submit, dispatch_id: int) -> None:
         self.finished_early = False
@@ -69,7 +69,7 @@ async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
 
 
 def answer(text: str, stops: list[str]) -> str:
-    """What a user should read: up to the first stop text that is complete first."""
+    """Return the expected text, up to the first stop text that is complete."""
     for end in range(len(text) + 1):
         found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if found:
@@ -80,7 +80,7 @@ def answer(text: str, stops: list[str]) -> str:
 @pytest.mark.slow
 @given(TEXTS.filter(bool), STOPS, st.integers(1, 5), st.data())
 @settings(max_examples=60)
-def test_partials_are_a_prefix_of_the_answer_wherever_engines_died(text, stops, interval, data) -> None:
+def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, stops, interval, data) -> None:
     async def play() -> None:
         params = SamplingParams(stop_words=stops, streaming_interval=interval, num_tokens_to_generate=200)
         submits: list[Submit] = []
@@ -115,7 +115,7 @@ def test_partials_are_a_prefix_of_the_answer_wherever_engines_died(text, stops, 
     st.data(),
 )
 @settings(max_examples=60)
-def test_tokens_and_log_probs_arrive_once_though_messages_are_lost_and_repeated(parts, fates, data) -> None:
+def test_lost_and_repeated_messages_neither_lose_nor_duplicate_tokens(parts, fates, data) -> None:
     """After a loss the coordinator sends anew from where the client is; after a failover the last engine knows only
     the log-probabilities of its own tokens.
     """

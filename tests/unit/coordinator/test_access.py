@@ -46,7 +46,7 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     with pytest.raises(CoordinatorUnreachableError, match="keys"):
         await ControlLink(stage.address(Role.ADMIN), keys=keys).start(connect_timeout_seconds=0.5)
     assert len(coordinator.core.clients) == 0
-    refused = coordinator.transport.gatekeeper.refused
+    refused = coordinator.transport.gatekeeper.rejected
     assert refused >= (key is not None)
     assert coordinator.core.status().rejected_frames == refused
     metrics = CoordinatorMetrics(coordinator.core).collect()
@@ -112,7 +112,7 @@ def secret(tmp_path):
     return MountedSecret(tmp_path)
 
 
-async def test_two_generations_are_admitted_and_nobody_is_disturbed(stage, params, secret) -> None:
+async def test_two_generations_of_keys_are_accepted_and_no_connection_ends(stage, params, secret) -> None:
     coordinator = stage.coordinator(keys_dir=secret.path, timing=ROTATING)
     await stage.engine(keys=PeerKeys.load(secret.path, Role.ENGINE))
     before = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
@@ -123,7 +123,7 @@ async def test_two_generations_are_admitted_and_nobody_is_disturbed(stage, param
     assert await future
     assert await after.add_request([2], params(1))
     assert await before.add_request([3], params(1))
-    assert coordinator.core.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected.total() == 0
 
 
 async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secret) -> None:
@@ -136,10 +136,10 @@ async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secre
     secret.renew("client", keep_old=False)
     await engine.until(lambda: engine.aborted)
     assert coordinator.core.clients.named(Role.CLIENT, thief._name) is None
-    refused = coordinator.transport.gatekeeper.refused
+    refused = coordinator.transport.gatekeeper.rejected
     thief._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
     thief._link._socket.send(VECTORS["SUBMIT"].to_frames())
-    await stage.until(lambda: coordinator.transport.gatekeeper.refused > refused, seconds=30)
+    await stage.until(lambda: coordinator.transport.gatekeeper.rejected > refused, seconds=30)
     assert len(coordinator.core.clients) == len(coordinator.core.dispatcher.journal) == 0
     owner = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     engine.step_seconds = 0.0
@@ -182,7 +182,7 @@ async def test_a_connection_made_before_its_key_was_revoked_cannot_register_afte
     context.term()
 
 
-async def test_files_that_are_half_written_change_nothing_until_they_are_whole(stage, secret, caplog) -> None:
+async def test_incomplete_key_files_change_nothing_until_they_are_complete(stage, secret, caplog) -> None:
     coordinator = stage.coordinator(keys_dir=secret.path, timing=ROTATING)
     admitted = coordinator.transport.gatekeeper.keys.allowed
     whole = secret.files["client.pub"]
@@ -218,7 +218,7 @@ async def test_of_two_keys_of_the_server_a_peer_finds_the_right_one(stage, secre
 
 
 async def test_a_coordinator_ends_in_the_middle_of_handshakes(secret) -> None:
-    """A handshake that waits for a gatekeeper that is gone would keep the context from ending, for ever."""
+    """A handshake that waits for a gatekeeper that has ended would keep the context from ending."""
     settings = CoordinatorSettings(
         listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, keys_dir=secret.path, timing=ROTATING
     )
@@ -235,7 +235,7 @@ async def test_a_coordinator_ends_in_the_middle_of_handshakes(secret) -> None:
             keys.apply(dealer)
             dealer.connect(coordinator.transport.addresses[Role.CLIENT])
             dealers.append(dealer)
-        # The loop stands still: handshakes pile up at the gatekeeper.
+        # The loop is blocked: handshakes wait for the gatekeeper.
         threading.Event().wait(rng.random() * 0.05)
         coordinator.stop()
         for dealer in dealers:

@@ -1,4 +1,4 @@
-"""Whatever comes and however long it goes on: every table stays small, and who does not read costs nobody else."""
+"""Every table stays small in the long run, and a peer that does not read delays no other."""
 
 import asyncio
 import random
@@ -12,10 +12,10 @@ from eventually import LONG_SECONDS
 from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator import transport as transport_module
+from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.coordinator.transport import Sent
+from megatron_runtime.coordinator.service import Sent
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -183,7 +183,7 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_books_and_shares_hold_whatever_tenants_send(seed: int) -> None:
+async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int) -> None:
     """Requests of five tenants come, end and are aborted at random; engines come back. After each event no tenant waits
     that has two requests fewer at engines than another whose requests may make room.
     """
@@ -242,9 +242,9 @@ async def test_books_and_shares_hold_whatever_tenants_send(seed: int) -> None:
     assert not sink.controls
 
 
-async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
-    monkeypatch.setattr(transport_module, "_CLIENT_SEND_BYTES", 4096)
-    # Who does not read does not answer the checks of its connection, either.
+async def test_a_client_that_does_not_read_delays_no_other_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
+    monkeypatch.setattr(service, "_CLIENT_SEND_BYTES", 4096)
+    # A peer that does not read does not answer the checks of its connection, either.
     patient = Timing(heartbeat=0.05, slow_client=120.0, client_dead=120.0, connection_check=120.0, recovery=0.0)
     coordinator = stage.coordinator(timing=patient)
     engine = await stage.engine(step_seconds=None)
@@ -329,7 +329,7 @@ async def test_a_deadline_that_is_set_later_and_ends_earlier_fires_in_time() -> 
     assert latest.error is not None
 
 
-async def test_an_engine_is_told_the_time_that_is_left_of_a_deadline(stage, params) -> None:
+async def test_an_engine_gets_the_remaining_time_of_a_deadline(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
     future = client.add_request([1], params(1), deadline_seconds=60.0)
@@ -340,7 +340,7 @@ async def test_an_engine_is_told_the_time_that_is_left_of_a_deadline(stage, para
     assert 0 < engine.dispatches[0].meta.deadline_ms <= 59_900
 
 
-async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params) -> None:
+async def test_waiting_requests_are_served_by_priority_and_then_by_arrival(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
     futures = [
@@ -361,7 +361,7 @@ async def test_senders_check_the_size_limits_too(stage) -> None:
     with pytest.raises(ControlRefusedError, match="at most") as refused:
         await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * 4096)
     assert refused.value.code == ErrorCode.TOO_LARGE
-    assert coordinator.core.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected.total() == 0
 
 
 async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(stage, params) -> None:

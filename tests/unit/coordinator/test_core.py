@@ -14,7 +14,7 @@ from simulated_fleet import SimulatedFleet
 from megatron_runtime.coordinator.core import replies
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -367,6 +367,25 @@ def test_a_client_is_removed_only_if_it_accepts_nothing_for_long(accepts_each, i
         if scene.core.clients.at(CLIENT) is None:
             break
     assert (scene.core.clients.at(CLIENT) is None) is is_removed
+
+
+def test_a_request_counts_with_its_parameters_and_its_rejection_is_its_only_answer() -> None:
+    scene = Scene(journal_bytes=10_000)
+    scene.engine(FIRST)
+    submit = Submit(b"\1" * 16, RequestMeta(), tokens_to_bytes([1]), b"", bytes(10_000))
+    scene.say(CLIENT, submit)
+    scene.say(CLIENT, submit)
+    (error,) = [message for peer, message in scene.take() if peer == CLIENT]
+    assert (error.code, error.uid) == (ErrorCode.QUEUE_FULL, submit.uid)
+
+
+def test_a_verb_that_an_engine_fails_without_a_text_is_reported_as_failed() -> None:
+    scene = Scene()
+    scene.engine(FIRST)
+    paused(scene)
+    scene.say(FIRST, ControlAck(operation_id="pause", ok=False, state=EngineState.RUNNING))
+    (ack,) = [message for _, message in scene.take() if isinstance(message, ControlAck)]
+    assert ack.engines["first"].error == "failed"
 
 
 def test_a_client_that_is_behind_is_sent_a_bounded_number_of_bytes_at_once(monkeypatch) -> None:

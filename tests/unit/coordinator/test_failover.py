@@ -1,4 +1,4 @@
-"""Nobody loses a request: engines, clients and coordinators that vanish, fall silent, come back."""
+"""No request is lost when engines, clients or coordinators end, send no heartbeats, or return."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.coordinator.transport import Sent
+from megatron_runtime.coordinator.service import Sent
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
@@ -65,7 +65,7 @@ async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(st
     await stage.until(lambda: coordinator.core.counters.engines_lost == 1)
 
 
-async def test_nobody_is_woken_while_nothing_happens(stage) -> None:
+async def test_the_event_loop_does_not_wake_up_while_nothing_happens(stage) -> None:
     """No polling: an idle coordinator hears its peers' heartbeats and its own timer, and nothing else."""
     coordinator = stage.coordinator(timing=Timing(heartbeat=1000.0, suspect=5000.0, dead=9000.0, recovery=0.0))
     engine = await stage.engine(heartbeat_seconds=None)
@@ -117,10 +117,10 @@ async def test_the_answer_of_an_engine_already_removed_is_delivered(stage, param
     assert final["generated_tokens"] == echo_answer([1], 3)
     await other.until(lambda: other.aborted)
     assert (coordinator.core.counters.late, coordinator.core.counters.completed) == (1, 1)
-    assert "given up answered a request after all" in caplog.text
+    assert "removed or silent engine answered a request" in caplog.text
 
 
-async def test_a_late_answer_that_contradicts_what_was_sent_or_failed_is_refused(stage, params, collect) -> None:
+async def test_a_late_answer_that_failed_or_contradicts_the_sent_tokens_is_rejected(stage, params, collect) -> None:
     coordinator = stage.coordinator()
     removed = await stage.engine("removed", step_seconds=None)
     client = await stage.client()
@@ -254,7 +254,7 @@ async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage,
     assert engine.jobs == {}
 
 
-async def test_what_waits_takes_the_place_of_the_requests_of_a_client_that_leaves(stage, params) -> None:
+async def test_waiting_requests_replace_those_of_a_client_that_leaves(stage, params) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=None, max_requests=1)
     leaving, staying = await stage.client(), await stage.client()
@@ -383,13 +383,13 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
     assert all(len(tokens_from_bytes(d.generated)) == 1 for engine in engines for d in engine.dispatches[-2:])
 
 
-async def test_a_coordinator_that_hears_of_nobody_is_running_soon(stage) -> None:
+async def test_a_coordinator_without_peers_is_running_soon(stage) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=0.05))
     assert coordinator.core.verbs.state is CoordinatorState.RECOVERING
     await stage.until(lambda: coordinator.core.verbs.state is CoordinatorState.RUNNING)
 
 
-async def test_an_engine_that_did_not_serve_is_told_when_recovery_ends(stage, params) -> None:
+async def test_an_engine_that_did_not_serve_gets_the_state_when_recovery_ends(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=3600.0))
     engine = await stage.engine(serving=False, state=EngineState.PAUSED)
     assert engine.acks[-1].state == CoordinatorState.RECOVERING
@@ -479,7 +479,7 @@ async def test_requests_of_an_engine_that_falls_silent_go_where_there_is_room_at
     await stage.until(lambda: not coordinator.core.engines.named("frozen").suspect)
 
 
-async def test_an_engine_that_is_not_running_gets_no_work_until_it_says_that_it_is(stage, params) -> None:
+async def test_an_engine_gets_no_work_until_it_reports_running(stage, params) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(state=EngineState.RUNNING, follows_acks=False)
     engine.state = EngineState.PAUSED
@@ -506,7 +506,7 @@ async def test_an_engine_that_is_not_running_gets_no_work_until_it_says_that_it_
     ],
     ids=lambda verbs: verbs[-1].name,
 )
-async def test_an_engine_that_missed_its_commit_is_told_again(stage, verbs) -> None:
+async def test_an_engine_that_missed_its_commit_gets_it_again(stage, verbs) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine()
     link = await stage.admin()

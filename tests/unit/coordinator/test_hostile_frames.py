@@ -1,4 +1,4 @@
-"""Whatever anyone sends: it is counted and answered, the coordinator goes on, and nobody else notices."""
+"""Malformed and illegal messages are counted and answered, and affect no other peer."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ def sockets():
     context.destroy(linger=0)
 
 
-async def test_broken_frames_on_the_one_port_disturb_nobody(stage, params, collect, sockets) -> None:
+async def test_malformed_frames_on_the_shared_port_affect_no_other_peer(stage, params, collect, sockets) -> None:
     """All roles at once; with three ports, keys and processes it is a survival test."""
     stage.coordinator(single_port=True)
     await stage.engine(step_seconds=0.002)
@@ -108,16 +108,16 @@ async def ask(socket: zmq.Socket, frames: list[bytes]) -> Error:
         ),
     ],
 )
-async def test_what_a_stranger_is_told(stage, sockets, role, frames, code, reason) -> None:
+async def test_an_unregistered_peer_gets_an_error(stage, sockets, role, frames, code, reason) -> None:
     coordinator = stage.coordinator()
     error = await ask(sockets(stage.address(role)), frames)
     assert error.code is code
-    assert error.incarnation == coordinator.core.incarnation
+    assert error.incarnation == coordinator.core.context.incarnation
     assert coordinator.core.counters.rejected[reason] == 1
     assert len(coordinator.core.engines) == len(coordinator.core.clients) == 0
 
 
-async def test_a_role_may_say_only_what_belongs_to_it(stage) -> None:
+async def test_a_role_may_send_only_its_own_messages(stage) -> None:
     coordinator = stage.coordinator()
     engine, client, link = await stage.engine(), await stage.client(), await stage.admin()
     engine.socket.send(VECTORS["SUBMIT"].to_frames())
@@ -138,7 +138,7 @@ async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None
     assert not coordinator.ended.is_set()
 
 
-async def test_who_sends_an_oversized_message_is_cut_off_and_may_come_back(stage, params) -> None:
+async def test_an_oversized_message_ends_the_connection_and_its_peer_may_reconnect(stage, params) -> None:
     coordinator = stage.coordinator()
     await stage.engine()
     client = await stage.client()
@@ -158,7 +158,7 @@ async def test_a_message_of_several_frames_is_malformed(stage, sockets) -> None:
     assert coordinator.core.counters.rejected["malformed"] == 2
 
 
-async def test_bodies_that_are_not_what_they_should_be_reach_the_engine_and_no_further(stage, params) -> None:
+async def test_malformed_bodies_reach_the_engine_and_no_client(stage, params) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=None)
     client = await stage.client()
@@ -186,7 +186,7 @@ ABSURD = [
 
 @pytest.mark.parametrize(("role", "field", "value"), ABSURD)
 async def test_a_hello_with_an_absurd_value_is_malformed(stage, sockets, role, field, value) -> None:
-    """An engine's fence, or epoch, of 2**63 would be believed by a coordinator that recovers, and refuse all verbs."""
+    """A recovering coordinator would take a fence or epoch of 2**63 from an engine, and then reject all verbs."""
     coordinator = stage.coordinator()
     hello = {"role": int(role), "name": "absurd", "incarnation": 1, "serving": True, "state": "RUNNING", field: value}
     error = await ask(sockets(stage.address(role)), [pack([int(Header.HELLO), hello])])

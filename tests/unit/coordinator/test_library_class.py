@@ -95,7 +95,7 @@ def test_a_client_is_never_counted_as_an_engine(pool) -> None:
 
 
 @pytest.mark.parametrize("policy", [PrefixCachingCoordinatorPolicy.LONGEST_PREFIX, None], ids=["longest", "default"])
-def test_the_best_rank_is_an_identity_and_follows_what_ranks_were_given(pool, policy) -> None:
+def test_the_best_rank_is_the_identity_of_the_rank_with_the_prefix(pool, policy) -> None:
     chosen = {"prefix_caching_coordinator_policy": policy} if policy is not None else {}
     coordinator = pool(block_size_tokens=2, enable_prefix_caching=True, **chosen).coordinator
     hashes = coordinator.compute_request_hashes("abcdef")

@@ -10,7 +10,7 @@ from megatron_runtime.inference_client import ModelChangedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 
 
-async def test_a_request_whose_model_no_engine_runs_is_refused_at_once(stage, params) -> None:
+async def test_a_request_whose_model_no_engine_runs_is_rejected_at_once(stage, params) -> None:
     stage.coordinator()
     engine = await stage.engine(model="b")
     client = await stage.client(model="a")
@@ -28,7 +28,7 @@ async def test_a_model_that_one_side_does_not_name_fits(stage, params, client_mo
     assert (await client.add_request([1], params(2)))["generated_tokens"] == echo_answer([1], 2)
 
 
-async def test_requests_held_while_the_model_is_replaced_are_refused_on_release(stage, params) -> None:
+async def test_requests_held_while_the_model_is_replaced_are_rejected_on_release(stage, params) -> None:
     coordinator = stage.coordinator()
     old = await stage.engine("engine-0", model="a")
     link = await stage.admin()
@@ -64,13 +64,13 @@ async def test_tokens_of_one_model_are_not_continued_by_another(stage, params, n
         with pytest.raises(ModelChangedError):
             await whole
         assert not new.dispatches
-    else:  # nobody has seen a token of it: any model may answer it, from its beginning
+    else:  # no token of it was sent to the client: any model may answer it, from its beginning
         assert (await whole)["generated_tokens"] == echo_answer([2], 8)
         assert [dispatch.generated for dispatch in new.dispatches] == [b""]
     assert len(coordinator.core.dispatcher.journal) == 0
 
 
-async def test_who_waits_for_its_model_is_overtaken_by_others_and_served_in_order(stage, params) -> None:
+async def test_requests_that_wait_for_their_model_are_overtaken_and_served_in_order(stage, params) -> None:
     coordinator = stage.coordinator()
     busy = await stage.engine("engine-0", model="a", step_seconds=None, max_requests=1)
     await stage.engine("engine-1", model="b")
@@ -85,7 +85,7 @@ async def test_who_waits_for_its_model_is_overtaken_by_others_and_served_in_orde
     assert [answer["generated_tokens"] for answer in answers] == [echo_answer([number], 1) for number in range(3)]
 
 
-async def test_a_silent_engine_keeps_what_only_its_model_may_answer(stage, params) -> None:
+async def test_a_silent_engine_keeps_requests_that_only_its_model_may_answer(stage, params) -> None:
     timing = Timing(heartbeat=0.05, suspect=0.4, dead=60.0, client_dead=60.0, recovery=0.0)
     coordinator = stage.coordinator(timing=timing)
     silent = await stage.engine("engine-0", model="a", step_seconds=None, heartbeat_seconds=None)
@@ -99,7 +99,7 @@ async def test_a_silent_engine_keeps_what_only_its_model_may_answer(stage, param
     assert (await answer)["generated_tokens"] == echo_answer([1], 1)
 
 
-async def test_a_pinned_request_is_refused_by_an_engine_of_another_model(stage, params) -> None:
+async def test_a_pinned_request_is_rejected_if_its_engine_runs_another_model(stage, params) -> None:
     stage.coordinator()
     await stage.engine("engine-0", model="a")
     other = await stage.engine("engine-1", model="b")

@@ -46,7 +46,7 @@ async def test_a_canary_goes_to_the_engine_that_is_named_though_it_is_draining(s
     assert "log-probabilities" in found.message
 
 
-async def test_an_engine_that_is_not_there_says_nothing_about_its_revision(stage: Any, link: Any) -> None:
+async def test_an_unregistered_engine_reports_no_revision(stage: Any, link: Any) -> None:
     await stage.engine("engine-0")
     link.ask_canary(AskCanary("engine-9", "r1", "builtin:x"))
     await link.refresh()

@@ -71,7 +71,7 @@ async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> N
     assert reply["status"] == "COMPLETED"
 
 
-async def test_what_a_plain_client_asks_for_reaches_the_engine(stage, client) -> None:
+async def test_the_parameters_of_a_plain_client_reach_the_engine(stage, client) -> None:
     engine = await stage.engine()
     asked = {"seed": 7, "priority": 3, "cache_salt": "s", "streaming": True}
     client.say(Header.SUBMIT_REQUEST, 0, [1], {**PARAMS, **asked}, None)
@@ -85,7 +85,7 @@ async def test_what_a_plain_client_asks_for_reaches_the_engine(stage, client) ->
     assert (meta.priority, meta.cache_salt, meta.streaming) == (0, "", False)
 
 
-async def test_what_a_plain_engine_says_of_its_answer_reaches_the_client(stage, plain, params) -> None:
+async def test_the_reply_fields_of_a_plain_engine_reach_the_client(stage, plain, params) -> None:
     stage.coordinator(single_port=True)
     engine = plain(Role.ENGINE, identity=b"mp-coord-0")
     engine.say()
@@ -285,8 +285,8 @@ async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, cli
     await asyncio.wait_for(stage.coordinators[-1].ended.wait(), LONG_SECONDS)
 
 
-async def test_a_plain_engine_whose_connection_broke_goes_on_with_its_identity(stage, plain) -> None:
-    """It registers once in its life; one of ours would register anew, and is lost with its connection."""
+async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage, plain) -> None:
+    """It registers only once. An engine of this runtime would register again, and is lost with its connection."""
     coordinator = stage.coordinator(single_port=True)
     plain(Role.ENGINE, identity=b"mp-coord-0").say()
     await stage.until(lambda: len(coordinator.core.engines) == 1)

@@ -238,7 +238,7 @@ async def test_suspects_run_alone_one_after_another_and_only_past_the_point_of_t
     assert len(first.jobs) == 1, "the last suspect was moved"
     fleet.ask(99)
     fleet.finish()
-    assert len(first.ran) > 20, "the engine is reserved for ever"
+    assert len(first.ran) > 20, "the engine stays reserved"
     for one in asked:
         one.check()
 
@@ -355,7 +355,7 @@ async def test_a_suspect_may_be_aborted_or_run_out_of_time(fleet, moment, way) -
     assert fleet.core.counters.poison_requests == 0
 
 
-async def test_what_a_client_aborted_does_not_fall_on_the_suspect_that_comes_next(fleet) -> None:
+async def test_aborted_requests_are_no_evidence_against_the_next_suspect(fleet) -> None:
     """The engine may still be in the step that the aborted request ends."""
     engine = fleet.engine("engine", poison_length=30)
     aborted = fleet.ask(POISON, tokens=100)
@@ -502,7 +502,7 @@ async def test_suspects_are_tried_on_engines_of_their_model(fleet) -> None:
     two.check()
 
 
-async def test_a_suspect_whose_model_nobody_runs_is_told(fleet) -> None:
+async def test_a_suspect_whose_model_no_engine_runs_is_rejected(fleet) -> None:
     asked = fleet.ask(1, tokens=100, model="one")
     two_crashes(fleet)
     fleet.engine("of-two", model="two")
@@ -533,7 +533,7 @@ async def test_plain_engines_are_tried_too(fleet) -> None:
     check_conviction(fleet, poison)
 
 
-async def test_a_plain_client_gets_a_failed_reply_that_asks_for_no_repetition() -> None:
+async def test_a_plain_client_gets_a_failed_reply_that_is_not_transient() -> None:
     fleet = SimulatedFleet(single_port=True)
     peer = (3, b"plain-client")
     heard = []

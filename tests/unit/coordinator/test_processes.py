@@ -1,4 +1,4 @@
-"""The coordinator and engines as processes of their own, killed and told to end."""
+"""The coordinator and engines as processes, ended by SIGKILL and SIGTERM."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ PROMPT = [11, 12, 13]
 
 
 class Processes:
-    """Starts `megatron` subcommands; whatever still runs at the end is killed."""
+    """Starts `megatron` subcommands; those that still run at the end are killed."""
 
     def __init__(self) -> None:
         self.ports = free_ports(4)
@@ -140,7 +140,7 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
 
 
 @pytest.mark.slow
-async def test_told_to_end_the_coordinator_finishes_what_is_open_and_an_engine_hands_over(processes, params) -> None:
+async def test_after_sigterm_the_coordinator_finishes_open_requests_and_an_engine_hands_over(processes, params) -> None:
     coordinator = await processes.coordinator()
     leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
     link, client = await processes.admin(), await processes.client()

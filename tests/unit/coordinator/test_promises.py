@@ -1,4 +1,4 @@
-"""README.md of this directory says which test shows what: every test it names exists."""
+"""Every test that README.md of this directory names exists."""
 
 import re
 from pathlib import Path

@@ -35,7 +35,7 @@ async def test_a_stream_gives_every_token_once_and_then_the_final_answer(stage, 
 
 
 async def test_a_request_that_comes_again_after_its_answer_is_not_run_again(stage, params) -> None:
-    """Its client sent it anew before it had read the answer, which was on its way to the same connection."""
+    """Its client sent it again before it had read the answer, which was on its way to the same connection."""
     coordinator = stage.coordinator()
     engine = await stage.engine()
     client = await stage.client()
@@ -92,7 +92,7 @@ async def test_an_engine_gets_no_more_than_it_runs_and_the_rest_keeps_its_order(
 
 @pytest.mark.parametrize("where", ["queued", "in flight"])
 @pytest.mark.parametrize("how", ["cancelled future", "closed stream", "abort_request"])
-async def test_an_abort_reaches_whoever_has_the_request(stage, params, where, how) -> None:
+async def test_an_abort_reaches_the_engine_that_has_the_request(stage, params, where, how) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=None) if where == "in flight" else None
     client = await stage.client()
@@ -119,7 +119,7 @@ async def test_an_abort_reaches_whoever_has_the_request(stage, params, where, ho
     assert coordinator.core.counters.aborted == 1
 
 
-async def test_a_full_queue_refuses_and_says_when_to_try_again(stage, params) -> None:
+async def test_a_full_queue_rejects_requests_with_a_retry_time(stage, params) -> None:
     stage.coordinator(max_queued=2)
     client = await stage.client()
     waiting = [client.add_request(PROMPT, params(1)) for _ in range(2)]
@@ -130,7 +130,7 @@ async def test_a_full_queue_refuses_and_says_when_to_try_again(stage, params) ->
     await asyncio.gather(*waiting)
 
 
-async def test_a_full_journal_refuses_until_something_ends(stage, params) -> None:
+async def test_a_full_journal_rejects_requests_until_one_ends(stage, params) -> None:
     stage.coordinator(journal_bytes=20_000)
     client = await stage.client()
     large = client.add_request(list(range(3000)), params(1))
@@ -142,7 +142,7 @@ async def test_a_full_journal_refuses_until_something_ends(stage, params) -> Non
     await client.add_request(list(range(3000)), params(1))
 
 
-async def test_a_prompt_that_is_too_large_is_refused_before_it_is_sent(stage, params) -> None:
+async def test_a_prompt_that_is_too_large_is_rejected_before_it_is_sent(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
     with pytest.raises(RequestRejectedError) as rejected:
@@ -151,10 +151,10 @@ async def test_a_prompt_that_is_too_large_is_refused_before_it_is_sent(stage, pa
     stream = client.add_request_streaming(list(range(3_000_000)), params(1))
     with pytest.raises(RequestRejectedError):
         await anext(stream)
-    assert coordinator.core.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected.total() == 0
 
 
-async def test_what_an_engine_refuses_is_a_failed_reply(stage) -> None:
+async def test_a_request_that_an_engine_rejects_gets_a_failed_reply(stage) -> None:
     stage.coordinator()
     await stage.engine()
     client = await stage.client()
@@ -189,7 +189,7 @@ async def test_a_coordinator_that_is_not_there_is_named(unused_tcp_port) -> None
         await client.start(connect_timeout_seconds=0.2)
 
 
-async def test_a_handshake_that_is_refused_fails_at_once(stage) -> None:
+async def test_a_rejected_handshake_fails_at_once(stage) -> None:
     stage.coordinator()
     client = InferenceClient(stage.address(Role.ENGINE))
     with pytest.raises(AssertionError, match="HELLO of a CLIENT on the ENGINE port"):
@@ -209,7 +209,7 @@ async def test_stop_ends_everything_that_waits(stage, params) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", "host:port"])
-def test_an_address_that_is_none_is_refused(address) -> None:
+def test_an_invalid_address_is_rejected(address) -> None:
     with pytest.raises(ValueError, match="host:port"):
         InferenceClient(address)
 
@@ -230,7 +230,7 @@ async def test_text_needs_a_tokenizer_at_the_coordinator(stage, params) -> None:
     assert tokens_from_bytes(engine.dispatches[-1].prompt).tolist() == [104, 105]
 
 
-async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_refused(stage, params) -> None:
+async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_rejected(stage, params) -> None:
     class PanicError(BaseException):
         """As the tokenizers library raises it."""
 

@@ -99,7 +99,7 @@ def test_six_identical_prompts_spread_over_three_warm_engines(engines) -> None:
     assert set(counts.values()) == {2}
 
 
-def test_what_an_engine_had_is_forgotten_with_it_and_the_table_is_bounded(engines) -> None:
+def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engines) -> None:
     pool = engines(2)
     choose = router(alpha=1.0)
     hashes = hashes_of(choose, PROMPT)
@@ -118,7 +118,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     assert choose._matches([engine], [1, 2, 3, 4])[0][0] == 2
 
 
-def test_what_an_engine_evicted_counts_no_more(engines) -> None:
+def test_evicted_blocks_count_no_more(engines) -> None:
     pool = engines(2)
     choose = router(alpha=1.0)
     hashes = hashes_of(choose, PROMPT)
@@ -192,7 +192,7 @@ async def test_a_repeated_prompt_goes_where_it_was(stage, params, tmp_path) -> N
     stage.coordinators.clear()
 
 
-async def test_what_an_engine_was_given_while_it_was_alone_counts_when_another_joins(stage, params) -> None:
+async def test_blocks_given_to_an_engine_while_alone_count_when_another_joins(stage, params) -> None:
     stage.coordinator(routing_policy=RoutingPolicy.LONGEST_PREFIX, alpha=0.9)
     options = {"block_size_tokens": BLOCK, "max_requests": 8, "step_seconds": None}
     first = await stage.engine("first", **options)

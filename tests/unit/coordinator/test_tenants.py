@@ -1,4 +1,4 @@
-"""Tenants share the engines: none keeps more than its share of them while others wait, and nothing is lost by it."""
+"""Tenants share the engines: no tenant keeps more than its share while others wait, and no token is lost."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     running = prompts_of(job.dispatch for job in engine.jobs.values())
     assert (running.count(1), running.count(2)) == (4, 4)
     assert coordinator.core.counters.moved == len(engine.aborted) == 4
-    # The most recent four made room: they had the least to lose.
+    # The four most recent requests made room, because they had the fewest tokens.
     assert engine.aborted == [dispatch.dispatch_id for dispatch in reversed(engine.dispatches[4:8])]
     engine.step_seconds = 0.0
     engine._schedule()
@@ -39,7 +39,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     ):
         assert tokens == final["generated_tokens"] == echo_answer(prompt, 30)
     again = [dispatch for dispatch in engine.dispatches if len(dispatch.generated)]
-    assert len(again) >= 4, "a request that made room goes on with the tokens it had"
+    assert len(again) >= 4, "a request that made room continues with its tokens"
     assert len(coordinator.core.dispatcher.tenants) == 0
 
 
@@ -97,9 +97,10 @@ async def test_the_waiting_tenant_with_the_lowest_load_goes_next_each_in_the_ord
     assert order == [(4, 0), (2, 0), (3, 0), (1, 0), (2, 1), (1, 1), (2, 2), (1, 2), (1, 3), (1, 4), (1, 5)]
 
 
-async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, params, collect) -> None:
+@pytest.mark.parametrize("model", ["", "m"], ids=["any model", "the model of its tokens"])
+async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, params, collect, model) -> None:
     coordinator = stage.coordinator()
-    lost = await stage.engine("lost", max_requests=2, step_seconds=None)
+    lost = await stage.engine("lost", max_requests=2, step_seconds=None, model=model)
     client = await stage.client()
     begun = [client.add_request_streaming([1, n], params(4), tenant="ab"[n]) for n in range(2)]
     await lost.until(lambda: len(lost.jobs) == 2)
@@ -109,7 +110,7 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
     await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
     lost.leave()
     await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
-    engine = await stage.engine("next", max_requests=1)
+    engine = await stage.engine("next", max_requests=1, model=model)
     for number, stream in enumerate(begun):
         assert (await collect(stream))[1]["generated_tokens"] == echo_answer([1, number], 4)
     await asyncio.gather(*later)

@@ -1,4 +1,4 @@
-"""Control messages: legal or refused, confirmed by every engine, at most once."""
+"""Control messages: legal or rejected, confirmed by every engine, at most once."""
 
 import asyncio
 
@@ -135,7 +135,7 @@ async def test_the_same_operation_id_joins_and_later_gets_the_same_answer(stage,
 
 
 @pytest.mark.slow
-async def test_refusals_are_remembered_by_nobody_and_answers_64_times(stage, control) -> None:
+async def test_rejections_are_not_remembered_and_the_last_64_answers_are(stage, control) -> None:
     stage.coordinator()
     engine = await stage.engine()
     link = await stage.admin()
@@ -148,7 +148,7 @@ async def test_refusals_are_remembered_by_nobody_and_answers_64_times(stage, con
     assert engine.acted[H.SET_GENERATION_EPOCH] == 65
 
 
-async def test_a_lower_fence_is_refused_and_told_the_highest(stage, control) -> None:
+async def test_a_lower_fence_is_rejected_with_the_highest(stage, control) -> None:
     stage.coordinator()
     await stage.engine(fence=3)
     link = await stage.admin()
@@ -283,7 +283,7 @@ async def test_an_engine_that_dies_leaves_the_barrier(stage, control) -> None:
     assert "lost" in (ack.engines["dying"].error or "")
 
 
-async def test_with_no_engine_a_verb_is_confirmed_by_nobody(stage, control) -> None:
+async def test_without_engines_a_verb_is_confirmed_with_zero_ranks(stage, control) -> None:
     coordinator = stage.coordinator()
     link = await stage.admin()
     ack = await control(link, H.PAUSE, expected_engines=0)
@@ -291,7 +291,7 @@ async def test_with_no_engine_a_verb_is_confirmed_by_nobody(stage, control) -> N
     assert coordinator.core.verbs.state is S.PAUSED
 
 
-async def test_pause_freezes_what_runs_and_holds_what_comes(stage, control, params, collect) -> None:
+async def test_pause_stops_running_requests_and_queues_new_ones(stage, control, params, collect) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=0.005)
     link, client = await stage.admin(), await stage.client()
@@ -314,7 +314,7 @@ async def test_pause_freezes_what_runs_and_holds_what_comes(stage, control, para
     assert len(engine.dispatches) == 2
 
 
-async def test_pause_with_reject_refuses_what_comes(stage, control, params) -> None:
+async def test_pause_with_reject_rejects_new_requests(stage, control, params) -> None:
     stage.coordinator(pause_mode="Reject")
     await stage.engine()
     link, client = await stage.admin(), await stage.client()
@@ -326,7 +326,7 @@ async def test_pause_with_reject_refuses_what_comes(stage, control, params) -> N
     assert (await client.add_request([1], params(4)))["generated_tokens"] == echo_answer([1], 4)
 
 
-async def test_stop_answers_what_is_open_and_the_coordinator_serves_the_next_engines(stage, control, params) -> None:
+async def test_stop_answers_open_requests_and_the_coordinator_serves_the_next_engines(stage, control, params) -> None:
     stage.coordinator()
     engine = await stage.engine(step_seconds=None, max_requests=1)
     link, client = await stage.admin(), await stage.client()
@@ -421,7 +421,7 @@ async def test_drain_waits_until_the_engine_is_idle_and_sends_it_nothing_more(st
     assert len(drained.dispatches) == 1
 
 
-async def test_a_drain_that_takes_too_long_is_refused_and_names_what_runs(stage, control, params) -> None:
+async def test_a_drain_that_times_out_fails_and_names_the_busy_engines(stage, control, params) -> None:
     stage.coordinator()
     engine = await stage.engine(step_seconds=None)
     link, client = await stage.admin(), await stage.client()
@@ -459,7 +459,7 @@ async def test_drain_of_an_unknown_engine_names_the_known(stage, control) -> Non
         await control(link, H.DRAIN, engine="engine-9")
 
 
-async def test_a_leaving_engine_keeps_what_it_has_and_takes_no_part_in_verbs(stage, control, params) -> None:
+async def test_a_draining_engine_keeps_its_requests_and_takes_no_part_in_verbs(stage, control, params) -> None:
     stage.coordinator()
     leaving = await stage.engine("leaving", step_seconds=None)
     link, client = await stage.admin(), await stage.client()
@@ -524,9 +524,7 @@ async def test_an_update_of_weights_is_committed_and_empties_the_table_of_prefix
     assert coordinator.core.verbs.epoch == 8, "the target is absolute"
 
 
-async def test_an_update_of_weights_that_fails_somewhere_evicts_who_failed_and_everywhere_changes_nothing(
-    stage, control
-) -> None:
+async def test_an_update_of_weights_evicts_the_engines_that_fail_and_changes_nothing_if_all_do(stage, control) -> None:
     coordinator = stage.coordinator()
     good = await stage.engine("good")
     bad = await stage.engine("bad", failing={H.UPDATE_WEIGHTS})
@@ -542,7 +540,7 @@ async def test_an_update_of_weights_that_fails_somewhere_evicts_who_failed_and_e
     assert bad.commits == []
 
 
-async def test_an_engine_that_joins_after_an_update_is_told_the_weights_of_its_revision(stage, control) -> None:
+async def test_an_engine_that_joins_after_an_update_gets_the_weights_of_its_revision(stage, control) -> None:
     stage.coordinator()
     await stage.engine("engine-0", revision="a")
     link = await stage.admin()
@@ -561,7 +559,7 @@ async def test_a_coordinator_that_comes_back_learns_the_weights_from_its_engines
     assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (5, "/models/5")
 
 
-async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_others_are_told(stage, params) -> None:
+async def test_newer_weights_of_an_engine_that_registers_after_recovery_reach_the_others(stage, params) -> None:
     late = Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.05)
     coordinator = stage.coordinator(timing=late, routing_policy=RoutingPolicy.LONGEST_PREFIX)
     old = await stage.engine("old", revision="a", epoch=4, source="/models/4", block_size_tokens=4)
@@ -597,7 +595,7 @@ async def test_revisions_that_share_an_epoch_share_its_weights(stage, control, l
 
 
 @pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
-async def test_a_revision_with_older_weights_is_not_told_the_newer_ones(stage, order) -> None:
+async def test_a_revision_with_older_weights_does_not_get_the_newer_source(stage, order) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3))
     epochs = {"old": 4, "new": 5}
     for revision in order:
@@ -610,7 +608,7 @@ async def test_a_revision_with_older_weights_is_not_told_the_newer_ones(stage, o
 
 
 @pytest.mark.parametrize("given", [{"epoch": 1}, {"source": "/models/1"}])
-async def test_an_update_of_weights_names_what_it_lacks(stage, given) -> None:
+async def test_an_update_of_weights_without_a_field_is_rejected_with_its_name(stage, given) -> None:
     stage.coordinator()
     await stage.engine()
     link = await stage.admin()

@@ -15,9 +15,8 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.build import build_native, select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.select import select_executor
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
@@ -188,7 +187,7 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
             engine.suspend()
             engine.resume()
         if random.random() < 0.05:
-            engine.core._scheduler.preempt_all()
+            engine._scheduler.preempt_all()
         if random.random() < 0.03:
             tiny.stage_weights(directory)
             engine.swap_weights(engine.epoch + 1)

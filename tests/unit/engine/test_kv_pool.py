@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.backends.native.kv import pool as pool_module
-from megatron_runtime.backends.native.kv.pool import KVPool
-from megatron_runtime.backends.native.memory import MemoryShortError, require_memory
+from megatron_runtime.backends.native import memory
+from megatron_runtime.backends.native.memory import KVPool, MemoryShortError, require_memory
 
 MEBIBYTES = 1 << 20
 
@@ -65,7 +64,7 @@ def test_too_little_memory_leaves_what_was_kept(monkeypatch: pytest.MonkeyPatch)
         require_memory(needed, what=what, available=0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "require_memory", short)
+        patch.setattr(memory, "require_memory", short)
         with pytest.raises(MemoryShortError, match="KV cache"):
             pool.allocate()
     pool.allocate()

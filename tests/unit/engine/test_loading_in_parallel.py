@@ -50,7 +50,7 @@ def test_weights_are_the_same_on_every_number_of_threads(monkeypatch: pytest.Mon
 
 def test_a_load_imports_nothing_that_it_does_not_need() -> None:
     program = (
-        "import sys, megatron_runtime.backends.native.build, megatron_runtime.backends.native.select, "
+        "import sys, megatron_runtime.backends.native.build, "
         "megatron_runtime.checkpoints.gguf, megatron_runtime.models.native_decoder; "
         "print(sorted({'jinja2', 'pydantic', 'zmq', 'tokenizers', 'numba', 'rich', 'click'} & set(sys.modules)))"
     )

@@ -14,8 +14,8 @@ from torch import nn
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.memory import MemoryShortError, available_bytes, require_memory
 from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.verified import UnusableWeightsError
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine

@@ -1,4 +1,4 @@
-"""What crosses the seam between the worker and a backend: capabilities, results by rank, the registry."""
+"""The interface between the worker and a backend: capabilities, results by rank, the registry."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
     assert needs.value in str(rejected.value)
 
 
-async def test_a_verb_that_a_backend_does_not_implement_says_so() -> None:
+async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:
     class Minimal(EngineBackend):
         info = dataclasses.replace(EchoBackend(SETTINGS).info, name="minimal", capabilities=frozenset())
 
@@ -59,7 +59,7 @@ async def test_a_verb_that_a_backend_does_not_implement_says_so() -> None:
             await verb
 
 
-def test_results_name_every_rank_that_failed_where_there_are_several() -> None:
+def test_results_name_every_failed_rank_of_several() -> None:
     assert RankResults(4).error is None
     assert RankResults(1, {0: "disk full"}).error == "disk full"
     assert RankResults(4, {2: "disk full", 1: "it hangs"}).error == "rank 1: it hangs; rank 2: disk full"
@@ -72,7 +72,7 @@ def test_results_name_every_rank_that_failed_where_there_are_several() -> None:
     assert (failure.rank, failure.by_silence, failure.cause) == (3, True, lost)
 
 
-def test_the_registry_composes_what_the_settings_name() -> None:
+def test_the_registry_builds_the_backend_of_the_settings() -> None:
     assert isinstance(build_backend(SETTINGS), EchoBackend)
     assert link_for(SETTINGS) is None
     faulty = dataclasses.replace(SETTINGS, echo_faults=("drop-heartbeats:after=1",))

@@ -1,4 +1,4 @@
-"""The engine's state machine: walked through its table, with a real engine on its thread."""
+"""The engine's state machine: every transition of its table, with a real engine on its thread."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, SingleRank
+from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults, StepOutputs
@@ -29,11 +29,11 @@ PATH_TO = {
     EngineState.SUSPENDED: (Header.SUSPEND,),
     EngineState.STOPPED: (Header.STOP,),
 }
-"""How a fresh engine, which is PAUSED, gets to each settled state."""
+"""Signals that bring a new engine, which is PAUSED, to each settled state."""
 
 
 class Rig:
-    """An echo engine on its thread, and what it put out."""
+    """An echo engine on its thread, and its output."""
 
     def __init__(self) -> None:
         self.executor = EchoExecutor()
@@ -139,7 +139,7 @@ async def test_suspend_and_resume_keep_the_answer_exact(rig: Rig) -> None:
     assert rig.tokens == echo_answer([1, 2, 3], 400)
 
 
-async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None:
+async def test_a_failed_signal_is_answered_and_keeps_the_state(rig: Rig) -> None:
     def fail() -> None:
         raise OSError("device lost")
 
@@ -150,8 +150,8 @@ async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-class FailingRanks(SingleRank):
-    """Implements Ranks: some ranks never do their part."""
+class FailingRanks(Ranks):
+    """Two of four ranks fail."""
 
     count = 4
 
@@ -205,7 +205,7 @@ async def test_a_signal_that_the_backend_lacks_is_rejected_with_the_remedy(
 
 @pytest.mark.parametrize("state", [EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED])
 @pytest.mark.parametrize("target", [CoordinatorState.RUNNING, CoordinatorState.PAUSED, CoordinatorState.SUSPENDED])
-async def test_an_engine_that_joins_reaches_the_state_it_is_told(
+async def test_a_joining_engine_reaches_the_coordinators_state(
     rig: Rig, state: EngineState, target: CoordinatorState
 ) -> None:
     await rig.reach(state)
@@ -237,7 +237,7 @@ async def test_a_failing_step_ends_the_thread_and_is_reported() -> None:
         await rig.backend.call(lambda engine: None)
 
 
-async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
+async def test_a_queued_command_fails_with_the_engine() -> None:
     rig = await start_rig()
     failing, queued = threading.Event(), threading.Event()
 
@@ -336,7 +336,7 @@ async def test_weights_that_cannot_be_staged_change_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-async def test_an_engine_that_joins_takes_the_weights_and_epoch_it_is_told(rig: Rig, loaded: bool) -> None:
+async def test_a_joining_engine_uses_the_coordinators_weights_and_epoch(rig: Rig, loaded: bool) -> None:
     if not loaded:
         rig.executor.release_weights()
     await rig.lifecycle.adopt("other", 9)
@@ -361,7 +361,7 @@ async def test_a_profiler_is_started_and_stopped_in_every_state(rig: Rig, state:
     assert asked == [True, False]
 
 
-async def test_an_engine_on_no_gpu_refuses_to_be_profiled_and_goes_on(rig: Rig) -> None:
+async def test_an_engine_without_a_gpu_rejects_profiling_and_keeps_serving(rig: Rig) -> None:
     await rig.submit(400)
     await rig.reach(EngineState.RUNNING)
     ack = await rig.lifecycle.handle(Control(kind=Header.START_CUDA_PROFILER, operation_id="op"))
@@ -374,7 +374,7 @@ async def test_an_engine_on_no_gpu_refuses_to_be_profiled_and_goes_on(rig: Rig) 
 
 
 @pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache"), None])
-async def test_a_suspend_gives_back_what_it_is_told(rig: Rig, tags: tuple[str, ...] | None) -> None:
+async def test_suspend_releases_the_given_tags(rig: Rig, tags: tuple[str, ...] | None) -> None:
     engine = rig.engine
     object.__setattr__(engine.config, "kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE)
     ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op", tags=tags))
@@ -384,7 +384,7 @@ async def test_a_suspend_gives_back_what_it_is_told(rig: Rig, tags: tuple[str, .
     assert (rig.executor._cache is None) is ("kv_cache" in wanted)
 
 
-async def test_a_tag_that_is_none_is_refused_by_name(rig: Rig) -> None:
+async def test_an_unknown_tag_is_rejected_by_name(rig: Rig) -> None:
     ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op", tags=("graphs",)))
     assert not ack.ok
     assert "graphs" in (ack.error or "")
@@ -392,7 +392,7 @@ async def test_a_tag_that_is_none_is_refused_by_name(rig: Rig) -> None:
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-async def test_metrics_tell_steps_sleep_and_what_signals_took(rig: Rig) -> None:
+async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig) -> None:
     registry = CollectorRegistry()
     registry.register(EngineMetrics(rig.lifecycle, rig.backend.stats))
     value = registry.get_sample_value

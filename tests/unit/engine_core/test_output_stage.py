@@ -1,4 +1,4 @@
-"""Streams: what was sent is never taken back, and together it is the whole answer."""
+"""Output stage: sent tokens are final, and all tokens together are the answer."""
 
 import codecs
 
@@ -92,7 +92,7 @@ def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_fir
     assert not any(stop in answer for stop in stops)
 
 
-def test_the_token_that_ended_an_answer_is_named() -> None:
+def test_the_stop_token_is_the_stop_reason() -> None:
     stage = Stage(SamplingParams(stop_words=["x"]))
     stage.stage.step([RequestOutput(1, [97], 3)])
     stage.stage.step([RequestOutput(1, [98], 3, "stop", stop_token=98)])
@@ -101,14 +101,14 @@ def test_the_token_that_ended_an_answer_is_named() -> None:
     assert "generated_text" not in stage.final
 
 
-def test_a_stop_text_ends_the_request_in_the_engine_too() -> None:
+def test_a_stop_text_aborts_the_request_in_the_backend() -> None:
     stage = Stage(SamplingParams(stop_words=["b"]))
     stage.run(b"aab..")
     assert stage.finished_early == [1]
     assert stage.stage.idle.is_set()
 
 
-def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
+def test_only_tokens_that_may_be_part_of_a_stop_text_are_held_back() -> None:
     for stops, sent in ((["xyz"], b"abc"), (["x"], b"abcde"), (["x", "xyzxy"], b"a")):
         stage = Stage(SamplingParams(stop_words=stops))
         for token in b"abcde":
@@ -138,8 +138,8 @@ def test_each_destination_gets_one_partial_of_a_step_with_its_own_requests() -> 
         dispatch = Dispatch(number, bytes([number] * 16), route, RequestMeta(streaming=True), b"", b"", b"")
         stage.add(dispatch, SamplingParams(), [])
     stage.step([RequestOutput(number, [10 + number], 3) for number in (1, 2, 3)])
-    told = {partial.route: [entry.dispatch_id for entry in partial.entries] for partial in sent}
-    assert (len(sent), told) == (2, {7: [1, 3], 9: [2]})
+    routes = {partial.route: [entry.dispatch_id for entry in partial.entries] for partial in sent}
+    assert (len(sent), routes) == (2, {7: [1, 3], 9: [2]})
     assert [tokens_from_bytes(partial.tokens).tolist() for partial in sent] == [[11, 13], [12]]
 
 
@@ -150,7 +150,7 @@ def test_a_stop_text_counts_from_min_tokens_on() -> None:
     assert (stage.final["generated_text"], stage.final["finish_reason"]) == ("abac", "stop")
 
 
-def test_of_stop_texts_that_end_together_the_one_that_began_first_counts() -> None:
+def test_of_stop_texts_with_the_same_end_the_longest_is_found() -> None:
     for stops in (["c", "bc"], ["bc", "c"]):
         stage = Stage(SamplingParams(stop_words=stops))
         stage.run(b"abcd")
@@ -158,7 +158,7 @@ def test_of_stop_texts_that_end_together_the_one_that_began_first_counts() -> No
         assert (stage.final["generated_text"], stage.final["stop_reason"]) == ("a", "bc")
 
 
-def test_the_stop_text_is_kept_when_asked_for() -> None:
+def test_the_stop_text_is_kept_on_request() -> None:
     stage = Stage(SamplingParams(stop_words=["END"], detokenize_stop_sequence=True))
     stage.run(b"the END of it")
     assert stage.final is not None
@@ -189,7 +189,7 @@ def test_an_answer_too_large_for_the_coordinator_fails_by_name() -> None:
     assert stage.idle.is_set()
 
 
-def test_a_continuation_knows_the_text_before_it() -> None:
+def test_a_continued_request_includes_the_earlier_text() -> None:
     whole = b"one two three END"
     stage = Stage(SamplingParams(stop_words=["END"]), generated=list(whole[:6]))
     stage.run(whole[6:])

@@ -21,11 +21,10 @@ def fill(cache: PrefixCache, *keys: bytes) -> np.ndarray:
     """Compute and register a chain of blocks, as one request does. Returns the pages it holds."""
     found = cache.find(keys)
     held = [cache.pin(found)]
-    parent = found[-1] if found else None
     for key in keys[len(found) :]:
         pages = cache.allocate(cache.pages_per_block)
         assert pages is not None
-        parent = cache.register(key, pages, parent)
+        assert cache.register(key, pages)
         held.append(pages)
     return np.concatenate(held)
 
@@ -35,10 +34,10 @@ def test_the_chain_breaks_at_the_first_miss() -> None:
     fill(cache, b"a", b"b")
     assert [block.key for block in cache.find([b"a", b"b", b"c"])] == [b"a", b"b"]
     assert [block.key for block in cache.find([b"a", b"x", b"b"])] == [b"a"]
-    assert cache.find([b"b"]) != []  # keys are digests of the whole prefix: a caller never asks for b alone
+    assert cache.find([b"b"]) != []  # keys are digests of the whole prefix: no caller looks up b alone
 
 
-def test_ref_zero_forgets_at_once_and_lru_keeps() -> None:
+def test_ref_zero_evicts_at_once_and_lru_keeps_idle_blocks() -> None:
     for policy, kept in ((REF_ZERO, 0), (LRU, 2)):
         cache = make(policy=policy)
         held = fill(cache, b"a", b"b")
@@ -51,7 +50,7 @@ def test_ref_zero_forgets_at_once_and_lru_keeps() -> None:
         assert sorted(cache.take_events().evicted) == ([b"a", b"b"] if policy is REF_ZERO else [])
 
 
-def test_a_block_that_came_back_is_not_told_as_evicted() -> None:
+def test_a_block_that_is_cached_again_is_not_reported_as_evicted() -> None:
     cache = make(pages=3)
     cache.release(fill(cache, b"a"))
     taken = cache.allocate(2)
@@ -72,7 +71,7 @@ def test_idle_blocks_stay_evictable_however_often_they_were_used() -> None:
     assert len(cache) == 0
 
 
-def test_lru_evicts_the_oldest_leaf_and_never_a_block_before_its_continuation() -> None:
+def test_lru_evicts_the_block_idle_for_longest_and_never_a_block_before_its_continuation() -> None:
     cache = make(pages=5)
     old = fill(cache, b"a", b"b")
     new = fill(cache, b"x", b"y")
@@ -87,16 +86,23 @@ def test_lru_evicts_the_oldest_leaf_and_never_a_block_before_its_continuation() 
     assert order == [b"b", b"a", b"y", b"x"]
 
 
-def test_leaves_of_one_age_go_in_the_order_of_their_ids() -> None:
+def test_blocks_that_were_released_together_are_evicted_from_the_last_to_the_first() -> None:
     cache = make(pages=4)
-    held = np.concatenate([fill(cache, key) for key in (b"a", b"b", b"c")])
-    ids = {key: cache.find([key])[0].id for key in (b"a", b"b", b"c")}
-    cache.release(held)
+    cache.release(np.concatenate([fill(cache, key) for key in (b"b", b"a", b"c")]))
     assert cache.allocate(3) is not None
-    assert cache.take_events().evicted == sorted(ids, key=lambda key: ids[key])
+    assert cache.take_events().evicted == [b"c", b"a", b"b"]
 
 
-def test_a_held_block_is_never_evicted_and_too_few_pages_touch_nothing() -> None:
+def test_a_prefix_that_was_used_again_outlives_its_continuation() -> None:
+    cache = make(pages=4)
+    cache.release(fill(cache, b"a", b"b"))
+    cache.release(fill(cache, b"x"))
+    cache.release(cache.pin(cache.find([b"a"])))
+    assert cache.allocate(3) is not None
+    assert cache.take_events().evicted == [b"b", b"x", b"a"]
+
+
+def test_a_held_block_is_never_evicted_and_a_failed_allocation_evicts_nothing() -> None:
     cache = make(pages=5)
     held = fill(cache, b"a", b"b")
     cache.release(fill(cache, b"x"))
@@ -110,7 +116,7 @@ def test_a_held_block_is_never_evicted_and_too_few_pages_touch_nothing() -> None
     cache.release(held)
 
 
-def test_a_block_used_again_is_younger() -> None:
+def test_a_block_used_again_is_evicted_later() -> None:
     cache = make(pages=3)
     for key in (b"a", b"b"):
         cache.release(fill(cache, key))
@@ -124,14 +130,14 @@ def test_the_same_key_again_changes_nothing_and_another_key_on_a_live_block_is_a
     pages = fill(cache, b"a")
     other = cache.allocate(1)
     assert other is not None
-    assert cache.register(b"a", pages, None) is cache.find([b"a"])[0]
-    assert cache.register(b"a", other, None) is None
+    assert cache.register(b"a", pages)
+    assert not cache.register(b"a", other)
     assert cache.take_events().stored == [b"a"]
     with pytest.raises(AssertionError, match="cannot hold another"):
-        cache.register(b"z", pages, None)
+        cache.register(b"z", pages)
 
 
-def test_what_is_available_leaves_out_what_the_same_request_is_about_to_pin() -> None:
+def test_available_pages_do_not_include_the_blocks_that_the_request_will_pin() -> None:
     cache = make(pages=9, pages_per_block=2)
     cache.release(fill(cache, b"a", b"b"))
     matched = cache.find([b"a", b"b"])
@@ -150,7 +156,7 @@ def test_usage_counts_a_shared_block_once() -> None:
     assert cache.allocator.num_held == 2
 
 
-def test_clear_forgets_everything_and_frees_what_nobody_holds() -> None:
+def test_clear_evicts_all_blocks_and_frees_the_pages_without_an_owner() -> None:
     cache = make()
     held = fill(cache, b"a", b"b")
     cache.release(fill(cache, b"x"))
@@ -166,7 +172,7 @@ def test_clear_forgets_everything_and_frees_what_nobody_holds() -> None:
     assert cache.allocator.num_free == 8
 
 
-def test_stored_is_said_once() -> None:
+def test_a_stored_block_is_reported_once() -> None:
     cache = make()
     fill(cache, b"a")
     assert cache.take_events().stored == [b"a"]
@@ -174,7 +180,7 @@ def test_stored_is_said_once() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come with chains from a small tree of prefixes, and go in any order."""
+    """Requests have chains from a small tree of prefixes, and end in any order."""
 
     requests = Bundle("requests")
 
@@ -201,10 +207,8 @@ class Machine(RuleBasedStateMachine):
             self.cache.release(pages)
             self.held[number] = np.empty(0, np.int32)
             return number
-        parent = matched[-1] if matched else None
         for index, key in enumerate(keys[len(matched) :]):
-            parent = self.cache.register(key, new[2 * index : 2 * index + 2], parent)
-            assert parent is not None
+            assert self.cache.register(key, new[2 * index : 2 * index + 2])
         self.held[number] = np.concatenate([pages, new])
         return number
 
@@ -218,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         self.cache.clear()
 
     @invariant()
-    def books_agree_and_events_tell_what_is_findable(self) -> None:
+    def counts_and_events_agree_with_the_cached_blocks(self) -> None:
         self.cache.check_integrity()
         self.cache.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *self.held.values()]))
         events = self.cache.take_events()
@@ -226,7 +230,9 @@ class Machine(RuleBasedStateMachine):
             self.findable.clear()
         self.findable.difference_update(events.evicted)
         self.findable.update(events.stored)
-        assert self.findable == set(self.cache._by_key)
+        keys = set(self.cache._by_key)
+        assert self.findable == keys
+        assert all(key[:-1] in keys for key in keys if len(key) > 1), "a block outlives the block before it"
 
 
 class RefZeroMachine(Machine):

@@ -1,10 +1,10 @@
-"""Engine states as events: which are set when, along every path of verbs."""
+"""Engine states as events: which are set in each state, along a path of verbs."""
 
 import asyncio
 
 import pytest
 
-from megatron_runtime.engine.state_events import StateEvents
+from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.protocol.lifecycle import EngineState as S
 
 PATH = [
@@ -34,7 +34,7 @@ async def test_which_events_are_set_in_which_state() -> None:
         assert {name for name in WAITABLE if events.is_set(name)} == expected, state
 
 
-async def test_who_waits_is_woken_once_it_is_reached() -> None:
+async def test_wait_returns_when_the_state_is_reached() -> None:
     events = StateEvents(S.RUNNING)
     waiting = asyncio.create_task(events.wait(S.SUSPENDED))
     for state in (S.PAUSING, S.PAUSED, S.SUSPENDING):
@@ -45,7 +45,7 @@ async def test_who_waits_is_woken_once_it_is_reached() -> None:
     await waiting
 
 
-async def test_who_counts_does_not_miss_what_is_over() -> None:
+async def test_a_counted_wait_returns_for_states_that_have_passed() -> None:
     events = StateEvents(S.RUNNING)
     for state in (S.PAUSING, S.PAUSED, S.UNPAUSING, S.RUNNING):
         events.enter(state)
@@ -59,6 +59,6 @@ async def test_who_counts_does_not_miss_what_is_over() -> None:
     await second
 
 
-async def test_a_state_that_is_only_passed_through_is_refused() -> None:
-    with pytest.raises(ValueError, match="PAUSING is passed through"):
+async def test_transitional_states_are_rejected() -> None:
+    with pytest.raises(ValueError, match="PAUSING is a transitional state"):
         await StateEvents(S.RUNNING).wait(S.PAUSING)

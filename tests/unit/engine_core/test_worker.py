@@ -1,4 +1,4 @@
-"""The engine process's event-loop half, registered with a real coordinator."""
+"""EngineWorker, registered with a real coordinator."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def test_an_engine_whose_weights_cannot_be_loaded_ends_with_the_cause() ->
 
 
 class Served:
-    """A real coordinator and an echo engine in its service, in this process."""
+    """A real coordinator and an echo engine, in this process."""
 
     def __init__(self) -> None:
         self.coordinator = Coordinator(
@@ -104,18 +104,18 @@ async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) 
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 0
 
 
-async def test_a_request_that_reaches_an_engine_as_it_stops_is_answered_by_another(
+async def test_a_request_dispatched_to_a_stopping_engine_is_answered_by_another(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its thread has ended and the coordinator does not know yet: the request is nobody's fault, and not failed."""
+    """The engine's thread has ended before the coordinator knows: the request does not fail."""
     caplog.set_level("INFO")
     await served.backend.stop()
     answer = asyncio.ensure_future(served.generate([5], 6))
 
-    async def has_come() -> bool:
-        return "came when the engine had stopped" in caplog.text or answer.done()
+    async def has_arrived() -> bool:
+        return "arrived after the engine stopped" in caplog.text or answer.done()
 
-    await eventually(has_come, what="the request at the engine", look_seconds=0.01)
+    await eventually(has_arrived, what="the request at the engine", look_seconds=0.01)
     other = EngineWorker(
         EngineSettings(coordinator=served.address, name="engine-1"),
         NativeBackend(EngineCore(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),
@@ -139,7 +139,7 @@ async def test_weights_are_updated_in_every_engine_and_labelled(served: Served) 
     assert (served.worker.lifecycle.epoch, served.worker.lifecycle.source) == (4, "other")
 
 
-async def test_a_request_in_flight_keeps_its_place_through_an_update(served: Served) -> None:
+async def test_a_request_in_flight_survives_update_suspend_and_resume(served: Served) -> None:
     await served.client.pause_engines()
     pending = asyncio.ensure_future(served.generate([1, 2, 3], 30))
     await served.client.update_weights("echo", 4)
@@ -150,13 +150,13 @@ async def test_a_request_in_flight_keeps_its_place_through_an_update(served: Ser
     assert (await pending)["generated_tokens"] == echo_answer([1, 2, 3], 30)
 
 
-async def test_an_answer_tells_how_it_went(served: Served) -> None:
+async def test_an_answer_has_timings_and_events(served: Served) -> None:
     reply = await served.generate([1, 2, 3], 5)
     assert min(reply["queue_seconds"], reply["prefill_seconds"], reply["decode_seconds"]) >= 0
     assert [event["type"] for event in reply["events"]] == ["ADD_ENGINE", "ADD_CONTEXT", "FINISH"]
 
 
-async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Served) -> None:
+async def test_an_invalid_request_is_rejected_with_class_and_field(served: Served) -> None:
     error = (await served.generate([1] * 5000, 5))["error"]
     assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", True)
     assert "maximum context length was exceeded" in error["message"]
@@ -165,7 +165,7 @@ async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Serv
     assert (error["code"], error["field"]) == (400, "num_tokens_total")
 
 
-def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
+def test_the_termination_message_has_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     write_termination_message(OSError("device lost"), log)
     assert not log.exists()
@@ -179,7 +179,7 @@ def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
     }
 
 
-def test_an_echo_engine_takes_little_memory_whatever_the_size_of_its_cache() -> None:
+def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
     settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 40)
     engine = EchoBackend(settings).core
     engine.executor.load()

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_kernels import qk_norm_rope_append, qk_norm_rope_append_triton
-from megatron_runtime.models.layers.rotary import rotation
+from megatron_runtime.models.layers.paged_attention import rotation
 
 few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAGES, PAGE = 3, 16

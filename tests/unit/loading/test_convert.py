@@ -1,4 +1,4 @@
-"""Conversion: whole or not at all, one tensor in memory at a time, with all that belongs to a model."""
+"""Conversion: atomic, with one tensor in memory at a time, including configuration and tokenizer."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
 
 
-def test_several_files_and_their_index(tmp_path: Path) -> None:
+def test_large_models_are_written_as_several_files_with_an_index(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA)
     kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     write_safetensors(kinds, tmp_path, read=tensors.__getitem__, written=lambda count: None, file_bytes=20_000)
@@ -50,7 +50,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch_dist"])
-def test_another_type_is_that_of_torch(to: str, model: Path, tmp_path: Path) -> None:
+def test_the_weights_are_cast_to_the_given_type(to: str, model: Path, tmp_path: Path) -> None:
     convert(str(model), tmp_path / "out", to=to, dtype=torch.bfloat16)  # type: ignore[arg-type]
     checkpoint = open_checkpoint(resolve(str(tmp_path / "out")))
     for name, tensor in random_tensors(LLAMA).items():
@@ -58,7 +58,7 @@ def test_another_type_is_that_of_torch(to: str, model: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_a_configuration_says_beyond_what_is_known_stays(model: Path, tmp_path: Path) -> None:
+def test_unknown_fields_of_the_configuration_are_kept(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "made_by": "somebody"}))
     (model / "tokenizer_config.json").write_text("{}")
@@ -70,7 +70,7 @@ def test_what_a_configuration_says_beyond_what_is_known_stays(model: Path, tmp_p
     assert open_checkpoint(resolve(str(tmp_path / "back"))).config.eos_token_ids == (2, 5)
 
 
-def test_progress_is_told_up_to_all(model: Path, tmp_path: Path) -> None:
+def test_progress_ends_at_the_total(model: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     convert(str(model), tmp_path / "out", to="torch_dist", progress=lambda done, total: told.append((done, total)))
     size = sum(tensor.nbytes for tensor in random_tensors(LLAMA).values())
@@ -78,7 +78,7 @@ def test_progress_is_told_up_to_all(model: Path, tmp_path: Path) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
@@ -88,7 +88,7 @@ def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pyte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_a_directory_in_use_is_left_alone(model: Path, tmp_path: Path) -> None:
+def test_a_directory_with_files_is_not_changed(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
     with pytest.raises(DestinationError, match="is not empty"):
@@ -98,7 +98,7 @@ def test_a_directory_in_use_is_left_alone(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_model_with_a_tensor_too_many_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_model_with_an_unknown_tensor_is_rejected_before_a_directory_is_created(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA) | {"model.layers.0.extra.weight": torch.zeros(2)}
     model = write_model(tmp_path / "hf", LLAMA, tensors)
     with pytest.raises(UnsupportedModelError, match="extra"):
@@ -117,7 +117,7 @@ with new_directory(Path(sys.argv[1])) as partial:
 """
 
 
-def test_after_a_kill_the_next_one_begins_anew(tmp_path: Path) -> None:
+def test_the_files_of_a_killed_process_are_removed_by_the_next_one(tmp_path: Path) -> None:
     target = tmp_path / "out"
     writer = subprocess.Popen([sys.executable, "-c", _KILLED, str(target)], stdout=subprocess.PIPE, text=True)
     try:
@@ -156,7 +156,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_is_that_of_a_few_tensors(model: Path, tmp_path: Path) -> None:
+def test_memory_stays_below_that_of_a_few_tensors(model: Path, tmp_path: Path) -> None:
     """A model of 88 MB in tensors of at most 4 MB."""
     config = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=6, num_heads=8, head_dim=64)
     large = write_model(tmp_path / "large", config, random_tensors(config))
@@ -182,7 +182,7 @@ def test_a_gguf_model_keeps_its_tokenizer_and_its_chat_template(tmp_path: Path) 
     )
 
 
-def test_the_command_says_what_it_made(model: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_result(model: Path, tmp_path: Path) -> None:
     arguments = ["convert", str(model), str(tmp_path / "out"), "--to", "torch_dist", "--dtype", "float16"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
@@ -191,7 +191,7 @@ def test_the_command_says_what_it_made(model: Path, tmp_path: Path) -> None:
     assert {kind.dtype for kind in checkpoint.kinds.values()} == {torch.float16}
 
 
-def test_the_command_names_what_is_wrong(tmp_path: Path, model: Path) -> None:
+def test_the_command_names_the_error(tmp_path: Path, model: Path) -> None:
     result = CliRunner().invoke(main, ["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "torch_dist"])
     assert result.exit_code == 1
     assert "does not exist: give" in result.output

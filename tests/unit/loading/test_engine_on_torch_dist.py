@@ -8,9 +8,9 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.verified import UnusableWeightsError
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
@@ -20,7 +20,7 @@ from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in both formats, and another of the same sizes."""
+    """Return one model in both formats, and another model of the same sizes."""
     directory = tmp_path_factory.mktemp("models")
     for name, seed in (("one", 0), ("other", 1)):
         write_model(directory / name, LLAMA, random_tensors(LLAMA, seed=seed))
@@ -47,7 +47,7 @@ def answer(executor: CpuExecutor) -> list[int]:
     return tokens
 
 
-def test_both_formats_answer_alike_and_have_one_digest(models: Path) -> None:
+def test_both_formats_give_equal_answers_and_digests(models: Path) -> None:
     ours, theirs = executor_of(models / "one-megatron"), executor_of(models / "one")
     assert answer(ours) == answer(theirs)
     assert ours.digest == theirs.digest != ""
@@ -61,7 +61,7 @@ def test_weights_are_updated_from_one_format_to_the_other(before: str, after: st
     assert answer(executor) == answer(executor_of(models / "other"))
 
 
-def test_other_weights_than_those_given_back_are_refused(models: Path, tmp_path: Path) -> None:
+def test_weights_that_differ_from_the_released_ones_are_rejected(models: Path, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.symlink_to(models / "one-megatron")
     executor = executor_of(held)
@@ -72,8 +72,8 @@ def test_other_weights_than_those_given_back_are_refused(models: Path, tmp_path:
         executor.load()
 
 
-def test_a_format_that_is_asked_for_must_be_that_of_the_files(models: Path) -> None:
+def test_the_requested_format_must_be_that_of_the_files(models: Path) -> None:
     common = {"coordinator": "tcp://127.0.0.1:1", "name": "e", "kv_cache_memory": 1 << 20}
     build_native(EngineSettings(model=str(models / "one-megatron"), model_format="TorchDist", **common))
-    with pytest.raises(ValueError, match="is SafeTensors, format says TorchDist: use Auto or SafeTensors"):
+    with pytest.raises(ValueError, match=r"format=TorchDist: .* is SafeTensors: use Auto or SafeTensors"):
         build_native(EngineSettings(model=str(models / "one"), model_format="TorchDist", **common))

@@ -1,4 +1,4 @@
-"""A hub that lies: nothing it says becomes a path outside, a secret elsewhere, or more memory than is stated."""
+"""A hostile hub cannot write outside of the directory, obtain the token of another host, or exceed memory limits."""
 
 import gzip
 import itertools
@@ -14,7 +14,6 @@ from fake_hub import FakeHub
 
 from megatron_runtime.checkpoints.hub import client as hub_api
 from megatron_runtime.checkpoints.hub.client import (
-    FileTransfer,
     HubApi,
     HubError,
     HubUnavailableError,
@@ -23,7 +22,7 @@ from megatron_runtime.checkpoints.hub.client import (
     RemoteFile,
     parse_listing,
 )
-from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, fetch, model_directory
+from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, cached_directory, fetch
 from megatron_runtime.checkpoints.model_files import ModelFileError
 
 MAIN = Reference("org/name")
@@ -59,11 +58,11 @@ def everything_below(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("sha", ["../../../evil", "/tmp/evil"])
-def test_a_commit_that_is_none_becomes_no_path(sha: str, hub: FakeHub, home: Path, tmp_path: Path) -> None:
+def test_an_invalid_commit_is_not_used_as_a_path(sha: str, hub: FakeHub, home: Path, tmp_path: Path) -> None:
     hub.list_body = json.dumps({**hub.listing(), "sha": sha}).encode()
-    with pytest.raises(HubError, match=r"with sha .*: want 40 or 64 lowercase hexadecimal digits") as refused:
-        model_directory("hf:org/name")
-    assert hub.url in str(refused.value)
+    with pytest.raises(HubError, match=r"with sha .*: want 40 or 64 lowercase hexadecimal digits") as rejected:
+        cached_directory("hf:org/name")
+    assert hub.url in str(rejected.value)
     assert everything_below(tmp_path) == set()
     assert not hub.requests
 
@@ -71,26 +70,26 @@ def test_a_commit_that_is_none_becomes_no_path(sha: str, hub: FakeHub, home: Pat
 @pytest.mark.parametrize(
     "sha", ["..", "", "main", "a" * 39, "a" * 41, "A" * 40, "g" * 40, "a" * 39 + "\n", "\x1b[2J", None, 7, {}]
 )
-def test_a_commit_is_hexadecimal_digits(sha: Any) -> None:
+def test_a_commit_must_be_hexadecimal_digits(sha: Any) -> None:
     body = json.dumps({"sha": sha, "siblings": [ENTRY]}).encode()
-    with pytest.raises(HubError, match=r"the-hub answers for org/name@main with sha .*: want 40 or 64") as refused:
+    with pytest.raises(HubError, match=r"the-hub answers for org/name@main with sha .*: want 40 or 64") as rejected:
         parse_listing(body, MAIN, hub="the-hub")
-    assert str(refused.value).isprintable()
+    assert str(rejected.value).isprintable()
 
 
-def test_another_commit_than_was_named_is_refused(hub: FakeHub, home: Path) -> None:
+def test_a_commit_other_than_the_requested_one_is_rejected(hub: FakeHub, home: Path) -> None:
     wanted = "d" * 40
     hub.list_body = json.dumps(hub.listing()).encode()
     hub.branch = wanted
-    with pytest.raises(HubError, match=f"with sha '{hub.commit}': want the commit that was asked for, {wanted}"):
-        model_directory(f"hf:org/name@{wanted}")
+    with pytest.raises(HubError, match=f"with sha '{hub.commit}': want the requested commit, {wanted}"):
+        cached_directory(f"hf:org/name@{wanted}")
 
 
-def test_a_commit_of_sha256_is_one(hub: FakeHub, home: Path) -> None:
+def test_a_commit_may_be_a_sha256(hub: FakeHub, home: Path) -> None:
     hub.commit = "e" * 64
-    assert model_directory("hf:org/name").name == "e" * 64
+    assert cached_directory("hf:org/name").name == "e" * 64
     asked = hub.listed
-    model_directory(f"hf:org/name@{hub.commit}")
+    cached_directory(f"hf:org/name@{hub.commit}")
     assert hub.listed == asked
 
 
@@ -123,12 +122,12 @@ def test_a_commit_of_sha256_is_one(hub: FakeHub, home: Path) -> None:
         *((value, "rfilename") for value in (None, 7, "config.json", [])),
     ],
 )
-def test_an_entry_that_is_none_is_refused_by_field(entry: Any, field: str) -> None:
+def test_an_invalid_entry_is_rejected_by_field(entry: Any, field: str) -> None:
     body = json.dumps({"sha": "c" * 40, "siblings": [entry]}).encode()
-    said = rf"the-hub answers for org/name@main with [^:]*{field}.*: want .*nothing is fetched"
-    with pytest.raises(HubError, match=said) as refused:
+    message = rf"the-hub answers for org/name@main with [^:]*{field}.*: want .*nothing is fetched"
+    with pytest.raises(HubError, match=message) as rejected:
         parse_listing(body, MAIN, hub="the-hub")
-    assert str(refused.value).isprintable()
+    assert str(rejected.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -144,13 +143,13 @@ def test_an_entry_that_is_none_is_refused_by_field(entry: Any, field: str) -> No
         b'{"sha": "' + b"c" * 40 + b'", "siblings": 7}',
     ],
 )
-def test_a_list_that_is_none_is_refused(body: bytes) -> None:
+def test_an_invalid_list_is_rejected(body: bytes) -> None:
     with pytest.raises(HubError, match=r"the-hub answers for org/name@main"):
         parse_listing(body, MAIN, hub="the-hub")
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (["config.json", "Config.JSON"], "which differ by case only"),
         (["é.json", "e\N{COMBINING ACUTE ACCENT}.json"], "which differ by case only"),
@@ -160,15 +159,17 @@ def test_a_list_that_is_none_is_refused(body: bytes) -> None:
         (["SUB", "sub/config.json"], "its directory 'sub' as a file"),
     ],
 )
-def test_names_that_are_one_on_some_file_systems(names: list[str], said: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_names_that_collide_on_some_file_systems_are_rejected(
+    names: list[str], message: str, hub: FakeHub, tmp_path: Path
+) -> None:
     entries = [{**ENTRY, "rfilename": name} for name in names]
     hub.list_body = json.dumps({"sha": "c" * 40, "siblings": entries}).encode()
-    with pytest.raises(HubError, match=said):
+    with pytest.raises(HubError, match=message):
         get(hub, tmp_path / "in")
     assert everything_below(tmp_path) == {"in", "in/.megatron-lock"}
 
 
-def test_our_own_files_are_not_written_in_another_case(hub: FakeHub, tmp_path: Path) -> None:
+def test_own_files_are_not_overwritten_by_names_in_another_case(hub: FakeHub, tmp_path: Path) -> None:
     hub.files[".Megatron-Manifest.json"] = b"{}"
     get(hub, tmp_path)
     assert ".Megatron-Manifest.json" not in everything_below(tmp_path)
@@ -191,7 +192,7 @@ def test_a_directory_that_is_a_link_is_not_written_through(hub: FakeHub, tmp_pat
 
 
 @pytest.mark.parametrize("name", [".megatron-lock", f"{MANIFEST_FILE}.new"])
-def test_our_own_files_are_not_written_through_a_link(name: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_own_files_are_not_written_through_a_link(name: str, hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "outside").write_text("precious")
     (tmp_path / "in" / name).symlink_to(tmp_path / "outside")
@@ -214,12 +215,12 @@ def test_a_partial_file_is_not_written_through_a_link(hub: FakeHub, tmp_path: Pa
     assert (tmp_path / "outside").read_text() == "precious"
 
 
-def test_a_cache_that_leads_elsewhere_is_not_used(hub: FakeHub, home: Path, tmp_path: Path) -> None:
+def test_a_cache_that_links_elsewhere_is_not_used(hub: FakeHub, home: Path, tmp_path: Path) -> None:
     (home / "hub").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (home / "hub" / "models--org--name").symlink_to(tmp_path / "outside")
     with pytest.raises(ModelFileError, match="outside of"):
-        model_directory("hf:org/name")
+        cached_directory("hf:org/name")
     assert everything_below(tmp_path / "outside") == set()
 
 
@@ -243,7 +244,7 @@ def transport(answer: Callable[[httpx.Request], httpx.Response], *, endpoint: st
         ("https://hub.test@other.test/elsewhere", False),
     ],
 )
-def test_the_token_goes_to_the_hub_alone(target: str, has_token: bool) -> None:
+def test_only_the_hub_gets_the_token(target: str, has_token: bool) -> None:
     seen: list[tuple[str, str | None]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -272,58 +273,61 @@ def test_a_redirect_without_encryption_is_not_followed(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "gopher://x/", "https://[::bad", "https://hub.test/again"])
-def test_a_redirect_that_leads_nowhere_is_an_error_of_the_hub(target: str) -> None:
+def test_an_unusable_redirect_is_an_error_of_the_hub(target: str) -> None:
     api = transport(lambda request: httpx.Response(302, headers={"location": target}), endpoint="https://hub.test")
     with pytest.raises((HubError, HubUnavailableError), match=r"https://hub\.test"):
         api.list(MAIN)
 
 
-def test_an_endpoint_that_is_no_url() -> None:
-    with pytest.raises(HubError, match="is no URL"):
+def test_an_endpoint_must_be_a_url() -> None:
+    with pytest.raises(HubError, match="is not a URL"):
         HubApi(endpoint="https://[::bad")
 
 
-def test_a_list_without_an_end_is_cut_off(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_list_is_rejected_at_the_limit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_api, "MAX_LISTING_BYTES", 4 << 20)
     hub.list_forever = True
     with pytest.raises(HubError, match=f"in more than {4 << 20} bytes"):
         HubApi(endpoint=hub.url).list(MAIN)
 
 
-def test_a_compressed_list_is_not_unpacked(hub: FakeHub) -> None:
+def test_a_compressed_list_is_not_decompressed(hub: FakeHub) -> None:
     hub.list_body, hub.list_headers = gzip.compress(bytes(50_000_000)), {"content-encoding": "gzip"}
     with pytest.raises(HubError, match="compresses its list of the files"):
         HubApi(endpoint=hub.url).list(MAIN)
 
 
-def test_a_list_that_takes_for_ever_is_given_up(hub: FakeHub) -> None:
+def test_a_slow_list_times_out(hub: FakeHub) -> None:
     now = iter(range(0, 10**6, 61))
     hub.files = {f"{number}.json": b"{}" for number in range(5000)}
     with pytest.raises(HubUnavailableError, match="did not list the files of org/name@main within 120 s"):
         HubApi(endpoint=hub.url, clock=lambda: next(now)).list(MAIN)
 
 
-def test_a_list_of_too_many_files_is_refused() -> None:
+def test_a_list_of_too_many_files_is_rejected() -> None:
     body = b'{"sha": "' + b"c" * 40 + b'", "siblings": [' + b"0," * hub_api.MAX_FILES + b"0]}"
     with pytest.raises(HubError, match=f"siblings a list of length {hub_api.MAX_FILES + 1}: want a list of at most"):
         parse_listing(body, MAIN, hub="the-hub")
 
 
-def test_a_file_that_comes_by_the_byte_is_given_up(
+def test_a_file_that_arrives_a_byte_per_connection_fails(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each connection brings a little and then ends: that is no progress."""
+    """Each connection transfers a byte and ends, which does not count as progress."""
     hub.files = {"model.safetensors": bytes(1_000_000)}
     hub.cut_after = [1] * 100
-    with pytest.raises(HubUnavailableError, match="run this again to go on"):
+    with pytest.raises(HubUnavailableError, match="run this again to resume"):
         get(hub, tmp_path)
     assert len(hub.requests) == 6
 
 
 class _Trickling(HubApi):
-    """Gives a byte each time, without an end."""
+    """Transfers one byte at a time, without an end."""
 
     opened = 0
+
+    def list(self, reference: Reference, **_: Any) -> Listing:
+        return Listing(reference.repository, "c" * 40, (RemoteFile("model.safetensors", 1_000_000, "a" * 64, None),))
 
     @contextmanager
     def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
@@ -331,28 +335,18 @@ class _Trickling(HubApi):
         yield itertools.repeat(b"x")
 
 
-def test_a_connection_that_trickles_is_broken_off(tmp_path: Path) -> None:
-    """By a clock that moves a second with each byte."""
-    file = RemoteFile("model.safetensors", 1_000_000, "a" * 64, None)
-    api = _Trickling()
+def test_a_connection_below_the_minimum_rate_is_closed(tmp_path: Path) -> None:
+    """The clock advances a second with each byte."""
     now = itertools.count(step=1.0)
+    api = _Trickling(clock=lambda: next(now))
     with pytest.raises(HubUnavailableError, match="came at 60 bytes in 60 s"):
-        FileTransfer(
-            api=api,
-            listing=Listing("org/name", "c" * 40, (file,)),
-            file=file,
-            target=tmp_path / "model.safetensors",
-            partial=tmp_path / "partial",
-            received=lambda count: None,
-            wait=lambda seconds: None,
-            clock=lambda: next(now),
-        ).run()
+        fetch(MAIN, tmp_path, api=api, wait=lambda seconds: None)
     assert api.opened == 6
 
 
-def test_what_the_hub_says_is_printed_without_control_characters(hub: FakeHub, tmp_path: Path) -> None:
+def test_messages_of_the_hub_are_printed_without_control_characters(hub: FakeHub, tmp_path: Path) -> None:
     answer = httpx.Response(403, headers={"x-error-message": "\x1b[2Jno\x07" + "x" * 5000})
-    with pytest.raises(HubError, match="403") as refused:
+    with pytest.raises(HubError, match="403") as rejected:
         transport(lambda request: answer, endpoint="https://hub.test").list(MAIN)
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 1000
+    assert str(rejected.value).isprintable()
+    assert len(str(rejected.value)) < 1000

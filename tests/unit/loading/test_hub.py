@@ -1,4 +1,4 @@
-"""Downloads from a hub: whole, checked, resumed, and clear about what is wrong."""
+"""Downloads from a hub: complete, verified, resumable, with clear errors."""
 
 import shutil
 import subprocess
@@ -14,10 +14,11 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
-from megatron_runtime.checkpoints.hub.client import HubApi, HubError, HubUnavailableError, Reference, WrongContentError
+from megatron_runtime.checkpoints.hub.client import HubApi, HubError, HubUnavailableError, Reference
 from megatron_runtime.checkpoints.hub.download import (
     MANIFEST_FILE,
     Manifest,
+    WrongContentError,
     choose,
     fetch,
     hub_cache,
@@ -25,7 +26,7 @@ from megatron_runtime.checkpoints.hub.download import (
     verify_directory,
 )
 from megatron_runtime.checkpoints.model_files import UnsafeNameError
-from megatron_runtime.checkpoints.source import SafetensorsSource, resolve
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization.loader import load_tokenizer
@@ -66,24 +67,24 @@ def visible(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".megatron")}
 
 
-def test_the_files_of_a_model_come_and_no_others(hub: FakeHub, tmp_path: Path) -> None:
+def test_only_the_files_of_a_model_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
     manifest = get(hub, tmp_path)
     assert visible(tmp_path) == {name: FILES[name] for name in WANTED}
     assert (manifest.repository, manifest.commit, set(manifest.files)) == ("org/name", hub.commit, WANTED)
     assert verify_directory(tmp_path) == manifest == read_manifest(tmp_path)
 
 
-def test_a_broken_connection_goes_on_where_it_was(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_a_broken_connection_resumes_at_the_same_byte(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.cut_after = [100_000, 0, 200_000]
     get(hub, tmp_path, pauses)
     assert [part for _, part in hub.requests] == [None, "bytes=100000-", "bytes=100000-", "bytes=300000-"]
     assert visible(tmp_path) == hub.files
-    # What came nothing of waits longer than what got on.
+    # A connection without progress is followed by a longer pause than one with progress.
     assert pauses == [1.0, 2.0, 1.0]
 
 
-def test_a_server_without_ranges_is_read_past_what_is_there(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_server_without_ranges_is_read_past_the_received_bytes(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.ignores_range = True
     hub.cut_after = [100_001]
@@ -100,7 +101,7 @@ fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1])
 """
 
 
-def test_what_a_killed_process_had_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+def test_bytes_of_a_killed_process_are_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.cut_after = [300_000]
     fetcher = subprocess.run(
@@ -113,7 +114,7 @@ def test_what_a_killed_process_had_is_not_fetched_again(hub: FakeHub, tmp_path: 
     assert visible(tmp_path) == hub.files
 
 
-def test_what_is_there_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+def test_files_that_are_complete_are_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     asked = len(hub.requests)
     get(hub, tmp_path)
@@ -123,7 +124,7 @@ def test_what_is_there_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> Non
     assert [name for name, _ in hub.requests[asked:]] == ["config.json"]
 
 
-def test_another_commit_gets_what_changed(hub: FakeHub, tmp_path: Path) -> None:
+def test_another_commit_fetches_only_the_changed_files(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     asked = len(hub.requests)
     hub.commit, hub.files["config.json"] = "d" * 40, b'{"a": 3}'
@@ -132,7 +133,7 @@ def test_another_commit_gets_what_changed(hub: FakeHub, tmp_path: Path) -> None:
     assert (tmp_path / "config.json").read_bytes() == b'{"a": 3}'
 
 
-def test_what_a_revision_has_no_more_goes(hub: FakeHub, tmp_path: Path) -> None:
+def test_files_that_a_revision_no_longer_has_are_removed(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
     hub.commit = "d" * 40
@@ -149,7 +150,7 @@ def test_two_repositories_do_not_share_a_directory(hub: FakeHub, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_wrong_content_is_fetched_once_more(name: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_wrong_content_is_fetched_again_once(name: str, hub: FakeHub, tmp_path: Path) -> None:
     hub.damaged = {name: 1}
     get(hub, tmp_path)
     assert visible(tmp_path)[name] == FILES[name]
@@ -160,23 +161,25 @@ def test_wrong_content_is_fetched_once_more(name: str, hub: FakeHub, tmp_path: P
     assert not (tmp_path / name).exists()
 
 
-def test_no_more_is_taken_than_a_file_has(hub: FakeHub, tmp_path: Path) -> None:
+def test_no_more_bytes_are_received_than_the_file_has(hub: FakeHub, tmp_path: Path) -> None:
     hub.files, hub.endless = {"config.json": FILES["config.json"]}, {"config.json"}
-    told: list[int] = []
+    counts: list[int] = []
 
-    class Told:
+    class Recorded:
         def begin(self, *, files: int, size: int) -> None: ...
 
         def received(self, count: int) -> None:
-            told.append(count)
+            counts.append(count)
 
     with pytest.raises(WrongContentError, match="came twice"):
-        fetch(MAIN, tmp_path, api=HubApi(endpoint=hub.url), progress=Told())
-    assert max(told) < 10_000_000
-    assert sum(told) == 0
+        fetch(MAIN, tmp_path, api=HubApi(endpoint=hub.url), progress=Recorded())
+    assert max(counts) < 10_000_000
+    assert sum(counts) == 0
 
 
-def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_an_overloaded_hub_is_retried_after_the_time_it_names(
+    hub: FakeHub, tmp_path: Path, pauses: list[float]
+) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(429, "7"), (503, ""), (429, "9999")]
     hub.list_statuses = [(429, "3")]
@@ -184,15 +187,15 @@ def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: FakeHub, tmp_path: 
     assert pauses == [3.0, 7.0, 2.0, 60.0]
 
 
-def test_attempts_end(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_retries_are_limited(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(503, "")] * 6
-    with pytest.raises(HubUnavailableError, match=r"0 of 8 bytes of config\.json are here: run this again to go on"):
+    with pytest.raises(HubUnavailableError, match=r"0 of 8 bytes of config\.json are here: run this again to resume"):
         get(hub, tmp_path, pauses)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_the_first_file_that_cannot_be_had_ends_the_others(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_first_file_that_fails_ends_the_others(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {f"{number}.json": b"x" * 10_000_000 for number in range(3)} | {"wrong.json": b"yz" * 500}
     hub.damaged = {"wrong.json": 2}
     hub.trickling = {f"{number}.json" for number in range(3)}
@@ -201,7 +204,7 @@ def test_the_first_file_that_cannot_be_had_ends_the_others(hub: FakeHub, tmp_pat
     assert visible(tmp_path) == {}
 
 
-def test_a_hub_that_is_not_there() -> None:
+def test_an_unreachable_hub_is_reported() -> None:
     api = HubApi(endpoint="http://127.0.0.1:1")
     with pytest.raises(HubUnavailableError, match="does not answer for org/name@main"):
         api.list(MAIN)
@@ -217,7 +220,7 @@ def test_a_private_repository_needs_its_token(hub: FakeHub, tmp_path: Path) -> N
     assert visible(tmp_path).keys() == WANTED
 
 
-def test_the_token_stays_with_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_token_is_not_sent_to_another_host(hub: FakeHub, tmp_path: Path) -> None:
     """Large files come from another host."""
     with FakeHub(dict(FILES)).running() as store:
         hub.token, hub.elsewhere = "secret", store.url
@@ -227,7 +230,7 @@ def test_the_token_stays_with_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     assert visible(tmp_path).keys() == WANTED
 
 
-def test_what_is_not_there_is_said(hub: FakeHub, tmp_path: Path) -> None:
+def test_missing_repositories_revisions_and_files_are_reported(hub: FakeHub, tmp_path: Path) -> None:
     api = HubApi(endpoint=hub.url)
     for reference in (Reference("org/other"), Reference("org/name", "v9")):
         with pytest.raises(HubError, match=f"repository not found: {reference}"):
@@ -236,7 +239,7 @@ def test_what_is_not_there_is_said(hub: FakeHub, tmp_path: Path) -> None:
         fetch(MAIN, tmp_path, api=api, include=["*.gguf"])
 
 
-def test_no_file_is_written_outside(hub: FakeHub, tmp_path: Path) -> None:
+def test_no_file_is_written_outside_of_the_directory(hub: FakeHub, tmp_path: Path) -> None:
     hub.files["../evil"] = b"x"
     with pytest.raises(HubError, match=r"rfilename '\.\./evil': want a file name inside its directory"):
         get(hub, tmp_path / "in")
@@ -253,25 +256,25 @@ def test_a_repository_cannot_write_the_manifest(hub: FakeHub, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"files": 1}', '{"repository": "a/b", "commit": "c", "files": {"../x": {}}}']
 )
-def test_a_manifest_that_is_none_is_said(content: str, tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_rejected(content: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).write_text(content)
     with pytest.raises(HubError, match="remove it and fetch again"):
         verify_directory(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["name", "a/b/c", "../b", "a/..", "", "hf:a", "a b/c"])
-def test_what_is_no_reference(text: str) -> None:
+def test_invalid_references_are_rejected(text: str) -> None:
     with pytest.raises(HubError, match="write ORG/NAME"):
         Reference.parse(text)
 
 
-def test_references() -> None:
+def test_references_are_parsed() -> None:
     assert Reference.parse("hf:org/name@v1") == Reference.parse("hf://org/name@v1") == Reference("org/name", "v1")
     assert Reference.parse("org/name") == Reference("org/name", "main")
     assert default_model_name("hf:org/name@v1") == default_model_name("hf:org/name") == "name"
 
 
-def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: FakeHub) -> None:
+def test_all_files_of_a_distributed_checkpoint_are_chosen(hub: FakeHub) -> None:
     hub.files = {
         "release/__0_0.distcp": b"1",
         "release/.metadata": b"2",
@@ -282,7 +285,7 @@ def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: FakeHub) -> None:
     assert len(choose(listing.files, ())) == 4
 
 
-def test_a_change_on_the_disk_is_found_and_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_verify_names_changed_and_missing_files(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     data = bytearray(FILES["model.safetensors"])
     data[500_000] ^= 1
@@ -295,7 +298,7 @@ def test_a_change_on_the_disk_is_found_and_named(hub: FakeHub, tmp_path: Path) -
     assert f"model.safetensors ({SIZE} bytes" in result.output
 
 
-def test_the_command_gets_and_checks(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_command_fetches_and_verifies(hub: FakeHub, tmp_path: Path) -> None:
     hub.token = "secret"
     (tmp_path / "token").write_text("secret\n")
     target = tmp_path / "model"
@@ -311,7 +314,7 @@ def test_the_command_gets_and_checks(hub: FakeHub, tmp_path: Path) -> None:
 
 @pytest.fixture
 def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A real model on a hub that processes find by the environment, as pods do."""
+    """Return a hub with a real model, which processes find by the environment as in a pod."""
     model = write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     import tokenizers
 
@@ -325,20 +328,20 @@ def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeH
         yield hub
 
 
-def test_a_reference_is_a_model(model_hub: FakeHub) -> None:
+def test_a_reference_is_resolved_and_a_complete_commit_needs_no_hub(model_hub: FakeHub) -> None:
     source = resolve("hf:org/name@main")
-    assert isinstance(source, SafetensorsSource)
-    assert model_hub.commit in source.directory.parts
+    assert source.format == "SafeTensors"
+    assert model_hub.commit in source.location.parts
     asked = len(model_hub.requests)
     assert model_hub.listed == 1
-    # A commit that is here needs no hub any more.
+    # A complete commit in the cache needs no hub.
     model_hub.token = "changed"
     assert resolve(f"hf:org/name@{model_hub.commit}") == source
     assert len(model_hub.requests) == asked
     assert model_hub.listed == 1
 
 
-def test_a_server_fetches_the_tokenizer_alone(model_hub: FakeHub) -> None:
+def test_a_server_fetches_only_the_tokenizer(model_hub: FakeHub) -> None:
     assert load_tokenizer("hf:org/name").encode("a") == [0]
     assert "model.safetensors" not in {name for name, _ in model_hub.requests}
     resolve("hf:org/name")
@@ -350,8 +353,8 @@ def test_other_programs_find_the_model_in_the_cache(model_hub: FakeHub) -> None:
 
     load_tokenizer("hf:org/name")
     source = resolve("hf:org/name")
-    assert isinstance(source, SafetensorsSource)
-    assert Path(snapshot_download("org/name", cache_dir=hub_cache(), local_files_only=True)) == source.directory
+    assert source.format == "SafeTensors"
+    assert Path(snapshot_download("org/name", cache_dir=hub_cache(), local_files_only=True)) == source.location
     cache = scan_cache_dir(hub_cache())
     assert not cache.warnings
     ((revision,),) = [repository.revisions for repository in cache.repos]
@@ -390,7 +393,7 @@ def test_a_branch_that_leads_out_of_the_cache_is_rejected(model_hub: FakeHub) ->
     assert model_hub.listed == 0
 
 
-def test_processes_that_ask_at_once_fetch_once(model_hub: FakeHub) -> None:
+def test_concurrent_processes_fetch_once(model_hub: FakeHub) -> None:
     threads = [threading.Thread(target=resolve, args=("hf:org/name",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -407,21 +410,21 @@ def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: F
     assert load_tokenizer("hf:org/name").encode_chat([{"role": "user", "content": "x"}])
 
 
-def test_the_exit_code_says_whether_asking_again_may_help(hub: FakeHub, tmp_path: Path) -> None:
-    """A Job goes on after the one and ends with the other."""
+def test_the_exit_code_tells_whether_a_retry_may_help(hub: FakeHub, tmp_path: Path) -> None:
+    """A Job retries after exit code 75 and ends with exit code 1."""
     gone = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", "http://127.0.0.1:1"])
     assert gone.exit_code == 75
     hub.token = "secret"
-    refused = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", hub.url])
-    assert refused.exit_code == 1
+    rejected = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", hub.url])
+    assert rejected.exit_code == 1
 
 
-def test_the_operator_knows_what_the_hub_said(hub: FakeHub, tmp_path: Path) -> None:
-    """The last words of an engine or of a Job become a reason in the status."""
+def test_the_operator_finds_the_cause_of_hub_errors(hub: FakeHub, tmp_path: Path) -> None:
+    """The termination message of an engine or a Job becomes a reason in the status."""
     hub.token = "secret"
-    with pytest.raises(HubError) as refused:
+    with pytest.raises(HubError) as rejected:
         get(hub, tmp_path)
     with pytest.raises(HubError) as absent:
         fetch(Reference("org/other"), tmp_path, api=HubApi(endpoint=hub.url, token="secret"))
-    causes = [find_cause(str(caught.value)) for caught in (refused, absent)]
+    causes = [find_cause(str(caught.value)) for caught in (rejected, absent)]
     assert [cause.reason for cause in causes if cause] == [Reason.ACCESS_DENIED, Reason.WEIGHTS_MISSING]

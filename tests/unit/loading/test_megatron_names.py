@@ -1,4 +1,4 @@
-"""Which rows of which stored tensor are which tensor of ours."""
+"""The mapping from rows of stored tensors to tensors of the decoder."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_every_tensor_of_the_model_has_its_rows(config: ModelConfig, layout: Lay
     tied=st.booleans(),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_the_rows_of_a_stored_tensor_are_each_taken_once(
+def test_each_row_of_a_stored_tensor_is_used_once(
     heads: int,
     group: int,
     size: int,
@@ -80,7 +80,7 @@ def test_the_rows_of_a_stored_tensor_are_each_taken_once(
     assert {key for key, _ in taken} == set(stored)
 
 
-def test_queries_keys_and_values_of_a_group_lie_together() -> None:
+def test_queries_keys_and_values_of_a_group_are_adjacent() -> None:
     config = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=10, num_layers=1)
     rows = {piece.name[-1]: piece.rows for piece in pieces(config, Layout()) if "linear_qkv.weight" in piece.key}
     assert rows == {"q": ((0, 20), (40, 20)), "k": ((20, 10), (60, 10)), "v": ((30, 10), (70, 10))}
@@ -111,6 +111,6 @@ def test_names_are_those_of_megatron_core() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_way_names_are_spelt_is_found_from_them(layout: Layout) -> None:
+def test_the_layout_is_detected_from_the_names(layout: Layout) -> None:
     config = CONFIGS["mixtral"]
     assert find_layout(stored_tensors(config, layout)) == layout

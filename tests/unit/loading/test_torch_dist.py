@@ -1,4 +1,4 @@
-"""Megatron-Core checkpoints: what is written, what others write, and any part of it for any rank."""
+"""Megatron-Core checkpoints: written here, written by torch, and read in parts by any rank."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.source import TorchDistSource, resolve
+from megatron_runtime.checkpoints.source import StoredModel, resolve
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.models.weights import load_weights
 
@@ -52,13 +52,13 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CONFIGS)
-def test_there_and_back_is_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_converting_there_and_back_returns_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = CONFIGS[case]
     tensors = random_tensors(config, dtype=dtype)
     model = write_model(tmp_path / "hf", config, tensors)
     convert(str(model), tmp_path / "megatron", to="torch_dist")
     source = resolve(str(tmp_path / "megatron"))
-    assert source == TorchDistSource(tmp_path / "megatron" / "release")
+    assert source == StoredModel("TorchDist", tmp_path / "megatron" / "release")
     assert open_checkpoint(source).config == config
     convert(source, tmp_path / "back", to="safetensors")
     assert same_bits(load_file(tmp_path / "back" / "model.safetensors"), tensors)
@@ -76,7 +76,7 @@ def saved_by_two(trainings: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
-def test_what_two_ranks_of_a_training_saved_is_the_model(case: str, trainings: Path) -> None:
+def test_a_checkpoint_saved_by_two_ranks_is_the_model(case: str, trainings: Path) -> None:
     """Tensor and expert ranks, padded vocabulary, split gate and up, optimizer state and objects beside."""
     checkpoint = open_checkpoint(resolve(str(trainings / case / "iter_0000012")))
     wanted = load_file(trainings / case / "hf" / "model.safetensors")
@@ -86,9 +86,9 @@ def test_what_two_ranks_of_a_training_saved_is_the_model(case: str, trainings: P
         assert getattr(checkpoint.config, field) == getattr(CONFIGS[case], field)
 
 
-def test_the_newest_checkpoint_of_a_training_is_taken(trainings: Path) -> None:
+def test_the_newest_checkpoint_of_a_training_is_used(trainings: Path) -> None:
     (trainings / "qwen2" / "latest_checkpointed_iteration.txt").write_text("12\n")
-    assert resolve(str(trainings / "qwen2")) == TorchDistSource(trainings / "qwen2" / "iter_0000012")
+    assert resolve(str(trainings / "qwen2")) == StoredModel("TorchDist", trainings / "qwen2" / "iter_0000012")
 
 
 def test_layers_may_be_numbered(trainings: Path) -> None:
@@ -100,7 +100,7 @@ def test_layers_may_be_numbered(trainings: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_part_of_any_tensor_can_be_read_alone(saved_by_two: Path, qwen: Path, data: st.DataObject) -> None:
+def test_any_part_of_any_tensor_can_be_read(saved_by_two: Path, qwen: Path, data: st.DataObject) -> None:
     checkpoint = open_checkpoint(resolve(str(saved_by_two)))
     name = data.draw(st.sampled_from(sorted(checkpoint.kinds)))
     part = []
@@ -119,8 +119,8 @@ def test_any_part_of_any_tensor_can_be_read_alone(saved_by_two: Path, qwen: Path
         ("qwen3_moe", ParallelSizes(tensor=2, expert=2)),
     ],
 )
-def test_each_rank_reads_the_part_it_reads_of_safetensors(case: str, sizes: ParallelSizes, tmp_path: Path) -> None:
-    """Saved by one, loaded by several."""
+def test_each_rank_reads_the_same_part_as_from_safetensors(case: str, sizes: ParallelSizes, tmp_path: Path) -> None:
+    """The checkpoint is saved by one rank and loaded by several."""
     config = CONFIGS[case]
     model = write_model(tmp_path / "hf", config, random_tensors(config))
     convert(str(model), tmp_path / "megatron", to="torch_dist")
@@ -132,7 +132,7 @@ def test_each_rank_reads_the_part_it_reads_of_safetensors(case: str, sizes: Para
         assert_equal_weights(*loaded)
 
 
-def test_saved_by_two_is_loaded_by_one_and_by_two(qwen: Path, saved_by_two: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_two(qwen: Path, saved_by_two: Path) -> None:
     for sizes in (ParallelSizes(), ParallelSizes(tensor=2)):
         for rank in range(sizes.world):
             loaded = [
@@ -143,8 +143,8 @@ def test_saved_by_two_is_loaded_by_one_and_by_two(qwen: Path, saved_by_two: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_what_is_written(qwen: Path, tmp_path: Path) -> None:
-    """The writer of the files is ours; the reader of torch, which Megatron-LM uses, is the judge."""
+def test_torch_reads_the_written_checkpoint(qwen: Path, tmp_path: Path) -> None:
+    """Megatron-LM reads checkpoints with this reader of torch."""
     convert(str(qwen), tmp_path / "megatron", to="torch_dist")
     tensors = load_file(qwen / "model.safetensors")
     release = tmp_path / "megatron" / "release"
@@ -163,7 +163,7 @@ def test_torch_reads_what_is_written(qwen: Path, tmp_path: Path) -> None:
 
 
 def assert_equal_weights(one: object, other: object) -> None:
-    """All tensors of two trees of frozen dataclasses."""
+    """Compare all tensors of two trees of frozen dataclasses."""
     if isinstance(one, torch.Tensor):
         assert isinstance(other, torch.Tensor)
         assert torch.equal(one, other)

@@ -9,7 +9,7 @@ from megatron_runtime.checkpoints.convert import convert
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    """Threads that wait at barriers are many times slower than one thread on a shared host."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

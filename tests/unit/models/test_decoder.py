@@ -37,10 +37,9 @@ class Model:
         new = [sequence[start:] for sequence, start in zip(tokens, starts, strict=True)]
         positions = [torch.arange(start, len(all_)) for all_, start in zip(tokens, starts, strict=True)]
         ends = torch.tensor([len(part) for part in new]).cumsum(0)
-        hidden = self.ours(
-            torch.cat(new), torch.cat(positions), attention=batch, cache_LPXE=self.cache, rows_N=ends - 1
-        )
-        return self.ours.logits(hidden)
+        hidden = self.ours.embed(torch.cat(new))
+        hidden = self.ours.run_layers(hidden, torch.cat(positions), attention=batch, cache_LPXE=self.cache)
+        return self.ours.logits(self.ours.finish(hidden, ends - 1))
 
     def prefill(self, tokens: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         chunk = PrefillChunk(slice(0, len(tokens)), None, None)
@@ -71,7 +70,7 @@ def smollm(exported: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Random weights with what the built-in model has not: Llama 3.1 rope scaling and an untied head."""
+    """Random weights with features that the built-in model lacks: Llama 3.1 rope scaling and an untied head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("tiny")
@@ -148,13 +147,12 @@ def test_bfloat16_weights_stay_near_float32(tiny: Model, tmp_path: Path) -> None
     checkpoint = SafetensorsCheckpoint(tmp_path)
     model = DecoderModel(checkpoint.config, load_weights(checkpoint, torch.bfloat16))
     tokens = tiny.tokens(30, seed=5)
-    hidden = model(
-        tokens,
+    hidden = model.run_layers(
+        model.embed(tokens),
         torch.arange(30),
         attention=AttentionBatch(torch.arange(30), [], [PrefillChunk(slice(0, 30), None, None)]),
         cache_LPXE=tiny.cache.bfloat16(),
-        rows_N=torch.tensor([29]),
     )
-    logits = model.logits(hidden)[0]
+    logits = model.logits(model.finish(hidden, torch.tensor([29])))[0]
     assert logits.dtype is torch.float32
     assert torch.nn.functional.cosine_similarity(logits, tiny.expected(tokens), dim=0) > 0.99

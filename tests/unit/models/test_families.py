@@ -1,5 +1,5 @@
 """Every family against transformers in float32: greedy tokens and log-probabilities of prompts and answers, through the
-engine: prompts whole and in chunks, many sequences in a step, pages scattered by what ended before."""
+engine: prompts whole and in chunks, many sequences in a step, pages scattered by completed requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ def assert_same(reference: torch.nn.Module, prompt: list[int], ours: Answer) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_answers_as_in_transformers(case: str) -> None:
+def test_tokens_and_log_probs_equal_transformers(case: str) -> None:
     reference = make(case)
     executor = executor_of(model_in_memory(reference))
     random = np.random.default_rng(1)

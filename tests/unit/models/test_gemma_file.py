@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import soak
 import torch
+from random_checkpoint import all_tensors
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.checkpoints.checkpoint import open_checkpoint, tensors
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -31,12 +32,12 @@ NEW_TOKENS = soak.size(6, soak=24)
 
 
 def reference_of(checkpoint: Checkpoint) -> nn.Module:
-    """The model of transformers over the dequantised values."""
+    """Return the model of transformers with the dequantised values."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     with torch.device("meta"):
         model = Gemma3ForCausalLM(Gemma3TextConfig(**config_to_hf(checkpoint.config)))
-    held = {name: tensor.clone() for name, tensor in tensors(checkpoint)}
+    held = {name: tensor.clone() for name, tensor in all_tensors(checkpoint).items()}
     model.load_state_dict({**held, "lm_head.weight": held["model.embed_tokens.weight"]}, assign=True)
     # What is computed and not stored has to leave the meta device by hand.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -65,7 +66,7 @@ def test_greedy_answers_are_those_of_transformers() -> None:
 
 
 @pytest.mark.skipif(not soak.SOAK, reason="a vocabulary of 262k pieces takes seconds to compile")
-def test_its_vocabulary() -> None:
+def test_its_vocabulary_is_read_from_the_file() -> None:
     tokenizer = load_tokenizer(MODEL)
     for text, ids in PROMPTS.items():
         assert tokenizer.encode(text) == ids

@@ -1,4 +1,4 @@
-"""GGUF files of every family, written as llama.cpp's converter writes them, read back as transformers has them."""
+"""GGUF files of every family, written as llama.cpp's converter writes them, read back as transformers stores them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,13 +8,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from random_checkpoint import all_tensors
 from torch import nn
 
-from megatron_runtime.checkpoints.checkpoint import tensors
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
-from megatron_runtime.models.layers.rotary import inverse_frequencies
+from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 ARCHITECTURES = {
@@ -58,9 +58,9 @@ def make(family: str) -> nn.Module:
 
 
 def as_in_file(family: str, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the file, in its layout; names still those of transformers, experts of a layer as one."""
+    """Yield the tensors in the layout of the file, by transformers names; the experts of a layer are one tensor."""
     stacks: dict[str, list[torch.Tensor]] = {}
-    held = tensors(model_in_memory(model).checkpoint)
+    held = all_tensors(model_in_memory(model).checkpoint).items()
     for name, tensor in held:
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
@@ -121,7 +121,7 @@ def write(
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_file_reads_back_as_transformers_has_it(family: str, tmp_path: Path) -> None:
+def test_a_file_reads_back_as_the_model_of_transformers(family: str, tmp_path: Path) -> None:
     model = make(family)
     expected = model_in_memory(model).checkpoint
     write(family, model, tmp_path / "m.gguf")
@@ -130,14 +130,14 @@ def test_a_file_reads_back_as_transformers_has_it(family: str, tmp_path: Path) -
     ends = {"eos_token_ids": expected.config.eos_token_ids, "bos_token_id": expected.config.bos_token_id}
     assert replace(found.config, **ends) == expected.config
     assert found.kinds == expected.kinds
-    for name, tensor in tensors(expected):
+    for name, tensor in all_tensors(expected).items():
         torch.testing.assert_close(found.read(name), tensor, rtol=0, atol=3e-7)
         if tensor.dim() == 2:
             part = (slice(2, len(tensor)), slice(1, 9))
             assert torch.equal(found.read(name, part), found.read(name)[part]), name
 
 
-def test_rope_scaling_of_llama_3_is_read_from_the_factors_it_comes_to(tmp_path: Path) -> None:
+def test_rope_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> None:
     model = make("llama")
     model.config.rope_parameters["rope_theta"] = 500000.0
     # What Llama 3.2 asks for, for pairs of one head.
@@ -152,7 +152,7 @@ def test_rope_scaling_of_llama_3_is_read_from_the_factors_it_comes_to(tmp_path: 
         GGUFCheckpoint(tmp_path / "other.gguf")
 
 
-def test_linear_rope_scaling_is_read_and_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path) -> None:
     model = make("gemma3_text")
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)

@@ -1,4 +1,4 @@
-"""What loading takes beside the weights themselves: no more than one tensor, and what of the file is mapped."""
+"""Memory that loading takes beside the weights: at most one tensor, and the resident pages of the mapped file."""
 
 import json
 import subprocess
@@ -13,10 +13,10 @@ from eventually import LONG_SECONDS
 from safetensors.torch import save_file
 
 from megatron_runtime.checkpoints.mapped import RESIDENT_BYTES
-from megatron_runtime.models.families import config_from_hf, config_to_hf
-from megatron_runtime.models.families.llama import LLAMA
+from megatron_runtime.models.families import FAMILIES, config_from_hf, config_to_hf
 from megatron_runtime.models.tensors import tensor_shapes
 
+LLAMA = FAMILIES["llama"]
 VALUES = {
     "architectures": [LLAMA.architecture],
     "vocab_size": 24000,
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.verified import VerifiedCheckpoint
+from megatron_runtime.checkpoints.checkpoint import VerifiedCheckpoint
 from megatron_runtime.models.weights import load_weights
 
 def memory(field):

@@ -1,4 +1,4 @@
-"""A bar on a terminal while weights are read, and silence elsewhere."""
+"""A progress bar is shown while weights are read, on a terminal only."""
 
 import io
 import sys
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar_up_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     source = model_in_memory(random_model(LLAMA))
@@ -27,7 +27,7 @@ def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert "100%" in shown
 
 
-def test_elsewhere_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     checkpoint = model_in_memory(random_model(LLAMA)).checkpoint
     with with_progress(checkpoint, what="loading") as shown:

@@ -1,4 +1,4 @@
-"""Model references, GGUF and safetensors: exact values, and refusals that name what is wrong."""
+"""Model references, GGUF and safetensors: exact values, and errors that name the cause."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from random_checkpoint import all_tensors
 
 from megatron_runtime.checkpoints import builtin
-from megatron_runtime.checkpoints.checkpoint import open_checkpoint, tensors
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
-from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError
-from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint, SafetensorsFormatError
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
+from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
+from megatron_runtime.checkpoints.source import ModelSourceError, StoredModel, resolve
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
@@ -37,7 +38,7 @@ def write_gguf(
     extra_tensor: str | None = None,
     left_out: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write a one-layer model and return the values that its matrices stand for."""
+    """Write a one-layer model and return the dequantized values of its matrices."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -72,7 +73,7 @@ KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     values = write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
-    loaded = dict(tensors(GGUFCheckpoint(tmp_path / "m.gguf")))
+    loaded = all_tensors(GGUFCheckpoint(tmp_path / "m.gguf"))
     for name, theirs in (
         ("model.embed_tokens", values["token_embd"]),
         ("model.layers.0.self_attn.v_proj", values["blk.0.attn_v"]),
@@ -83,7 +84,7 @@ def test_values_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None
 
 def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None:
     values = write_gguf(tmp_path / "m.gguf")
-    loaded = dict(tensors(GGUFCheckpoint(tmp_path / "m.gguf")))
+    loaded = all_tensors(GGUFCheckpoint(tmp_path / "m.gguf"))
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         ours = loaded[f"model.layers.0.self_attn.{name}_proj.weight"].numpy()
         size = len(ours) // heads
@@ -93,13 +94,13 @@ def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None
         assert not np.array_equal(ours, stored)
 
 
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_architecture_is_rejected_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", architecture="mamba")
     with pytest.raises(UnsupportedModelError, match=r"'mamba'.* llama, qwen2"):
         GGUFCheckpoint(tmp_path / "m.gguf")
 
 
-def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", extra_tensor="blk.0.attn_gate")
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_gate\.weight"):
         GGUFCheckpoint(tmp_path / "m.gguf")
@@ -111,19 +112,19 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_weights(GGUFCheckpoint(tmp_path / "m.gguf"), torch.float32)
 
 
-def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:-4096])
-    with pytest.raises(GGUFFormatError, match="cut short"):
+    with pytest.raises(ModelFileError, match="cut short"):
         GGUFCheckpoint(path)
 
 
-def test_an_exported_model_reads_back_the_same(exported: Path) -> None:
+def test_an_exported_model_reads_back_unchanged(exported: Path) -> None:
     original, copy = open_checkpoint(resolve("builtin:smollm2-135m")), SafetensorsCheckpoint(exported)
     assert copy.config == original.config
-    read_back = dict(tensors(copy))
-    for name, tensor in tensors(original):
+    read_back = all_tensors(copy)
+    for name, tensor in all_tensors(original).items():
         assert torch.equal(read_back.pop(name), tensor), name
     assert not read_back
 
@@ -157,7 +158,7 @@ def test_an_exported_model_reads_back_the_same(exported: Path) -> None:
         ),
     ],
 )
-def test_an_unsupported_configuration_is_refused_by_name(
+def test_an_unsupported_configuration_is_rejected_by_name(
     exported: Path, tmp_path: Path, change: dict[str, object], named: str
 ) -> None:
     values = json.loads((exported / "config.json").read_text()) | change
@@ -167,16 +168,16 @@ def test_an_unsupported_configuration_is_refused_by_name(
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_references_resolve_to_typed_sources(exported: Path, tmp_path: Path) -> None:
+def test_references_resolve_to_formats_and_paths(exported: Path, tmp_path: Path) -> None:
     known = resolve("builtin:smollm2-135m")
-    assert isinstance(known, GGUFSource)
+    assert known.format == "GGUF"
     assert resolve(str(known.path)) == known
-    assert resolve(str(exported)) == SafetensorsSource(exported)
+    assert resolve(str(exported)) == StoredModel("SafeTensors", exported)
     write_gguf(tmp_path / "only.gguf")
-    assert resolve(str(tmp_path)) == GGUFSource(tmp_path / "only.gguf")
+    assert resolve(str(tmp_path)) == StoredModel("GGUF", tmp_path / "only.gguf")
 
 
-def test_a_reference_to_nothing_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_reference_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelSourceError, match="use builtin:smollm2-135m"):
         resolve("builtin:unheard-of")
     with pytest.raises(ModelSourceError, match="does not exist"):
@@ -195,5 +196,5 @@ def test_a_reference_to_nothing_names_the_remedy(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(("text", "named"), [("{", "not valid JSON"), ("[]", "holds list")])
 def test_a_damaged_configuration_is_named(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SafetensorsFormatError, match=rf"config\.json.*{named}"):
+    with pytest.raises(ModelFileError, match=rf"config\.json.*{named}"):
         SafetensorsCheckpoint(tmp_path)

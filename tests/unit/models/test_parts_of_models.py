@@ -1,6 +1,6 @@
-"""Every family in parts: ranks that hold a part each, and speak to each other, give what one that holds all gives.
+"""Sharded models of every family equal the whole model. Each rank is a thread of this process.
 
-The ranks are threads of this process that meet at a barrier; that processes do so too is tested with real engines.
+Tests of engines (tests/unit/parallel) cover ranks in processes.
 """
 
 import threading
@@ -50,8 +50,8 @@ CASES = [
 ]
 
 
-class Meeting:
-    """Where the ranks of one group put tensors for each other."""
+class Exchange:
+    """The tensors that the ranks of one group exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,14 +66,14 @@ class Meeting:
         return found
 
 
-class Group:
-    """Implements Collectives for one rank."""
+class Group(Collectives):
+    """The collectives of one rank, between threads."""
 
-    def __init__(self, shard: Shard, tensor: Meeting, expert: Meeting) -> None:
+    def __init__(self, shard: Shard, tensor: Exchange, expert: Exchange) -> None:
         self._shard, self._tensor, self._expert = shard, tensor, expert
 
     def begin_layer(self, number: int) -> None:
-        """Nobody watches."""
+        """Record no progress."""
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._tensor.exchange(self._shard.tensor_rank, x_TD)).sum(dim=0)
@@ -128,15 +128,15 @@ def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None)
 
 
 @pytest.mark.parametrize(("family", "sizes"), CASES, ids=str)
-def test_parts_give_what_the_whole_gives(family: str, sizes: ParallelSizes) -> None:
+def test_sharded_model_equals_whole_model(family: str, sizes: ParallelSizes) -> None:
     checkpoint = make(family)
     tokens = [torch.arange(start, start + TOKENS) * 7 % SIZES["vocab_size"] for start in range(sizes.expert)]
     whole = stage(checkpoint, Shard(), None)
     expected = [whole(own) for own in tokens]
     given = tokens
     for pipeline_rank in range(sizes.pipeline):
-        tensor_meetings = [Meeting(sizes.tensor) for _ in range(sizes.expert)]
-        expert_meetings = [Meeting(sizes.expert) for _ in range(sizes.tensor)]
+        tensor_meetings = [Exchange(sizes.tensor) for _ in range(sizes.expert)]
+        expert_meetings = [Exchange(sizes.expert) for _ in range(sizes.tensor)]
         ranks = []
         for rank in range(sizes.tensor * sizes.expert):
             shard = sizes.shard(pipeline_rank * sizes.tensor * sizes.expert + rank)
@@ -159,7 +159,7 @@ def test_parts_give_what_the_whole_gives(family: str, sizes: ParallelSizes) -> N
     ],
     ids=str,
 )
-def test_a_rank_reads_what_it_holds_and_no_more(
+def test_a_rank_reads_only_its_part(
     monkeypatch: pytest.MonkeyPatch, sizes: ParallelSizes, held_by_all: tuple[str, ...]
 ) -> None:
     checkpoint = make("qwen3_moe")

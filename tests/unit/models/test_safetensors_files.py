@@ -1,4 +1,4 @@
-"""Directories of safetensors: several files, parts, types; what is wrong is named before anything is read."""
+"""Directories of safetensors: several files, parts, types; errors are raised before any tensor is read."""
 
 import json
 import struct
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_checkpoint import all_tensors
 from safetensors.torch import load_file, save_file
 
-from megatron_runtime.checkpoints.checkpoint import tensors
-from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
+from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy(model: Path, target: Path, edit: Callable[[Tensors], None]) -> Path:
-    """The model in one file, with other tensors."""
+    """Write the model as one file, with other tensors."""
     (target / "config.json").write_text((model / "config.json").read_text())
     held: Tensors = {}
     for file in model.glob("*.safetensors"):
@@ -47,7 +48,7 @@ def copy(model: Path, target: Path, edit: Callable[[Tensors], None]) -> Path:
     return target
 
 
-def test_a_model_of_several_files_reads_as_a_whole_and_in_parts(model: Path) -> None:
+def test_a_model_of_several_files_is_read_whole_and_in_parts(model: Path) -> None:
     assert (model / INDEX_FILE).is_file()
     files = sorted(model.glob("*.safetensors"))
     assert len(files) > 2
@@ -56,13 +57,13 @@ def test_a_model_of_several_files_reads_as_a_whole_and_in_parts(model: Path) -> 
     for file in files:
         expected |= load_file(file)
     assert set(checkpoint.kinds) == set(expected)
-    for name, tensor in tensors(checkpoint):
+    for name, tensor in all_tensors(checkpoint).items():
         assert torch.equal(tensor, expected[name])
         part = (slice(3, 17), slice(2, 9))[: tensor.dim()]
         assert torch.equal(checkpoint.read(name, part), expected[name][part])
 
 
-def test_a_file_that_the_index_does_not_name_is_left_alone(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_the_index_does_not_name_is_ignored(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "consolidated.safetensors").write_bytes(b"nothing of this kind")
@@ -74,40 +75,40 @@ def test_a_missing_file_is_named(model: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(SafetensorsFormatError, match=rf"1 are missing, the first is {gone.name}"):
+    with pytest.raises(ModelFileError, match=rf"1 are missing, the first is {gone.name}"):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_file_that_was_cut_short_is_refused_with_numbers(model: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_rejected_with_both_sizes(model: Path, tmp_path: Path) -> None:
     path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size - 100])
-    with pytest.raises(SafetensorsFormatError, match=rf"ends at byte {size}, the file has {size - 100}"):
+    with pytest.raises(ModelFileError, match=rf"ends at byte {size}, the file has {size - 100}"):
         SafetensorsCheckpoint(tmp_path)
     path.write_bytes(path.read_bytes()[:5])
-    with pytest.raises(SafetensorsFormatError, match="it has 5 bytes"):
+    with pytest.raises(ModelFileError, match="it has 5 bytes"):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_header_that_contradicts_itself_is_refused(model: Path, tmp_path: Path) -> None:
+def test_an_inconsistent_header_is_rejected(model: Path, tmp_path: Path) -> None:
     path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
     header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 64]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
-    with pytest.raises(SafetensorsFormatError, match=r"has 64 bytes, its shape \(32,\) in F32 asks for 128"):
+    with pytest.raises(ModelFileError, match=r"has 64 bytes, its shape \(32,\) in F32 asks for 128"):
         SafetensorsCheckpoint(tmp_path)
     path.write_bytes(struct.pack("<Q", 4) + b"nope")
-    with pytest.raises(SafetensorsFormatError, match="no readable header"):
+    with pytest.raises(ModelFileError, match=r"the header of .* is not valid JSON"):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_tensor_in_two_files_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_rejected(model: Path, tmp_path: Path) -> None:
     copy(model, tmp_path, lambda held: None)
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
-    with pytest.raises(SafetensorsFormatError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
+    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_type_that_is_not_a_float_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_type_that_is_not_floating_point_is_rejected(model: Path, tmp_path: Path) -> None:
     def quantise(held: Tensors) -> None:
         held["model.norm.weight"] = held["model.norm.weight"].to(torch.int8)
 
@@ -132,11 +133,11 @@ def cut(held: Tensors) -> None:
     ("edit", "message"),
     [
         (drop, r"has no 'model\.layers\.1\.input_layernorm\.weight'.* and 4 more"),
-        (add, r"a Qwen2ForCausalLM has not: 'model\.layers\.0\.self_attn\.sinks'"),
-        (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* asks for \(32, 48\)"),
+        (add, r"a Qwen2ForCausalLM lacks: 'model\.layers\.0\.self_attn\.sinks'"),
+        (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* needs \(32, 48\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_read(
+def test_tensors_of_another_model_are_rejected_before_any_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensors], None], message: str
 ) -> None:
     checkpoint = SafetensorsCheckpoint(copy(model, tmp_path, edit))

@@ -31,7 +31,7 @@ TEXTS = [
 
 
 def trained(*, adds_space: bool) -> sentencepiece.SentencePieceProcessor:
-    """A vocabulary of a thousand pieces, learned from this file and the standard library."""
+    """Return a vocabulary of a thousand pieces, trained on this file and the standard library."""
     written = io.BytesIO()
     lines = [line for path in (Path(__file__), Path(random.__file__)) for line in path.read_text().splitlines()]
     sentencepiece.SentencePieceTrainer.train(
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_the_library(both: tuple[Tokenizer, sentencepiece.Se
         assert ours.encode(text, add_special=False) == reference.encode(text), repr(text)
 
 
-def test_tokens_read_back_as_the_text(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
+def test_tokens_decode_to_the_text(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
     ours, reference = both
     adds_space = reference.encode("a", out_type=str)[0].startswith("▁")
     for text in texts():
@@ -120,7 +120,7 @@ def test_tokens_read_back_as_the_text(both: tuple[Tokenizer, sentencepiece.Sente
         assert spelled == (" " + text if adds_space and text else text)
 
 
-def test_special_tokens(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
+def test_special_tokens_are_recognised(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
     ours, reference = both
     start, end = map(reference.piece_to_id, CONTROL)
     assert ours.encode("a")[0] == ours.bos_id == 1

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_runtime.backends.native.cpu.forward import lay_out
+from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
 from megatron_runtime.models.layers.compiled_linear import NativeLinears
-from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
+from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 PAGE = 16
@@ -87,7 +87,7 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
 
 def unpacked(weights: DecoderWeights) -> DecoderWeights:
     """Return the same weights in dense matrices."""
-    dense = DenseLinears(torch.float32)
+    dense = LinearFactory()
 
     def of(layer: LayerWeights) -> LayerWeights:
         mlp = layer.mlp

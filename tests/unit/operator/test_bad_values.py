@@ -1,4 +1,4 @@
-"""Bad values from the schema are refused with the field; valid ones that wedge a resource are got over by a revert."""
+"""Bad values from the schema are rejected with the field; valid ones that wedge a resource are got over by a revert."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_there_are_two_hundred_bad_values() -> None:
 
 
 @pytest.mark.parametrize("bad", ALL, ids=lambda bad: f"{bad.field}: {bad.why}")
-def test_the_offline_tools_refuse_it_and_name_the_field(bad: BadValue) -> None:
-    with pytest.raises(ValidationError) as refused:
+def test_the_offline_tools_reject_it_and_name_the_field(bad: BadValue) -> None:
+    with pytest.raises(ValidationError) as rejected:
         parse_spec(bad.spec())
-    assert bad.field in describe(refused.value)
+    assert bad.field in describe(rejected.value)
 
 
 @pytest.mark.parametrize("wedge", WEDGES, ids=str)
-def test_what_wedged_a_resource_is_got_over_by_taking_it_back(make_cluster: Any, wedge: dict[str, Any]) -> None:
+def test_a_resource_recovers_when_a_bad_value_is_reverted(make_cluster: Any, wedge: dict[str, Any]) -> None:
     cluster = make_cluster(replicas=2)
     policy = PodPolicy(image_repositories=("registry.example/none",))
     cluster.settings = replace(cluster.settings, pod_policy=policy)

@@ -15,7 +15,7 @@ from in_memory_cluster import START
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.decide import decide, refuse_spec
+from megatron_operator.plan.decide import decide, reject_spec
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
     ApplyChild,
@@ -23,7 +23,7 @@ from megatron_operator.plan.world import (
     DeletePods,
     EmitEvent,
     FailedRequestReport,
-    Refusal,
+    Rejection,
     Signal,
 )
 
@@ -101,7 +101,7 @@ def test_every_verb_takes_its_path(make_cluster: Any, start: str, goal: str) -> 
 
 
 @pytest.mark.parametrize(("first", "second", "third"), [t for t in itertools.product(STATES, repeat=3) if t[1] != t[2]])
-def test_a_change_of_mind_at_any_moment_ends_in_the_last_wish(
+def test_a_desired_state_changed_at_any_moment_is_reached(
     make_cluster: Any, first: str, second: str, third: str
 ) -> None:
     for moment in range(8):
@@ -202,10 +202,10 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
     assert decision.reason == "SignalFailed"
     assert decision.requeue_after == pytest.approx(5.0)
     assert "rank 0 of demo-engine-0 said no" in cluster.condition("Degraded")["message"]
-    refused = Refusal("of-an-older-manifest", 422, "spec is wrong", cluster.now)
-    cluster.refusals[ChildRef("Service", "demo")] = refused
+    rejected = Rejection("of-an-older-manifest", 422, "spec is wrong", cluster.now)
+    cluster.rejections[ChildRef("Service", "demo")] = rejected
     assert cluster.step().requeue_after == pytest.approx(5.0), "the first of what is due"
-    cluster.refusals.clear()
+    cluster.rejections.clear()
     cluster.settle()
     assert cluster.state == "Paused"
     assert len({signal.operation_id for signal in cluster.coordinator.begun}) == 2
@@ -258,7 +258,7 @@ def test_a_running_resource_without_engines_is_stopped(make_cluster: Any) -> Non
     assert cluster.state == "Stopped"
 
 
-def test_stop_does_not_depend_on_a_coordinator_for_ever(make_cluster: Any) -> None:
+def test_stop_completes_without_a_coordinator_after_its_deadline(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     cluster.patch(desiredState="Stopped")
@@ -274,7 +274,7 @@ def test_stop_does_not_depend_on_a_coordinator_for_ever(make_cluster: Any) -> No
     assert cluster.state == "Stopped"
 
 
-def test_a_stop_taken_back_before_its_pods_went_starts_the_next_stop_from_the_beginning(make_cluster: Any) -> None:
+def test_a_stop_reverted_before_its_pods_ended_starts_the_next_stop_from_the_beginning(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     for goal in ("Stopped", "Running", "Stopped"):
@@ -444,7 +444,7 @@ def test_a_coordinator_that_does_not_answer_is_reported_with_its_error(make_clus
     cluster.coordinator = None
     cluster.step()
     assert cluster.condition("Ready")["reason"] == "CoordinatorUnreachable"
-    assert "the coordinator to answer (refused)" in cluster.condition("Ready")["message"]
+    assert "the coordinator to answer (rejected)" in cluster.condition("Ready")["message"]
 
 
 def test_scaling_down_waits_while_paused(make_cluster: Any) -> None:
@@ -459,7 +459,7 @@ def test_scaling_down_waits_while_paused(make_cluster: Any) -> None:
     assert len(cluster.engine_pods()) == 1
 
 
-def test_a_drain_that_was_taken_back_gets_its_engine_to_work_again(make_cluster: Any) -> None:
+def test_a_reverted_scale_down_undrains_its_engine(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.patch(replicas=1)
@@ -488,7 +488,7 @@ def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None
     assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
 
 
-def test_a_revert_in_mid_rollout_leaves_what_was_not_touched(make_cluster: Any) -> None:
+def test_a_revert_during_a_rollout_leaves_unchanged_engines_alone(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=3)
     cluster.settle()
     untouched = cluster.pods["demo-engine-0-0"]["metadata"]["uid"]
@@ -548,7 +548,7 @@ def test_a_new_model_is_never_served_beside_the_old_one(make_cluster: Any) -> No
     assert cluster.state == "Running"
 
 
-def test_after_a_change_of_model_work_is_given_only_when_the_old_engines_are_gone(make_cluster: Any) -> None:
+def test_after_a_change_of_model_requests_wait_until_the_old_engines_are_gone(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.patch(model={"source": {"builtin": "other"}})
@@ -605,7 +605,7 @@ def test_a_settled_resource_writes_nothing(make_cluster: Any) -> None:
     assert cluster.status_writes == writes
 
 
-def test_a_child_that_changed_or_was_never_checked_is_applied_again(make_cluster: Any) -> None:
+def test_a_changed_or_unverified_child_is_applied_again(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     service = ChildRef("Service", "demo")
@@ -617,10 +617,10 @@ def test_a_child_that_changed_or_was_never_checked_is_applied_again(make_cluster
     assert service in cluster.objects
 
 
-def test_a_refused_template_is_said_and_does_not_block_verbs(make_cluster: Any) -> None:
+def test_a_rejected_template_is_reported_and_does_not_block_verbs(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
-    cluster.refuse.add(ChildRef("Deployment", "demo-server", "apps/v1"))
+    cluster.reject.add(ChildRef("Deployment", "demo-server", "apps/v1"))
     cluster.patch(server={"podTemplate": {"spec": {"schedulerName": "x"}}})
     cluster.settle()
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
@@ -628,42 +628,42 @@ def test_a_refused_template_is_said_and_does_not_block_verbs(make_cluster: Any) 
     cluster.patch(desiredState="Paused")
     cluster.settle()
     assert cluster.state == "Paused"
-    cluster.refuse.clear()
+    cluster.reject.clear()
     cluster.patch(server={}, desiredState="Running")
     cluster.spec["server"] = {}
     cluster.settle()
     assert cluster.condition("Degraded")["status"] == "False"
 
 
-def test_a_template_is_tried_in_a_dry_run_and_a_refused_one_costs_no_engine(make_cluster: Any) -> None:
+def test_a_template_rejected_in_a_dry_run_replaces_no_engine(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
-    cluster.refuse |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
+    cluster.reject |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
     cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
     cluster.settle()
     assert cluster.signals() == []
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
     assert cluster.status["readyReplicas"] == 2
-    writes, tried = cluster.status_writes, cluster.refusals[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at
+    writes, tried = cluster.status_writes, cluster.rejections[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at
     for _ in range(40):
         cluster.step()
         cluster.tick()
-    assert cluster.refusals[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at > tried
-    assert cluster.status_writes == writes, "a second refusal says nothing new"
+    assert cluster.rejections[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at > tried
+    assert cluster.status_writes == writes, "a second rejection says nothing new"
 
-    cluster.refuse.clear()
+    cluster.reject.clear()
     cluster.now += timedelta(minutes=5)
     cluster.settle()
     assert cluster.status["updatedReplicas"] == 2
     assert cluster.condition("Degraded")["status"] == "False"
 
 
-def test_a_front_end_that_would_be_refused_keeps_the_old_model_serving(make_cluster: Any) -> None:
+def test_a_rejected_server_template_keeps_the_old_model_serving(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
-    cluster.refuse.add(ChildRef("Deployment", "demo-server", "apps/v1"))
+    cluster.reject.add(ChildRef("Deployment", "demo-server", "apps/v1"))
     cluster.patch(model={"source": {"builtin": "other"}}, server={"podTemplate": {"spec": {"priorityClassName": "x"}}})
     for _ in range(30):
         cluster.step()
@@ -671,17 +671,17 @@ def test_a_front_end_that_would_be_refused_keeps_the_old_model_serving(make_clus
     assert cluster.signals() == []
     assert cluster.status["readyReplicas"] == 2
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
-    cluster.refuse.clear()
+    cluster.reject.clear()
     cluster.settle()
     assert cluster.status["updatedReplicas"] == 2
     assert cluster.condition("Degraded")["status"] == "False"
 
 
-def test_a_refused_template_that_is_taken_back_leaves_everything_as_it_was(make_cluster: Any) -> None:
+def test_a_reverted_rejected_template_changes_nothing(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     before = cluster.status["revision"], cluster.engine_pods()
-    cluster.refuse.add(ChildRef("StatefulSet", "demo-engine-0", "apps/v1"))
+    cluster.reject.add(ChildRef("StatefulSet", "demo-engine-0", "apps/v1"))
     cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
     cluster.settle()
     cluster.spec["engine"] = {}
@@ -700,7 +700,7 @@ def test_a_refused_template_that_is_taken_back_leaves_everything_as_it_was(make_
         ("Internal error occurred", "ChildRefused", "Internal error occurred"),
     ],
 )
-def test_pods_that_cannot_be_made_are_explained(make_cluster: Any, said: str, reason: str, words: str) -> None:
+def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str, reason: str, words: str) -> None:
     cluster = make_cluster()
     cluster.step()
     cluster.failed_creations["demo-engine-0"] = said
@@ -783,7 +783,7 @@ def test_an_engine_that_cannot_be_rendered_is_created_without_pods(make_cluster:
     assert cluster.state == "Suspended"
 
 
-def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:
+def test_a_crashing_engine_is_diagnosed_and_not_restarted_beyond_its_budget(make_cluster: Any) -> None:
     cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
@@ -830,7 +830,7 @@ def test_restarts_from_before_the_budget_is_counted_are_not_charged(make_cluster
     assert "more than 5 restarts" in cluster.status["engines"][0]["diagnosis"]
 
 
-def test_pods_of_what_was_taken_back_do_not_cost_the_engine_its_budget(make_cluster: Any) -> None:
+def test_pods_of_a_reverted_revision_do_not_count_against_the_restart_budget(make_cluster: Any) -> None:
     cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
     cluster.settle()
     cluster.broken_engines.add("demo-engine-0")
@@ -866,7 +866,7 @@ def test_restarts_spread_over_windows_do_not_exhaust_the_budget(make_cluster: An
     assert cluster.state != "Failed"
 
 
-def test_after_the_loss_of_the_lease_verbs_work_again_above_what_the_coordinator_saw(make_cluster: Any) -> None:
+def test_after_the_loss_of_the_lease_verbs_use_a_fence_above_the_coordinators(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     cluster.coordinator.fence = 9
@@ -965,7 +965,7 @@ def test_each_transition_is_an_event(make_cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("goal", STATES[1:])
-def test_a_verb_without_trouble_warns_of_nothing(make_cluster: Any, goal: str) -> None:
+def test_a_verb_without_an_error_emits_no_warning(make_cluster: Any, goal: str) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.patch(desiredState=goal)
@@ -979,7 +979,7 @@ def failed_request(number: int) -> FailedRequestReport:
     return FailedRequestReport(f"{number:032x}", ("demo-engine-0", "demo-engine-1"), START + timedelta(seconds=number))
 
 
-def test_a_request_that_ends_engines_is_in_the_status_and_in_one_event(make_cluster: Any) -> None:
+def test_a_request_that_crashes_engines_is_in_the_status_and_in_one_event(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.coordinator.failed_requests = [failed_request(1), failed_request(2)]
@@ -1013,7 +1013,7 @@ def test_only_the_last_failed_requests_are_kept_and_the_status_does_not_flap(mak
         assert decide(cluster.world()).status == settled
 
 
-def test_an_engine_with_ready_pods_that_its_coordinator_does_not_know_is_said_to_be_lost(make_cluster: Any) -> None:
+def test_an_engine_with_ready_pods_that_is_not_registered_is_reported_lost(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     del cluster.coordinator.engines["demo-engine-1"]
@@ -1056,7 +1056,7 @@ def test_a_condition_keeps_its_time_when_only_its_reason_changes(make_cluster: A
         ("Unknown", Reason.SUSPENDED, False),
     ],
 )
-def test_the_time_of_a_condition_is_that_of_its_status(status: str, reason: Reason, kept: bool) -> None:
+def test_a_condition_changes_its_time_with_its_status(status: str, reason: Reason, kept: bool) -> None:
     def made(finding: tuple[str, Reason, str], before: dict[str, Any] | None, now: str) -> dict[str, Any]:
         return condition(ConditionType.READY, finding, generation=1, before=before, now=now)
 
@@ -1079,13 +1079,13 @@ def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> Non
     assert history[-1]["seconds"] > 0
 
 
-def test_a_spec_of_a_later_version_is_refused_in_the_status(make_cluster: Any) -> None:
+def test_a_spec_of_a_later_version_is_rejected_in_the_status(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
-    decision = refuse_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
+    decision = reject_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
     ready = next(entry for entry in decision.status["conditions"] if entry["type"] == "Ready")
     assert (ready["status"], ready["reason"], ready["message"]) == ("False", "InvalidSpec", "spec.next: unknown")
-    again = refuse_spec(status=decision.status, generation=2, error="spec.next: unknown", now=cluster.now)
+    again = reject_spec(status=decision.status, generation=2, error="spec.next: unknown", now=cluster.now)
     assert again.status == decision.status
 
 
@@ -1102,7 +1102,7 @@ def test_a_replaced_engine_is_asked_for_a_canary_before_the_next_is_taken(make_c
     assert cluster.status["updatedReplicas"] == 2
 
 
-def test_a_wrong_canary_stops_the_rollout_and_takes_the_engine_out_until_the_spec_changes(make_cluster: Any) -> None:
+def test_a_wrong_canary_stops_the_rollout_and_removes_the_engine_until_the_spec_changes(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
@@ -1120,7 +1120,7 @@ def test_a_wrong_canary_stops_the_rollout_and_takes_the_engine_out_until_the_spe
     assert cluster.condition("Degraded")["status"] == "False"
 
 
-def test_what_is_lost_of_an_engine_before_its_turn_is_made_from_its_own_revision(make_cluster: Any) -> None:
+def test_a_lost_child_of_an_outdated_engine_is_re_created_from_its_own_revision(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=3)
     cluster.settle()
     first = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
@@ -1132,7 +1132,7 @@ def test_what_is_lost_of_an_engine_before_its_turn_is_made_from_its_own_revision
     cluster.step()
     made = cluster.objects[first]
     assert {**made, "metadata": {**made["metadata"], "uid": ""}} == {**old, "metadata": {**old["metadata"], "uid": ""}}
-    made["spec"]["template"]["spec"]["containers"][0]["args"] = ["somebody's"]
+    made["spec"]["template"]["spec"]["containers"][0]["args"] = ["--foreign"]
     cluster.unverified.add(first)
     cluster.step()
     assert cluster.objects[first]["spec"] == old["spec"]
@@ -1152,7 +1152,7 @@ def test_revisions_are_recorded_before_their_engines_and_forgotten_after_them(ma
     assert left.name == f"demo-rev-{cluster.status['revision']}"
 
 
-def test_a_revision_that_a_new_operator_renders_otherwise_is_left_alone_until_its_turn(make_cluster: Any) -> None:
+def test_a_revision_that_a_new_operator_renders_differently_is_kept_until_its_turn(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     (record,) = [ref for ref in cluster.objects if ref.kind == "ControllerRevision"]
@@ -1185,7 +1185,7 @@ def _on_volume(revision: str) -> dict[str, Any]:
     return {"model": {"source": source}, "weights": {"revision": revision}}
 
 
-def test_other_weights_are_given_to_engines_in_place(make_cluster: Any) -> None:
+def test_new_weights_are_loaded_in_place(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2, **_on_volume("6"))
     cluster.settle()
     pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
@@ -1222,7 +1222,7 @@ def test_a_pod_that_starts_before_new_weights_are_confirmed_starts_with_the_old(
     assert cluster.coordinator.sources == []
 
 
-def test_weights_that_no_engine_could_start_with_are_corrected_by_another_revision(make_cluster: Any) -> None:
+def test_weights_that_no_engine_can_start_with_are_corrected_by_another_revision(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=1, **_on_volume("missing"))
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
@@ -1235,7 +1235,7 @@ def test_weights_that_no_engine_could_start_with_are_corrected_by_another_revisi
 
 
 @pytest.mark.parametrize("crash_at", range(6))
-def test_weights_are_updated_once_whenever_the_operator_dies(make_cluster: Any, crash_at: int) -> None:
+def test_weights_are_updated_once_if_the_operator_dies_at_any_action(make_cluster: Any, crash_at: int) -> None:
     cluster = make_cluster(**_on_volume("6"))
     cluster.settle()
     cluster.patch(weights={"revision": "7"})

@@ -44,23 +44,23 @@ CASES: list[tuple[PodView, str, str]] = [
     (crashed("RuntimeError: Found no NVIDIA driver on your system"), "NoGpu", "gpusPerPod"),
     (crashed("error: --model /model/x: no such directory"), "WeightsMissing", "spec.model.source"),
     (crashed("401 Client Error: Unauthorized for url"), "AccessDenied", "tokenSecretRef"),
-    (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "reach each other"),
+    (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "allow their connections"),
     (crashed("OSError: [Errno 98] Address already in use"), "PortTaken", "hostNetwork"),
-    (crashed("OSError: [Errno 28] No space left on device"), "DiskFull", "room"),
+    (crashed("OSError: [Errno 28] No space left on device"), "DiskFull", "increase the cache volume"),
     (crashed("32 heads are not divisible by 3 tensor ranks"), "EngineConfigRefused", "correct the field"),
     (crashed("Segmentation fault", 139), "CrashLooping", "segmentation fault"),
 ]
 
 
 @pytest.mark.parametrize(("pod", "reason", "words"), CASES, ids=[f"{n}-{case[1]}" for n, case in enumerate(CASES)])
-def test_each_trouble_has_its_reason_and_its_remedy(pod: PodView, reason: str, words: str) -> None:
+def test_each_pod_failure_has_its_reason_and_its_remedy(pod: PodView, reason: str, words: str) -> None:
     found = diagnose(pod)
     assert found is not None
     assert found[0].value == reason
     assert words in found[1]
 
 
-def test_a_crash_names_its_rank_exit_code_and_last_words() -> None:
+def test_a_crash_names_its_rank_exit_code_and_termination_message() -> None:
     found = diagnose(crashed("loading\nValueError: bad header", 3))
     assert found is not None
     for words in ("demo-engine-0-1", "node rank 1 of demo-engine-0", "exit code 3", "3 restarts", "bad header"):
@@ -72,7 +72,7 @@ def test_a_pod_that_recovered_or_is_deleted_has_no_diagnosis(is_over: dict[str, 
     assert diagnose(replace(crashed("Segmentation fault", 139), **is_over)) is None
 
 
-def test_what_an_engine_writes_as_json_is_read_as_such() -> None:
+def test_a_json_termination_message_is_parsed() -> None:
     told = {"reason": "RankLost", "rank": 5, "message": "rank 5 left\nthe step", "remedy": "look at its own pod"}
     found = diagnose(crashed(json.dumps(told), 1))
     assert found is not None
@@ -104,5 +104,5 @@ def test_a_preflight_that_failed_names_the_pair_at_once_and_is_forgotten_once_it
 @pytest.mark.parametrize(
     "message", ["[" * 4096, '{"a":' * 800, "[]", "7", '{"message": {}, "rank": [1]}', '{"reason": 1}', "null"]
 )
-def test_a_termination_message_of_any_form_is_quoted_and_stops_nothing(message: str) -> None:
+def test_a_termination_message_of_any_form_is_quoted(message: str) -> None:
     assert diagnose(crashed(message)) is not None

@@ -26,7 +26,7 @@ from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import OperationOutcome, SignalKind
 from megatron_operator.model.text import printable, printable_data
-from megatron_operator.plan.decide import decide, refuse_spec
+from megatron_operator.plan.decide import decide, reject_spec
 from megatron_operator.plan.quoting import NOT_QUOTED
 from megatron_operator.plan.world import (
     CanaryReport,
@@ -34,7 +34,7 @@ from megatron_operator.plan.world import (
     CoordinatorSnapshot,
     EmitEvent,
     OperationReport,
-    Refusal,
+    Rejection,
 )
 
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07\r\nforged: line\u2028\u202etxt.exe\u200b\x9b31m\x7f\ud800 b"
@@ -122,11 +122,11 @@ def canary_of_an_engine(cluster: Cluster) -> None:
     cluster.status["engines"][0]["canary"] = "Pending"
 
 
-def refusal_of_the_api_server(cluster: Cluster) -> None:
+def rejection_of_the_api_server(cluster: Cluster) -> None:
     cluster.settle()
     ref = ChildRef("Deployment", "demo-server", "apps/v1")
     hashed = cluster.objects[ref]["metadata"]["annotations"]["inference.megatron.dev/hash"]
-    cluster.refusals[ref] = Refusal(hashed, 422, HOSTILE, cluster.now)
+    cluster.rejections[ref] = Rejection(hashed, 422, HOSTILE, cluster.now)
 
 
 def pods_that_cannot_be_made(cluster: Cluster) -> None:
@@ -150,7 +150,7 @@ SOURCES: tuple[Callable[[Cluster], None], ...] = (
     error_of_a_signal,
     digest_of_an_engine,
     canary_of_an_engine,
-    refusal_of_the_api_server,
+    rejection_of_the_api_server,
     pods_that_cannot_be_made,
     value_of_a_pod_template,
     shape_of_a_pod_template,
@@ -180,11 +180,11 @@ def test_a_field_manager_and_a_link_are_escaped() -> None:
 
 
 def test_a_spec_that_cannot_be_parsed_is_escaped(make_cluster: Any) -> None:
-    decision = refuse_spec(status={}, generation=1, error=HOSTILE, now=make_cluster().now)
+    decision = reject_spec(status={}, generation=1, error=HOSTILE, now=make_cluster().now)
     assert unprintable([decision.status, decision.message, [event.message for event in decision.actions]]) == []
 
 
-def test_an_event_is_escaped_whoever_emits_it() -> None:
+def test_every_event_is_escaped() -> None:
     recorder = Recorder(None, instance="i")  # type: ignore[arg-type]
     body = recorder._body(EmitEvent("Normal", "R", HOSTILE), name="n", namespace="s", uid="u")
     assert unprintable(body) == []
@@ -210,7 +210,7 @@ def test_a_log_record_is_one_line_and_an_exception_is_indented(formatter: loggin
         assert json.loads(lines[0])["error"] == HOSTILE
 
 
-def test_what_is_shown_of_a_resource_keeps_to_its_lines(make_cluster: Any) -> None:
+def test_texts_of_a_resource_are_shown_on_one_line(make_cluster: Any) -> None:
     cluster = make_cluster()
     termination_message(cluster)
     name_of_a_pod(cluster)
@@ -252,7 +252,7 @@ LABELLED = {"engine": {"podTemplate": {"metadata": {"labels": {HOSTILE.replace("
     ids=["unknown field", "value", "template", "not allowed", "image", "accepted"],
 )
 @pytest.mark.parametrize("command", ["render", "render -o json", "plan"])
-def test_commands_print_nothing_that_a_terminal_acts_upon(tmp_path: Path, spec: dict[str, Any], command: str) -> None:
+def test_commands_print_no_terminal_control_characters(tmp_path: Path, spec: dict[str, Any], command: str) -> None:
     against = ["--against", _file(tmp_path, {})] if command == "plan" else []
     name, *options = command.split()
     result = CliRunner().invoke(main, [name, "-f", _file(tmp_path, spec), *against, *options])
@@ -337,7 +337,7 @@ def test_a_foreign_container_beside_ours_is_not_quoted(make_cluster: Any) -> Non
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("component", ["engine", "coordinator", "server"])
-def test_what_a_foreign_image_tells_its_coordinator_is_quoted_only_where_listed(
+def test_texts_of_a_foreign_image_are_quoted_only_where_the_chart_lists_it(
     make_cluster: Any, component: str, listed: bool
 ) -> None:
     template = {"spec": {"containers": [{"name": component, "image": FOREIGN}]}}

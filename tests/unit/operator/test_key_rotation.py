@@ -1,4 +1,4 @@
-"""Keys are rotated one stage after another, each only when the one before is seen to have arrived."""
+"""Keys are rotated in stages; a stage begins when the previous one is confirmed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import ApplyChild, ChildRef, Refusal, RotateKeys
+from megatron_operator.plan.world import ApplyChild, ChildRef, Rejection, RotateKeys
 from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
 from megatron_runtime.transport.security import generate_key_files
 
@@ -45,7 +45,7 @@ def test_a_raised_generation_replaces_every_pair_and_restarts_the_coordinator_on
     assert after["admin.pub"] == before["admin.pub"]
     assert cluster.status["keys"]["generation"] == 3
     assert cluster.status["keys"]["stage"] == "Settled"
-    assert cluster.log.count("the coordinator is started anew") == 1
+    assert cluster.log.count("the coordinator is restarted") == 1
     assert cluster.state == "Running"
     assert [event.reason for event in cluster.events].count("KeysRotated") == 1
     assert cluster.deleted_pods == []
@@ -61,7 +61,7 @@ def test_the_same_generation_again_and_a_lower_one_do_nothing() -> None:
     assert _files(cluster) == held
 
 
-def test_the_old_keys_go_only_after_nobody_uses_them() -> None:
+def test_old_keys_are_removed_only_after_no_process_uses_them() -> None:
     cluster = _running()
     cluster.kubelet_brings_keys = False
     cluster.patch(keys={"generation": 2})
@@ -69,7 +69,7 @@ def test_the_old_keys_go_only_after_nobody_uses_them() -> None:
         cluster.step()
         cluster.tick()
     assert cluster.status["keys"]["stage"] == "Admitting"
-    assert "a kubelet brings" in cluster.status["plan"]["waitingOn"]
+    assert "a kubelet updates" in cluster.status["plan"]["waitingOn"]
     assert cluster.condition("Ready")["status"] == "True"
     assert cluster.condition("Ready")["reason"] == "RotatingKeys"
     cluster.kubelet_brings_keys = True
@@ -77,7 +77,7 @@ def test_the_old_keys_go_only_after_nobody_uses_them() -> None:
     assert cluster.status["keys"]["stage"] == "Settled"
 
 
-def test_keys_of_an_age_are_rotated_by_themselves_and_then_rest() -> None:
+def test_keys_are_rotated_at_their_maximum_age_once() -> None:
     cluster = _running(keys={"rotateAfterDays": 30})
     cluster.now += timedelta(days=29)
     cluster.settle()
@@ -111,15 +111,15 @@ def test_an_operator_that_dies_between_any_two_actions_ends_with_the_same_genera
         cluster.tick()
     cluster.settle()
     assert cluster.status["keys"] == {**cluster.status["keys"], "generation": 2, "stage": "Settled"}
-    assert cluster.log.count("the coordinator is started anew") == 1
+    assert cluster.log.count("the coordinator is restarted") == 1
 
 
-def test_a_lost_secret_is_made_anew_as_another_generation() -> None:
+def test_a_lost_secret_is_re_created_as_another_generation() -> None:
     cluster = _running()
     del cluster.objects[cluster.secret]
     cluster.settle()
     assert cluster.status["keys"]["generation"] == 2
-    assert cluster.log.count("the coordinator is started anew") == 1
+    assert cluster.log.count("the coordinator is restarted") == 1
 
 
 def test_a_secret_that_cannot_be_read_restarts_nothing() -> None:
@@ -132,17 +132,17 @@ def test_a_secret_that_cannot_be_read_restarts_nothing() -> None:
     assert not [action for action in applied if action.manifest["spec"].get("template") != template]
 
 
-def test_another_admin_key_is_let_in_and_the_old_one_out() -> None:
+def test_a_new_admin_key_is_accepted_and_the_old_one_rejected() -> None:
     cluster = _running()
     cluster.admin = type(cluster.admin).generate()
     cluster.settle()
     assert _files(cluster)["admin.pub"] == [cluster.admin.public.decode()]
 
 
-def test_a_secret_that_cannot_be_written_is_named_and_not_hammered() -> None:
+def test_a_secret_that_cannot_be_written_is_named_and_retried_with_backoff() -> None:
     cluster = _running()
     cluster.patch(keys={"generation": 2})
-    cluster.refusals[cluster.secret] = Refusal("", 422, "field is immutable when `immutable` is set", cluster.now)
+    cluster.rejections[cluster.secret] = Rejection("", 422, "field is immutable when `immutable` is set", cluster.now)
     for _ in range(10):
         decision = cluster.step()
         assert not [action for action in decision.actions if isinstance(action, RotateKeys)]
@@ -154,13 +154,13 @@ def test_a_secret_that_cannot_be_written_is_named_and_not_hammered() -> None:
     assert cluster.status["keys"]["generation"] == 2
 
 
-def test_a_decision_made_from_an_older_secret_is_refused() -> None:
+def test_a_decision_made_from_an_older_secret_is_rejected() -> None:
     cluster = _running()
     with pytest.raises(ValueError, match="not the stage before Restarting"):
         cluster.act(RotateKeys("demo-keys", 2, KeyStage.RESTARTING))
 
 
-def test_between_any_two_neighbouring_stages_every_pair_of_processes_understands_each_other() -> None:
+def test_in_adjacent_rotation_stages_every_pair_of_processes_can_connect() -> None:
     files: dict[str, str] = generate_key_files()
     stage, seen = KeyStage.SETTLED, [files]
     for _ in AFTER:

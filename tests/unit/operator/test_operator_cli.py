@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.generate import generated_files
 from megatron_operator.install import HOME_RULES, install_manifests
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.remedies import REMEDIES, Symptom
 from megatron_operator.render.keys import ADMIN_SECRET
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +39,7 @@ def test_render_prints_the_children() -> None:
     assert "Secret" not in kinds
 
 
-def test_a_bad_file_is_refused_with_every_field(tmp_path: Path) -> None:
+def test_a_bad_file_is_rejected_with_every_field(tmp_path: Path) -> None:
     bad = yaml.safe_load(DEMO.read_text())
     bad["spec"]["replicas"] = -1
     bad["spec"]["model"]["source"] = {}
@@ -48,7 +51,7 @@ def test_a_bad_file_is_refused_with_every_field(tmp_path: Path) -> None:
     assert "spec.model.source: 0 sources are set" in result.output
 
 
-def test_plan_says_what_restarts_and_why(tmp_path: Path) -> None:
+def test_plan_lists_what_restarts_and_why(tmp_path: Path) -> None:
     changed = tmp_path / "new.yaml"
     changed.write_text(DEMO.read_text().replace("maxRequests: 16", "maxRequests: 8"))
     result = _run("plan", "-f", str(changed), "--against", str(DEMO))
@@ -58,22 +61,30 @@ def test_plan_says_what_restarts_and_why(tmp_path: Path) -> None:
     assert _run("plan", "-f", str(DEMO), "--against", str(DEMO)).output == "nothing changes\n"
 
 
-def test_plan_refuses_to_compare_two_resources(tmp_path: Path) -> None:
+def test_plan_rejects_two_different_resources(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(DEMO.read_text().replace("name: demo", "name: other"))
     assert _run("plan", "-f", str(other), "--against", str(DEMO)).exit_code == 1
 
 
-def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> None:
+def test_explain_shows_the_chain_of_causes(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=1)
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
     text = "\n".join(explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status}))
-    assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
+    assert "default/demo: Pending, desired Running, 0/1 engines ready" in text
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
-    assert "trouble: CrashLooping" in text
+    assert "error: CrashLooping" in text
+    assert REMEDIES[Reason.CRASH_LOOPING].action in text
+
+
+def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -> None:
+    assert set(REMEDIES) == set(Reason)
+    assert {remedy.symptom for remedy in REMEDIES.values()} == set(Symptom)
+    page = generated_files()["docs/guides/troubleshooting.md"]
+    assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [reason.value for reason in REMEDIES]
 
 
 def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster: Any) -> None:
@@ -100,7 +111,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
 
 
 def test_explain_without_a_status_asks_for_an_operator() -> None:
-    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
+    assert "Is an operator running" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
 
 
 @pytest.mark.parametrize("name", sorted(generated_files()))
@@ -108,7 +119,7 @@ def test_generated_files_are_current(name: str) -> None:
     assert (ROOT / name).read_text() == generated_files()[name], "run `python -m megatron_operator.generate`"
 
 
-def test_the_operator_may_not_list_secrets_or_touch_what_it_has_no_business_with() -> None:
+def test_the_operator_has_no_permission_to_list_secrets_or_change_foreign_objects() -> None:
     rules = [
         rule
         for manifest in install_manifests(namespace="n", image="i", runtime_image="r")

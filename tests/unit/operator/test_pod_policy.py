@@ -279,7 +279,7 @@ def test_a_host_path_is_below_its_prefix_and_mounted_read_only() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "//", "dev", "/dev/../etc"])
-def test_a_prefix_that_allows_everything_is_refused_at_the_start(prefix: str) -> None:
+def test_a_prefix_that_allows_everything_is_rejected_at_the_start(prefix: str) -> None:
     with pytest.raises(ValueError, match=r"podPolicy.hostPaths \(--allow-host-path\): is"):
         PodPolicy(host_paths=(prefix,))
 
@@ -417,7 +417,7 @@ def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -
         except InvalidPodTemplate:
             return
         accepted += 1
-        # A volume of no type, as an overlay may leave it, is refused by the API server.
+        # A volume of no type, as an overlay may leave it, is rejected by the API server.
         found = [each for each in restricted_violations(template) if not each.endswith(": []")]
         assert found == []
 
@@ -486,7 +486,7 @@ def test_a_resource_that_a_new_policy_rejects_keeps_serving(fields: dict[str, An
     assert running(cluster)[0] == before[0]
 
 
-def test_an_engine_that_a_new_policy_rejects_is_made_again_from_its_own_revision() -> None:
+def test_an_engine_that_a_new_policy_rejects_is_re_created_from_its_own_revision() -> None:
     cluster = formerly_accepted(replicas=2, **FORBIDDEN)
     cluster.settle()
     first = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
@@ -522,14 +522,14 @@ def test_a_change_that_is_not_allowed_changes_nothing_that_runs(make_cluster: An
     assert cluster.condition("Degraded")["reason"] == "NotAllowed"
 
 
-def test_a_new_resource_that_is_not_allowed_gets_no_engine(make_cluster: Any) -> None:
+def test_a_new_resource_that_the_policy_rejects_gets_no_engine(make_cluster: Any) -> None:
     cluster = make_cluster(**FORBIDDEN)
     cluster.settle()
     assert cluster.engine_pods() == []
     assert cluster.condition("Ready")["reason"] == "NotAllowed"
 
 
-def test_each_component_is_blamed_for_its_own_template_alone(make_cluster: Any) -> None:
+def test_a_rejected_template_names_its_own_component_only(make_cluster: Any) -> None:
     cluster = make_cluster(server={"podTemplate": pod(hostPID=True)})
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()

@@ -62,7 +62,7 @@ def test_another_revision_is_another_job_and_another_directory() -> None:
         ({"huggingFace": {"repo": "org/name"}}, "spec.model.source.huggingFace.revision: is not set"),
     ],
 )
-def test_what_cannot_be_fetched_is_said(source: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_fetched_is_reported(source: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "resource.yaml"
     resource = yaml.safe_load(SAMPLE.read_text())
     resource["spec"]["model"]["source"] = source

@@ -68,7 +68,7 @@ UNSCHEDULABLE = {
         (_ended(137, "OOMKilled"), "OutOfMemory", "raise the limit"),
     ],
 )
-def test_each_trouble_has_its_own_reason(status: dict[str, Any], reason: str, words: str) -> None:
+def test_each_pod_failure_has_its_own_reason(status: dict[str, Any], reason: str, words: str) -> None:
     found = diagnose(reduce_pod(_pod(status)))
     assert found is not None
     assert found[0].value == reason
@@ -76,11 +76,11 @@ def test_each_trouble_has_its_own_reason(status: dict[str, Any], reason: str, wo
 
 
 @pytest.mark.parametrize("status", [_waiting("ContainerCreating"), _waiting("PodInitializing"), {"phase": "Running"}])
-def test_a_pod_that_starts_is_not_in_trouble(status: dict[str, Any]) -> None:
+def test_a_starting_pod_has_no_failure(status: dict[str, Any]) -> None:
     assert diagnose(reduce_pod(_pod(status))) is None
 
 
-def test_last_words_are_cut_from_the_front() -> None:
+def test_termination_messages_are_cut_from_the_front() -> None:
     found = diagnose(reduce_pod(_pod(_ended(1, "Error", "x" * 5000 + " the end"))))
     assert found is not None
     assert found[1].endswith("the end")

@@ -246,7 +246,7 @@ def test_null_removes_a_field() -> None:
         ({"spec": {"containers": [{"image": "x"}]}}, r"f.spec.containers\[0\]: has no 'name'"),
     ],
 )
-def test_a_template_of_the_wrong_shape_is_refused_by_path(overlay: dict[str, Any], where: str) -> None:
+def test_a_template_of_the_wrong_shape_is_rejected_by_path(overlay: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidPodTemplate, match=where):
         merge_template(BASE, overlay, field="f")
 
@@ -270,9 +270,9 @@ def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
     ]
     assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
     assert found.steps == (
-        "drain and replace demo-engine-1, then ask it for a canary completion (at most 1 at a time)",
-        "drain and replace demo-engine-0, then ask it for a canary completion (at most 1 at a time)",
-        "lowest capacity on the way: 1 of 2 engines",
+        "drain and replace demo-engine-1, then verify it by a canary completion (at most 1 at a time)",
+        "drain and replace demo-engine-0, then verify it by a canary completion (at most 1 at a time)",
+        "lowest capacity meanwhile: 1 of 2 engines",
     )
 
 
@@ -302,7 +302,7 @@ def test_a_preview_of_other_weights_restarts_nothing() -> None:
     old, new = (_context(model={"source": source}, weights={"revision": revision}) for revision in ("6", "7"))
     found = preview(old, new)
     assert found.changes == ()
-    assert found.steps == ("give every engine weights 7 in place, under the next epoch",)
+    assert found.steps == ("load weights 7 into every engine in place, with the next epoch",)
 
 
 def test_tls_moves_the_front_door_and_its_address_to_https() -> None:
@@ -348,7 +348,7 @@ def test_every_container_but_an_engines_has_a_memory_limit() -> None:
         ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "2", "memory": "4Gi"}, "requests": {"cpu": "50m"}}),
     ],
 )
-def test_a_pod_template_has_the_last_word_on_memory(
+def test_a_pod_template_overrides_the_memory_limit(
     component: str, given: dict[str, Any], rendered: dict[str, Any]
 ) -> None:
     overlay = {"spec": {"containers": [{"name": component, "resources": given}]}}
@@ -381,7 +381,7 @@ def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, s
     assert allowed == [8000, 8080]
 
 
-def test_what_keys_share_and_priorities_are_arguments_of_the_server_alone() -> None:
+def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     plain = _pods(_context())
     changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True}))
     assert [name for name, pod in plain.items() if changed[name] != pod] == ["demo-server"]

@@ -1,4 +1,4 @@
-"""The resource as types: defaults, refusals, and the CRD that is generated from them."""
+"""The resource as types: defaults, rejections, and the CRD that is generated from them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_defaults_are_those_of_the_reference() -> None:
                 "model": {"source": {"image": {"reference": "r", "path": "/x"}}},
                 "weights": {"revision": "7"},
             },
-            "image.path: has no .revision. to fill",
+            "image.path: has no .revision. placeholder",
         ),
         (_spec(engine={"batching": {"maxTokens": 8, "maxRequests": 9}}), "maxTokens: is 8.*maxRequests = 9"),
         (
@@ -73,7 +73,7 @@ def test_defaults_are_those_of_the_reference() -> None:
         ),
     ],
 )
-def test_a_wrong_spec_is_refused_with_field_and_remedy(spec: dict[str, Any], words: str) -> None:
+def test_a_wrong_spec_is_rejected_with_field_and_remedy(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         parse_spec(spec)
 
@@ -86,7 +86,7 @@ def test_good_names_pass(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "Demo", "0demo", "demo-", "a" * 41, "x-coordinator", "x-server", "x-keys", "x-engine-0", "x-engines"]
 )
-def test_names_that_children_could_not_use_are_refused(name: str) -> None:
+def test_names_that_children_could_not_use_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=r"metadata\.name"):
         check_name(name)
 

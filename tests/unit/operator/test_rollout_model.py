@@ -363,6 +363,6 @@ def test_the_search_computes_unproven_engines_independently_of_the_planner(
     ],
     ids=lambda planner: planner.__name__,
 )
-def test_a_planner_with_a_known_mistake_is_caught(planner: Callable[..., Step]) -> None:
+def test_the_search_finds_a_known_mistake_of_a_planner(planner: Callable[..., Step]) -> None:
     with pytest.raises(Violation):
         explore(Model(planner, revisions=3, max_unavailable=1, sizes=(3, 2)), limit=30_000)

@@ -126,7 +126,7 @@ def test_every_observation_leads_to_the_goal_by_legal_signals(
 
 @pytest.mark.parametrize("coordinator", sorted(STEADY_ENGINE_STATES))
 @pytest.mark.parametrize("desired", DesiredState)
-def test_the_way_is_a_shortest_one(coordinator: CoordinatorState, desired: DesiredState) -> None:
+def test_the_path_is_a_shortest_one(coordinator: CoordinatorState, desired: DesiredState) -> None:
     state = next(iter(STEADY_ENGINE_STATES[coordinator] - {E.RESUMED}))
     _, sent = _walk(Peer(coordinator, (state, state), desired))
     if desired is D.STOPPED:
@@ -137,7 +137,7 @@ def test_the_way_is_a_shortest_one(coordinator: CoordinatorState, desired: Desir
 
 
 @pytest.mark.slow
-def test_two_changes_of_mind_at_any_step_stay_legal_and_reach_the_last_goal() -> None:
+def test_two_changes_of_the_goal_at_any_step_stay_legal_and_reach_the_last_goal() -> None:
     for coordinator, mix in itertools.product(CoordinatorState, MIXES):
         for first, second, third in itertools.product(DesiredState, repeat=3):
             for moment in range(4):
@@ -164,13 +164,13 @@ def _advance(peer: Peer, steps: int) -> Peer:
 
 @pytest.mark.parametrize("coordinator", [C.RECOVERING, C.STOPPING])
 @pytest.mark.parametrize("desired", DesiredState)
-def test_nothing_is_said_to_a_coordinator_between_two_states(
+def test_no_signal_is_sent_to_a_coordinator_between_two_states(
     coordinator: CoordinatorState, desired: DesiredState
 ) -> None:
     assert isinstance(Peer(coordinator, (E.RUNNING,), desired).plan(), Wait)
 
 
-def test_no_engine_cannot_pass_for_all_of_them() -> None:
+def test_zero_engines_do_not_count_as_all_engines() -> None:
     assert isinstance(Peer(C.RUNNING, (), D.PAUSED).plan(), Wait)
     absent = next_step(coordinator=C.RUNNING, engines=[], desired=D.PAUSED, engines_expected=False)
     assert absent == Send(S.PAUSE)

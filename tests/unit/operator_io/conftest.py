@@ -38,22 +38,22 @@ class Store:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.version = 100
         self.writes: list[tuple[str, str]] = []
-        self.refuse: ApiError | None = None
+        self.reject: ApiError | None = None
         self.forced: list[bool] = []
 
     async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        self._maybe_refuse()
+        self._maybe_reject()
         return copy.deepcopy(self.objects.get((kind.kind, namespace, name)))
 
     async def create(self, kind: Kind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
-        self._maybe_refuse()
+        self._maybe_reject()
         key = self._key(kind, body)
         if key in self.objects:
             raise ApiError(409, "AlreadyExists", f"{key} exists")
         return self._store(key, body, uid=f"uid-{self.version}", verb="create")
 
     async def replace(self, kind: Kind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
-        self._maybe_refuse()
+        self._maybe_reject()
         key = self._key(kind, body)
         old = self.objects.get(key)
         if old is None:
@@ -65,7 +65,7 @@ class Store:
     async def apply(
         self, kind: Kind, body: dict[str, Any], *, manager: str, force: bool, subresource: str | None = None
     ) -> dict[str, Any]:
-        self._maybe_refuse()
+        self._maybe_reject()
         self.forced.append(force)
         key = self._key(kind, body)
         old = self.objects.get(key)
@@ -79,7 +79,7 @@ class Store:
         return self._store(key, merged, uid=old["metadata"]["uid"] if old else f"uid-{self.version}", verb="apply")
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        self._maybe_refuse()
+        self._maybe_reject()
         old = self.objects.get((kind.kind, namespace, name))
         if old is None:
             raise ApiError(404, "NotFound", name)
@@ -91,7 +91,7 @@ class Store:
     async def merge_patch(
         self, kind: Kind, namespace: str, name: str, body: dict[str, Any], *, manager: str
     ) -> dict[str, Any]:
-        self._maybe_refuse()
+        self._maybe_reject()
         key = (kind.kind, namespace, name)
         return self._store(key, {**self.objects[key], **body}, uid="same", verb="patch")
 
@@ -105,9 +105,9 @@ class Store:
         self.writes.append((verb, key[0]))
         return copy.deepcopy(self.objects[key])
 
-    def _maybe_refuse(self) -> None:
-        if self.refuse is not None:
-            raise self.refuse
+    def _maybe_reject(self) -> None:
+        if self.reject is not None:
+            raise self.reject
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ class AdminPort:
         self.in_flight = 0
         self.mute = False
         self.hold_acks = False
-        self.refusal: ControlAck | None = None
+        self.rejection: ControlAck | None = None
         self.received: list[ControlMessage] = []
         self.controls: list[Control] = []
         self.known: set[bytes] = set()
@@ -149,7 +149,7 @@ class AdminPort:
             self._socket = None
 
     def restart(self) -> None:
-        """A new process at the same address: it knows nobody and has a new incarnation."""
+        """A new process at the same address: it knows no peer and has a new incarnation."""
         self.incarnation += 1
         self.known.clear()
 
@@ -193,8 +193,8 @@ class AdminPort:
 
     def _acknowledge(self, sender: bytes, control: Control) -> None:
         assert control.operation_id is not None
-        if self.refusal is not None:
-            self._send(sender, self.refusal.model_copy(update={"operation_id": control.operation_id}))
+        if self.rejection is not None:
+            self._send(sender, self.rejection.model_copy(update={"operation_id": control.operation_id}))
             return
         self.state = CoordinatorState.PAUSED
         self.operations.append(

@@ -75,7 +75,7 @@ class LossySocket:
 
 
 class CoordinatorPort:
-    """A FakeCoordinator behind the protocol: what is illegal is refused, what is repeated is answered as before."""
+    """A FakeCoordinator behind the protocol: what is illegal is rejected, what is repeated is answered as before."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

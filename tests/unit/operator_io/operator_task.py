@@ -199,7 +199,7 @@ class DirectLink:
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
         await asyncio.sleep(0)
         coordinator = self._cluster.coordinator
-        found = coordinator.snapshot() if coordinator else CoordinatorSnapshot(error="refused")
+        found = coordinator.snapshot() if coordinator else CoordinatorSnapshot(error="rejected")
         await asyncio.sleep(0)
         return found
 

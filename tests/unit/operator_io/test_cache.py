@@ -85,7 +85,7 @@ def test_older_watch_event_does_not_hide_the_write(index: Index, cache: Resource
     assert cache.views()[REF].replicas == 3
 
 
-def test_child_changed_by_somebody_else_is_not_verified(index: Index, cache: ResourceCache) -> None:
+def test_a_child_changed_by_another_manager_is_not_verified(index: Index, cache: ResourceCache) -> None:
     cache.applied(project_child(deployment(20)))
     index.children[KEY] = [project_child(deployment(30, paused=True))]
     assert not cache.views()[REF].verified
@@ -132,7 +132,7 @@ def test_deletion_shows_as_deleting_until_the_watch_drops_it(index: Index, cache
     assert not cache.views()[REF].deleting
 
 
-def test_ghost_of_a_missed_deletion_is_found_by_the_audit(index: Index, cache: ResourceCache) -> None:
+def test_the_audit_finds_a_missed_deletion(index: Index, cache: ResourceCache) -> None:
     index.children[KEY] = [project_child(deployment(20))]
     index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
 
@@ -142,7 +142,7 @@ def test_ghost_of_a_missed_deletion_is_found_by_the_audit(index: Index, cache: R
     assert [view.name for view in cache.pods()] == ["b"]
 
 
-def test_what_goes_while_the_audit_is_on_its_way_does_not_come_back_with_it(index: Index, cache: ResourceCache) -> None:
+def test_an_object_deleted_during_the_audit_is_not_restored_by_it(index: Index, cache: ResourceCache) -> None:
     index.children[KEY] = [project_child(deployment(20))]
     before = cache.uids()
     index.children[KEY] = []
@@ -152,9 +152,7 @@ def test_what_goes_while_the_audit_is_on_its_way_does_not_come_back_with_it(inde
     assert cache.views() == {}
 
 
-def test_what_comes_while_the_audit_is_on_its_way_stays_though_the_listing_lacks_it(
-    index: Index, cache: ResourceCache, clock: Clock
-) -> None:
+def test_an_object_created_during_the_audit_is_kept(index: Index, cache: ResourceCache, clock: Clock) -> None:
     """Or a pod that begins in that moment would be hidden for its whole life, and never be replaced."""
     index.pods[KEY] = [project_pod(pod("a", "p1"))]
     before = cache.uids()

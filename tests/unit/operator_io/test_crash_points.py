@@ -1,4 +1,4 @@
-"""The operator ended at every await of a life with all verbs, and started anew: same end, no signal acted on twice."""
+"""The operator is killed at every await of a run with all verbs and restarted: same end, no signal acts twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def outcome(cluster: Cluster) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-async def test_killed_at_any_await_the_same_life_is_lived_and_no_signal_acts_twice() -> None:
+async def test_an_operator_killed_at_any_await_reaches_the_same_state_and_no_signal_acts_twice() -> None:
     whole = Points()
     reference = await live(whole)
     ids = [signal.operation_id for signal in reference.coordinator.begun]
@@ -90,7 +90,7 @@ def _verbs(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("term", [2])
-async def test_a_successor_speaks_with_its_own_term(term: int) -> None:
+async def test_a_successor_uses_its_own_term(term: int) -> None:
     cluster = await live(Points(end_at=40))
     assert cluster.coordinator is not None
     assert cluster.coordinator.fence == term

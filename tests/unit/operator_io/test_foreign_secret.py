@@ -41,7 +41,7 @@ class Site:
     resource: Any
 
     async def decision(self) -> Decision:
-        world = await self.observer.world(self.resource, term=1, refusals=self.actor.refusals, vetted={})
+        world = await self.observer.world(self.resource, term=1, rejections=self.actor.rejections, vetted={})
         assert not world.coordinator.reachable
         return decide(world)
 
@@ -96,9 +96,9 @@ async def test_keys_of_another_owner_are_neither_adopted_nor_overwritten(site: S
     (create,) = (action for action in first.actions if isinstance(action, CreateKeys))
     foreign = site.put_foreign(owner_uid)  # between the read and the write
     await site.actor.act([create], site.resource)
-    refusal = site.actor.refusals[REF]
-    assert refusal.code == 409
-    assert "not owned by this resource" in refusal.message
+    rejection = site.actor.rejections[REF]
+    assert rejection.code == 409
+    assert "not owned by this resource" in rejection.message
     for _ in range(2):
         decision = await site.decision()
         assert decision.reason == "ChildNotOwned"
@@ -106,17 +106,17 @@ async def test_keys_of_another_owner_are_neither_adopted_nor_overwritten(site: S
         assert not any(isinstance(action, CreateKeys | RotateKeys) for action in decision.actions)
     await site.actor.act([create, RotateKeys("demo-keys", 2, KeyStage.ADMITTING)], site.resource)
     await site.actor.act([RotateKeys("demo-keys", 2, KeyStage.ADMITTING)], site.resource)
-    world = await site.observer.world(site.resource, term=1, refusals={}, vetted={})
+    world = await site.observer.world(site.resource, term=1, rejections={}, vetted={})
     assert world.keys is None
     assert site.store.objects == {SECRET: foreign}
     assert site.store.writes == []
 
 
-async def test_keys_of_this_resource_are_made_and_used(site: Site) -> None:
+async def test_keys_of_this_resource_are_created_and_used(site: Site) -> None:
     decision = await site.decision()
     create = [action for action in decision.actions if isinstance(action, CreateKeys)]
     await site.actor.act(create, site.resource)
-    world = await site.observer.world(site.resource, term=1, refusals={}, vetted={})
+    world = await site.observer.world(site.resource, term=1, rejections={}, vetted={})
     assert world.keys is not None
     assert world.keys.admin_admitted
     assert site.store.writes == [("create", "Secret")]

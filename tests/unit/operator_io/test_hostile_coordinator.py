@@ -1,4 +1,4 @@
-"""A tenant's coordinator that answers garbage and maximal fences: its own resource says so, and no other notices."""
+"""A tenant's coordinator that answers garbage and maximal fences affects the status of its own resource only."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def honest_link(woken: asyncio.Event, cluster: Cluster) -> LossyLink:
 
 
 @pytest.mark.slow
-async def test_the_verbs_of_one_tenant_work_while_the_others_coordinator_answers_garbage(hostile: Any) -> None:
+async def test_verbs_work_while_the_coordinator_of_another_tenant_sends_garbage(hostile: Any) -> None:
     leader = Leader(term=7)
     bad = hostile()
     tenant = Tenant(leader, honest_link)
@@ -141,7 +141,7 @@ async def link_to() -> AsyncIterator[Callable[[str], CoordinatorLink]]:
         await link.close()
 
 
-async def test_what_cannot_be_read_is_named(hostile: Any, link_to: Any) -> None:
+async def test_an_unreadable_answer_is_named(hostile: Any, link_to: Any) -> None:
     link = link_to(hostile({"the highest epoch": ANSWERS["the highest epoch"]}).address)
     found = await refreshed(link, lambda found: "cannot be read" in found.error)
     assert f"field epoch {HIGHEST}" in found.error
@@ -160,7 +160,7 @@ async def test_texts_of_a_coordinator_are_cut_and_escaped(hostile: Any, link_to:
 
 
 @pytest.mark.slow
-async def test_one_that_floods_is_cut_off_for_a_while(hostile: Any, link_to: Any) -> None:
+async def test_a_flooding_coordinator_is_disconnected_for_a_while(hostile: Any, link_to: Any) -> None:
     bad = hostile({"status": lambda: [reply()]}, floods=2 * MAX_MESSAGES_A_SECOND)
     link = link_to(bad.address)
     found = await refreshed(link, lambda found: "in a second" in found.error)

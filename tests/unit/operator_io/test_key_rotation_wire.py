@@ -105,7 +105,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 @pytest.mark.slow
-async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
+async def test_a_request_survives_a_whole_rotation(site: Site) -> None:
     secret = site.secret
     stream = site.client.add_request_streaming([1, 2], SamplingParams(num_tokens_to_generate=8))
     await site.engine.until(lambda: site.engine.jobs)
@@ -150,7 +150,7 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
 
 
 @pytest.mark.slow
-async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_path: Path) -> None:
+async def test_a_real_engine_loads_its_new_key_while_it_serves(tmp_path: Path) -> None:
     site = Site(Mounted(tmp_path))
     settings = EngineSettings(
         coordinator=site.address(Role.ENGINE),

@@ -36,7 +36,7 @@ async def until_told(*, stop_flag: asyncio.Event, **_: Any) -> None:
     await stop_flag.wait()
 
 
-async def test_it_ends_when_it_is_told(make_run: Any) -> None:
+async def test_sigterm_ends_the_operator(make_run: Any) -> None:
     run = make_run(until_told)
     running = asyncio.create_task(run.run())
     await asyncio.sleep(0)
@@ -45,14 +45,14 @@ async def test_it_ends_when_it_is_told(make_run: Any) -> None:
     await running
 
 
-async def test_a_kind_that_vanishes_ends_it_in_good_order(make_run: Any) -> None:
+async def test_a_deleted_crd_ends_the_operator_cleanly(make_run: Any) -> None:
     run = make_run(until_told)
     run.watches.vanished.set()
-    with pytest.raises(WatchesEndedError, match="served no more"):
+    with pytest.raises(WatchesEndedError, match="no longer serves"):
         await run.run()
 
 
-async def test_why_it_failed_is_said(make_run: Any) -> None:
+async def test_the_cause_of_a_failure_is_logged(make_run: Any) -> None:
     async def fail(**_: Any) -> None:
         raise ValueError("the watch said 500")
 
@@ -60,7 +60,7 @@ async def test_why_it_failed_is_said(make_run: Any) -> None:
         await make_run(fail).run()
 
 
-async def test_one_that_is_stuck_in_its_end_is_left_alone(make_run: Any) -> None:
+async def test_a_stuck_shutdown_is_abandoned(make_run: Any) -> None:
     stuck = asyncio.Event()
 
     async def hang(*, stop_flag: asyncio.Event, **_: Any) -> None:
@@ -70,6 +70,6 @@ async def test_one_that_is_stuck_in_its_end_is_left_alone(make_run: Any) -> None
         except asyncio.CancelledError:
             await stuck.wait()
 
-    with pytest.raises(WatchesEndedError, match="not come to its end"):
+    with pytest.raises(WatchesEndedError, match="has not stopped within"):
         await make_run(hang).run()
     stuck.set()

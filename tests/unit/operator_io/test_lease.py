@@ -67,7 +67,7 @@ async def test_challenger_waits_its_own_duration_since_it_saw_a_change_and_takes
     assert stored(store)["spec"]["leaseTransitions"] == 2
 
 
-async def test_renewal_seen_by_the_challenger_starts_its_wait_anew(store: Any) -> None:
+async def test_a_renewal_restarts_the_wait_of_the_challenger(store: Any) -> None:
     clock = Clock()
     first, challenger = elector(store, clock, "a"), elector(store, clock, "b")
     await first.acquire()
@@ -109,10 +109,10 @@ async def test_only_one_of_two_that_swap_at_once_wins(store: Any) -> None:
     lease = await store.get(_lease_kind(), "system", "op")
     left._lease = right._lease = lease
     await left._write(term=2)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as rejected:
         await right._write(term=2)
 
-    assert refused.value.conflict
+    assert rejected.value.conflict
     assert (left.leading, right.leading) == (True, False)
 
 
@@ -135,7 +135,7 @@ async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) ->
     clock = Clock()
     first = elector(store, clock, "a", duration=0.3)
     await first.acquire()
-    store.refuse = ApiError(503, "Unavailable", "try again")
+    store.reject = ApiError(503, "Unavailable", "try again")
     hold = asyncio.create_task(first.hold())
     await asyncio.sleep(0.2)
     assert not hold.done()
@@ -146,7 +146,7 @@ async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) ->
 
 
 @pytest.mark.parametrize("found", [str(1 << 64), "-3", "many"])
-async def test_a_term_that_nobody_counted_up_to_is_counted_from_the_beginning(store: Any, found: str) -> None:
+async def test_an_implausible_term_is_counted_from_the_beginning(store: Any, found: str) -> None:
     clock = Clock()
     first = elector(store, clock, "a")
     await first.acquire()

@@ -89,7 +89,7 @@ async def test_reached_coordinator_is_described_and_wakes_the_task(make_link: An
     assert [engine.name for engine in link.snapshot.engines] == ["demo-engine-0"]
 
 
-async def test_traffic_alone_wakes_nobody(make_link: Any, admin_port: Any) -> None:
+async def test_traffic_alone_wakes_no_task(make_link: Any, admin_port: Any) -> None:
     link, changes = make_link(admin_port.address)
     await changes.until(lambda: link.snapshot.reachable)
     before = changes.count
@@ -160,10 +160,10 @@ async def test_the_deadline_of_a_signal_reaches_the_coordinator(make_link: Any, 
     assert (control.kind.name, control.timeout_seconds) == (kind.value, seconds)
 
 
-async def test_refusal_is_an_outcome_although_the_coordinator_forgets_it(make_link: Any, admin_port: Any) -> None:
+async def test_rejection_is_an_outcome_although_the_coordinator_forgets_it(make_link: Any, admin_port: Any) -> None:
     link, changes = make_link(admin_port.address)
     await changes.until(lambda: link.snapshot.reachable)
-    admin_port.refusal = ControlAck(
+    admin_port.rejection = ControlAck(
         operation_id="x",
         ok=False,
         state=CoordinatorState.RUNNING,
@@ -180,7 +180,7 @@ async def test_refusal_is_an_outcome_although_the_coordinator_forgets_it(make_li
     assert report.message == "ENGINES_MISSING: 1 expected, none registered"
 
 
-async def test_signal_without_a_connection_is_refused_not_queued(make_link: Any, admin_port: Any) -> None:
+async def test_signal_without_a_connection_is_rejected_not_queued(make_link: Any, admin_port: Any) -> None:
     link, changes = make_link(admin_port.address)
     await changes.until(lambda: link.snapshot.reachable)
     admin_port.mute = True
@@ -254,7 +254,7 @@ async def test_curve_keys_open_the_port_and_wrong_ones_do_not(make_link: Any, ma
     assert len(port.known) == 1
 
 
-async def test_of_two_keys_of_the_coordinator_the_one_it_has_is_found(make_link: Any, make_admin_port: Any) -> None:
+async def test_the_link_finds_the_current_one_of_two_coordinator_keys(make_link: Any, make_admin_port: Any) -> None:
     server, admin = KeyPair.generate(), KeyPair.generate()
 
     def secure(socket: zmq.Socket[bytes]) -> None:
@@ -309,7 +309,7 @@ def test_failed_requests_are_read_and_are_worth_waking_for() -> None:
     failed = FailedRequest(uid="0f" * 16, engines=["engine-0", "bad\x1b[31m"], at=1.5)
     reply = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, failed_requests=[failed])
     before, after = (
-        snapshot_of(one, refusals={}) for one in (reply.model_copy(update={"failed_requests": None}), reply)
+        snapshot_of(one, rejections={}) for one in (reply.model_copy(update={"failed_requests": None}), reply)
     )
     assert without_traffic(before) != without_traffic(after)
     (found,) = after.failed_requests
@@ -345,7 +345,7 @@ def test_a_canary_is_judged_by_its_log_probabilities(
 
 
 @pytest.mark.parametrize(("tokens", "ok"), [([216, 40, 28, 216], True), ([216, 41, 28, 216], False)])
-def test_a_canary_of_a_builtin_model_must_say_what_that_model_says(tokens: list[int], ok: bool) -> None:
+def test_a_canary_of_a_builtin_model_must_match_its_recorded_answer(tokens: list[int], ok: bool) -> None:
     canary = new_canary(AskCanary("demo-engine-0", "abc", "builtin:smollm2-135m"), now=0.0)
     body = b"".join(token.to_bytes(4, "little") for token in tokens)
     reply = {"status": "COMPLETED", "generated_log_probs": [-0.1] * 4}

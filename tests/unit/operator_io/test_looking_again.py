@@ -26,7 +26,7 @@ async def pause_of(task: ResourceTask) -> float:
     return pause
 
 
-async def test_what_was_written_and_is_not_shown_is_looked_up_soon_and_what_is_shown_is_not() -> None:
+async def test_a_write_that_the_watch_does_not_show_is_read_again_soon() -> None:
     api = InMemoryApi(Cluster(SPEC, security=False))
     watch = Watch(api)
     watch.show()
@@ -62,7 +62,7 @@ def resource(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": "prod", "uid": name, "resourceVersion": "7"}, "spec": {}}
 
 
-async def test_so_many_resources_are_listed_at_once_as_are_allowed_and_no_more() -> None:
+async def test_concurrent_lists_are_limited() -> None:
     lists: Any = SlowLists()
     names = [f"r{number}" for number in range(6)]
     index = Index(children={}, pods={}, resources={name: [project_resource(resource(name))] for name in names})
@@ -84,7 +84,7 @@ async def test_so_many_resources_are_listed_at_once_as_are_allowed_and_no_more()
     assert lists.total > 0
 
 
-async def test_no_secret_is_read_but_the_keys_of_the_resource() -> None:
+async def test_only_the_keys_secret_of_the_resource_is_read() -> None:
     secret = {"name": "theirs", "key": "k"}
     source = {"huggingFace": {"repo": "org/name", "revision": "1", "tokenSecretRef": secret}}
     server = {"apiKeysSecretRef": secret, "tls": {"secretName": "theirs"}}
@@ -119,7 +119,7 @@ async def test_no_secret_is_read_but_the_keys_of_the_resource() -> None:
     observer = Observer(played, cache, link, options=options)
     seen = await observer.resource()
     assert seen is not None
-    world = await observer.world(seen, term=1, refusals={}, vetted={})
+    world = await observer.world(seen, term=1, rejections={}, vetted={})
     assert world.keys is not None
     assert await observer.reread_keys(seen) is not None
     assert {name for kind, name in asked if kind == "Secret"} == {"demo-keys"}

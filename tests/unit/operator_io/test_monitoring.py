@@ -60,7 +60,7 @@ def test_every_metric_that_is_asked_for_exists() -> None:
     assert [name for name in sorted(asked) if not is_shown(name, by_operator)] == []
 
 
-def test_a_metric_that_does_not_exist_would_be_noticed() -> None:
+def test_the_check_notices_a_missing_metric() -> None:
     assert not is_shown("megatron_coordinator_no_such_thing_total", shown(Metrics().registry))
 
 
@@ -87,7 +87,7 @@ def test_a_verb_is_timed_from_its_intent_to_each_phase_once() -> None:
         assert metrics.registry.get_sample_value("megatron_operator_verb_seconds_count", labels) == 1
 
 
-def test_the_dashboard_is_whole_and_its_panels_do_not_overlap() -> None:
+def test_the_dashboard_is_valid_and_its_panels_do_not_overlap() -> None:
     found = json.loads(json.dumps(dashboard()))
     places = [tuple(panel["gridPos"].values()) for panel in found["panels"]]
     assert len(set(places)) == len(places)

@@ -37,7 +37,7 @@ def levels_of(value: Any) -> int:
 
 @settings(max_examples=20, deadline=None)
 @given(JSON)
-def test_what_is_not_deep_stays_as_it_is(value: Any) -> None:
+def test_shallow_objects_are_unchanged(value: Any) -> None:
     text = json.dumps(value).encode()
     assert decode(text) == value
     assert json.loads(shallow(text)) == value
@@ -47,7 +47,7 @@ def test_what_is_not_deep_stays_as_it_is(value: Any) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(JSON, JSON)
-def test_what_stands_beside_something_deep_stays_as_it_is(before: Any, after: Any) -> None:
+def test_siblings_of_a_deep_value_are_unchanged(before: Any, after: Any) -> None:
     text = f'{{"before": {json.dumps(before)}, "deep": {nested(1_200)}, "after": {json.dumps(after)}}}'
     found = json.loads(shallow(text.encode()))
     assert (found["before"], found["after"]) == (before, after)
@@ -87,7 +87,7 @@ async def server() -> Any:
 ITEMS = {"first": "{}", "deep": nested(9_000), "last": '{"replicas": 2}'}
 
 
-async def test_a_list_and_a_watch_go_on_past_a_deep_resource(server: Configuration) -> None:
+async def test_a_list_and_a_watch_continue_past_a_deep_resource(server: Configuration) -> None:
     login = kopf_session(server, watches=WatchAges(watch_seconds=40))
     try:
         listed = await (await login.aiohttp_session.get(f"{server.host}/x")).json()
@@ -101,6 +101,6 @@ async def test_a_list_and_a_watch_go_on_past_a_deep_resource(server: Configurati
         assert levels_of(objects[1]["spec"]) < MOST_LEVELS
 
 
-async def test_the_operators_own_requests_go_on_past_a_deep_resource(server: Configuration) -> None:
+async def test_requests_of_the_operator_continue_past_a_deep_resource(server: Configuration) -> None:
     async with KubeApi(server) as api:
         assert [each["metadata"]["name"] for each in await api.list(RESOURCE, "default")] == list(ITEMS)

@@ -102,7 +102,7 @@ def test_text_of_a_cluster_is_escaped_on_its_way_to_the_terminal(answers: dict[s
     assert result.output.replace("\n", "").isprintable()
 
 
-def test_what_an_api_server_says_of_an_error_is_escaped(answers: dict[str, Any]) -> None:
+def test_error_texts_of_an_api_server_are_escaped(answers: dict[str, Any]) -> None:
     result = CliRunner().invoke(kubectl.main, ["status", HOSTILE])
     assert result.exit_code == 1
     assert result.output.rstrip("\n").isprintable()

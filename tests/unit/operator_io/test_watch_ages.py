@@ -53,7 +53,7 @@ class Clock:
         return self.now
 
 
-async def test_only_a_watch_that_is_taken_counts_as_alive() -> None:
+async def test_only_a_consumed_watch_counts_as_alive() -> None:
     clock, server = Clock(), ApiServer()
     ages = WatchAges(watch_seconds=WATCH_SECONDS, clock=clock)
     async with server.serving() as url, aiohttp.ClientSession(trace_configs=[ages.trace()]) as session:
@@ -74,7 +74,7 @@ async def test_only_a_watch_that_is_taken_counts_as_alive() -> None:
         assert ages.silent_seconds == 7, "the other one is overdue"
         server.status = 503
         await ask("/pods?watch=true&resourceVersion=2")
-        assert ages.silent_seconds == 7, "it was refused"
+        assert ages.silent_seconds == 7, "it was rejected"
         server.status = 200
         await ask("/pods?watch=true&resourceVersion=3")
         assert ages.silent_seconds == 0
@@ -86,7 +86,7 @@ async def test_only_a_watch_that_is_taken_counts_as_alive() -> None:
         assert ages.silent_seconds == 3, "it was never taken"
 
 
-async def test_a_kind_that_vanishes_is_told_and_whoever_watched_it_gets_no_answer() -> None:
+async def test_a_deleted_crd_is_reported_and_its_watchers_get_no_answer() -> None:
     ages, server = WatchAges(watch_seconds=WATCH_SECONDS), ApiServer()
     async with server.serving() as url, aiohttp.ClientSession(trace_configs=[ages.trace()]) as session:
         server.status = 404

@@ -68,7 +68,7 @@ async def test_our_own_child_that_the_watch_has_not_shown_yet_is_written_onto(st
     assert store.writes == [("apply", "Service")] * 2
 
 
-async def test_child_of_a_resource_that_was_made_anew_is_left_alone(store: Any, writer: Writer) -> None:
+async def test_a_child_of_a_re_created_resource_is_left_alone(store: Any, writer: Writer) -> None:
     seen = await writer.apply_child(manifest(), owner_uid="u", known=None)
     with pytest.raises(NotOwnedError):
         await writer.apply_child(manifest(), owner_uid="another", known=seen)
@@ -79,12 +79,12 @@ async def test_object_replaced_behind_our_back_is_a_conflict_not_an_overwrite(st
     await store.delete(SERVICE, "prod", "demo", uid=seen.uid)
     await store.create(SERVICE, manifest(), manager="user")
 
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as rejected:
         await writer.apply_child(manifest(), owner_uid="u", known=seen)
-    assert refused.value.conflict
+    assert rejected.value.conflict
 
 
-async def test_who_does_not_lead_writes_nothing(store: Any) -> None:
+async def test_an_operator_that_does_not_lead_writes_nothing(store: Any) -> None:
     def lost() -> None:
         raise LeadershipLostError("not leading")
 
@@ -112,7 +112,7 @@ async def test_status_carries_the_version_and_uid_it_was_decided_from(store: Any
     assert written.status == {"state": "Paused"}
 
 
-async def test_same_words_are_one_event_that_counts(store: Any) -> None:
+async def test_equal_messages_are_one_event_with_a_count(store: Any) -> None:
     recorder = Recorder(store, instance="op-1")
     paused = EmitEvent("Normal", "Paused", "Running -> Paused: every rank confirmed")
     for event in (paused, paused, paused, EmitEvent("Normal", "Running", "Paused -> Running")):
@@ -132,11 +132,11 @@ async def test_long_event_is_cut_at_a_character_and_a_failed_one_is_no_error(sto
     (event,) = store.objects.values()
     assert event["note"] == "é" * 500
 
-    store.refuse = ApiError(403, "Forbidden", "no")
+    store.reject = ApiError(403, "Forbidden", "no")
     await recorder.emit(EmitEvent("Warning", "Other", "x"), name="demo", namespace="prod", uid="u")
 
 
-async def test_admin_key_is_made_once_and_admitted_by_every_resource(store: Any, writer: Writer) -> None:
+async def test_the_admin_key_is_created_once_and_accepted_by_every_resource(store: Any, writer: Writer) -> None:
     admin = await ensure_admin_keys(store, writer, namespace="system")
     assert await ensure_admin_keys(store, writer, namespace="system") == admin
     assert store.writes == [("create", "Secret")]
@@ -148,7 +148,7 @@ async def test_admin_key_is_made_once_and_admitted_by_every_resource(store: Any,
     assert (peer.own, peer.server_public.decode()) == (admin, files["server.pub"])
 
 
-async def test_keys_that_do_not_admit_this_operator_are_named(store: Any, writer: Writer) -> None:
+async def test_keys_that_reject_this_operator_are_named(store: Any, writer: Writer) -> None:
     admin = await ensure_admin_keys(store, writer, namespace="system")
     other = await ensure_admin_keys(store, writer, namespace="elsewhere")
     with pytest.raises(KeyFormatError, match="is not this operator's admin key yet"):

@@ -1,4 +1,4 @@
-"""`megatron engine --tensor-parallel 2` beside a coordinator: verbs confirmed by every rank, and a rank killed."""
+"""`megatron engine --tensor-parallel 2` beside a coordinator: every rank confirms verbs, and a rank is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ranks_of(launcher: int) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.timeout(280)
-async def test_every_rank_confirms_every_verb_and_a_killed_one_costs_no_request(
+async def test_every_rank_confirms_every_verb_and_a_killed_rank_loses_no_request(
     fleet: Fleet, llama: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = llama(4, 2)

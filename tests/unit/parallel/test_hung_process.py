@@ -38,7 +38,7 @@ CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["any", "the first of a container"])
-def test_it_ends_and_writes_where_it_hung(is_first: bool) -> None:
+def test_hung_process_ends_with_a_traceback(is_first: bool) -> None:
     if is_first and (shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode):
         pytest.skip("no process of this user can be the first of a container here")
     ended = subprocess.run(

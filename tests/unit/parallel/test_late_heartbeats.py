@@ -117,14 +117,14 @@ def test_an_end_that_is_late_itself_does_not_count_that_time(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_long_order_is_announced_and_its_end_too(end: End) -> None:
+def test_a_command_announces_the_longer_heartbeat_timeout_and_its_end_revokes_it(end: End) -> None:
     assert end.hear(Kind.BEAT)[0] == HEARTBEAT_SECONDS
     if isinstance(end.channel, LeaderChannel):
-        number = end.channel.post(Kind.LONG_COMMAND, ["load", None], answers=[1])
+        number = end.channel.post(Kind.COMMAND, ["load", None], answers=[1])
         finish: Callable[[], object] = partial(end.channel.collect, number)
         end.say(Kind.ANSWER, None, number)
     else:
-        end.say(Kind.LONG_COMMAND, ["load", None], 1)
+        end.say(Kind.COMMAND, ["load", None], 1)
         order = end.channel.orders.get(timeout=LONG_SECONDS)
         finish = partial(end.channel.answer, order, None)
     while end.hear(Kind.BEAT)[0] != LONG_ORDER_SECONDS:
@@ -135,7 +135,7 @@ def test_a_long_order_is_announced_and_its_end_too(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_peer_that_announced_a_long_order_may_be_silent(end: End) -> None:
+def test_a_peer_that_announced_the_longer_timeout_is_not_lost(end: End) -> None:
     end.beat(allowed=LONG_ORDER_SECONDS)
     time.sleep(2 * SHORT_SECONDS)
     assert end.lost.empty(), end.lost.get()

@@ -1,4 +1,4 @@
-"""A rank that receives SIGTERM asks rank 0 to end the engine, whatever it does when the signal arrives."""
+"""A rank that receives SIGTERM requests rank 0 to end the engine, whatever it does when the signal arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is gone, stopped, stalled or fails ends its engine or fails its order, which names it."""
+"""A killed, stopped, stalled or failed rank ends its engine or fails its order. The error names the rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]
-FIRST_STEP = 6
-"""Of a request; before it the ranks describe themselves, load, and warm up in three steps."""
+FIRST_STEP = 7
+"""Number of the first step of a request. The orders before it: sizes, load, digest, and three warm-up steps."""
 STEP_TIMEOUT_SECONDS = 3.0
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_in_a_collective_ends_the_engine_which_names_it(
         assert int(places[2]) < int(places[1])
 
 
-def test_a_rank_that_computes_for_ever_in_its_pipeline_stage_is_named(
+def test_endless_computation_in_a_pipeline_stage_is_named(
     start, options: dict[str, Any], tmp_path: Path, report_end
 ) -> None:
     stages = {"tensor": 1, "pipeline": 2, "forever": True, "step_timeout_seconds": STEP_TIMEOUT_SECONDS}
@@ -158,7 +158,7 @@ def test_a_rank_that_computes_for_ever_in_its_pipeline_stage_is_named(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interpreter_that_hangs_ends_the_engine_and_writes_where(
+def test_hung_interpreter_ends_the_engine_with_a_traceback(
     start, options: dict[str, Any], tmp_path: Path, report_end, rank: int
 ) -> None:
     engine = start({**options, "forever": True, "hang": [rank, "holds the interpreter", 9]})
@@ -185,14 +185,14 @@ def test_a_slow_step_is_not_a_hang(start, options: dict[str, Any], after: int, s
     assert engine.exit_codes() == [0, 0]
 
 
-def test_an_order_that_one_rank_cannot_do_is_undone_and_can_be_given_again(start, options: dict[str, Any]) -> None:
+def test_order_that_fails_on_one_rank_is_rolled_back_and_can_be_retried(start, options: dict[str, Any]) -> None:
     engine = start({**options, "fail": [1, "load", 1]})
     assert engine.next_message() == "rank 1: load: load fails as told"
     assert {index: len(answer["tokens"]) for index, answer in engine.next_message().items()} == {0: 12, 1: 12}
     assert engine.exit_codes() == [0, 0]
 
 
-def test_sigterm_to_any_rank_asks_rank_0_to_end_in_order(start, options: dict[str, Any]) -> None:
+def test_sigterm_to_any_rank_drains_the_engine(start, options: dict[str, Any]) -> None:
     engine = start({**options, "forever": True})
     assert engine.next_message() == "step"
     engine.processes[1].terminate()
@@ -205,7 +205,7 @@ def test_a_rank_that_is_missing_at_the_rendezvous_is_named(start, options: dict[
     assert engine.exit_codes() == [1, 1, 1]
     written = termination_message(tmp_path, 0)
     assert (written["reason"], written["rank"]) == ("RendezvousFailed", 2)
-    assert "missing are ranks [2] of 4" in written["message"]
+    assert "missing ranks: [2] of 4" in written["message"]
     assert "check that all pods of the engine run" in written["remedy"]
 
 

@@ -1,4 +1,4 @@
-"""Any process can write to the rendezvous store: a rank's key counts only if it is mounted."""
+"""Any process can write to the rendezvous store: a rank's key is accepted only if it is mounted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_keys(folder: Path, own: KeyPair, *admitted: KeyPair) -> Path:
 
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Meeting]]:
-    """meet(rank, store, keys): what a rank of two brings to the rendezvous."""
+    """meet(rank, store, keys): return the rendezvous of one rank of two."""
     meetings: list[Meeting] = []
 
     def make(rank: int, store: dist.Store, keys_dir: Path | None) -> Meeting:
@@ -48,7 +48,7 @@ def until(seconds: float = SECONDS) -> float:
     return time.monotonic() + seconds
 
 
-def say(sender: Meeting, receiver: Meeting, *, to: int) -> bytes:
+def send(sender: Meeting, receiver: Meeting, *, to: int) -> bytes:
     push = sender.connect(to)
     push.send(b"an order")
     assert receiver.pull.poll(SECONDS * 1000)
@@ -57,13 +57,13 @@ def say(sender: Meeting, receiver: Meeting, *, to: int) -> bytes:
 
 
 @pytest.mark.parametrize("with_keys", [True, False])
-def test_ranks_with_the_mounted_keys_meet(meet, tmp_path: Path, with_keys: bool) -> None:
+def test_ranks_with_the_mounted_keys_connect(meet, tmp_path: Path, with_keys: bool) -> None:
     keys = write_keys(tmp_path / "keys", KeyPair.generate()) if with_keys else None
     store = dist.HashStore()
     leader, follower = meet(0, store, keys), meet(1, store, keys)
     for one in (leader, follower):
         one.wait_for_all(until=until())
-    assert say(leader, follower, to=1) == say(follower, leader, to=0) == b"an order"
+    assert send(leader, follower, to=1) == send(follower, leader, to=0) == b"an order"
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,7 @@ def test_ranks_with_the_mounted_keys_meet(meet, tmp_path: Path, with_keys: bool)
     ids=["another key", "no key", "another transport", "no text", "two keys"],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_writes_to_the_store_is_not_taken_for_a_rank(
-    meet, tmp_path: Path, rank: int, written: str
-) -> None:
+def test_foreign_address_in_the_store_is_rejected(meet, tmp_path: Path, rank: int, written: str) -> None:
     keys = write_keys(tmp_path / "keys", KeyPair.generate())
     store = dist.HashStore()
     other = meet(1 - rank, store, keys)
@@ -90,17 +88,17 @@ def test_a_process_that_writes_to_the_store_is_not_taken_for_a_rank(
     assert refused.value.rank == rank
 
 
-def test_what_is_written_after_the_ranks_have_met_changes_nothing(meet, tmp_path: Path) -> None:
+def test_writes_to_the_store_after_the_rendezvous_have_no_effect(meet, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", KeyPair.generate())
     store = dist.HashStore()
     leader, follower = meet(0, store, keys), meet(1, store, keys)
     leader.wait_for_all(until=until())
     store.set("address/1", f"tcp://127.0.0.1:9 {FOREIGN.public.decode()}")
-    assert say(leader, follower, to=1) == b"an order"
+    assert send(leader, follower, to=1) == b"an order"
 
 
 def test_a_rank_without_the_secret_key_gets_no_order(meet, tmp_path: Path) -> None:
-    """It says the mounted public key, and listens with its own."""
+    """It announces the mounted public key, and listens with another."""
     own = KeyPair.generate()
     keys = write_keys(tmp_path / "keys", own)
     store = dist.HashStore()
@@ -121,7 +119,7 @@ def test_a_rank_without_the_secret_key_gets_no_order(meet, tmp_path: Path) -> No
     context.destroy(linger=0)
 
 
-def test_a_rotated_key_is_waited_for_until_this_pod_has_it(meet, tmp_path: Path) -> None:
+def test_rendezvous_waits_for_a_rotated_key(meet, tmp_path: Path) -> None:
     """The kubelet brings a changed Secret to one pod earlier than to another."""
     old, new = KeyPair.generate(), KeyPair.generate()
     late, early = write_keys(tmp_path / "late", old), write_keys(tmp_path / "early", new, old, new)
@@ -130,4 +128,4 @@ def test_a_rotated_key_is_waited_for_until_this_pod_has_it(meet, tmp_path: Path)
     threading.Timer(0.3, lambda: write_keys(tmp_path / "late", old, old, new)).start()
     leader.wait_for_all(until=until())
     follower.wait_for_all(until=until())
-    assert say(leader, follower, to=1) == say(follower, leader, to=0) == b"an order"
+    assert send(leader, follower, to=1) == send(follower, leader, to=0) == b"an order"

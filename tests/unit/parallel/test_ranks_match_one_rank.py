@@ -49,7 +49,7 @@ def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
     [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],
     ids=["TP 2 of one key-value head", "TP 3", "PP 2", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2"],
 )
-def test_ranks_answer_as_one(
+def test_answers_of_ranks_equal_one_rank(
     start,
     tmp_path: Path,
     llama: Callable[..., str],
@@ -80,7 +80,7 @@ def test_ranks_answer_as_one(
     [(3, 1, 1, True), (2, 2, 1, True), (1, 1, 2, "graphs"), (2, 1, 2, "graphs"), (1, 2, 2, True), (2, 1, 1, "graphs")],
     ids=["TP 3", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2", "PP 2 x EP 2", "TP 2 of experts"],
 )
-def test_ranks_that_run_as_on_gpus_answer_as_one(
+def test_answers_of_gpu_like_ranks_equal_one_rank(
     start, llama: Callable[..., str], mixtral: str, *, tensor: int, pipeline: int, expert: int, kernels: bool | str
 ) -> None:
     """All but NCCL, graphs and the kernels themselves: steps are padded as for graphs, and run launch by launch."""

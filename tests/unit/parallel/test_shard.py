@@ -1,4 +1,4 @@
-"""What the ranks of an engine hold is the whole model, each part once; sizes that do not fit are refused by name."""
+"""The ranks of an engine hold each part of the model once. Sizes that do not divide are rejected by name."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def test_ranks_are_numbered_tensor_first(sizes: ParallelSizes) -> None:
 
 
 @given(SIZES, st.integers(1, 7), st.integers(5, 40), st.integers(1, 1000))
-def test_every_part_is_held(sizes: ParallelSizes, factor: int, layers: int, vocabulary: int) -> None:
+def test_every_part_is_held_once(sizes: ParallelSizes, factor: int, layers: int, vocabulary: int) -> None:
     heads = sizes.tensor * factor
     for tensor_rank_zero in [one for one in shards(sizes) if one.tensor_rank == 0]:
         group = shards(sizes)[tensor_rank_zero.rank : tensor_rank_zero.rank + sizes.tensor]
@@ -56,7 +56,7 @@ def test_a_rank_holds_the_key_value_heads_of_its_query_heads(tensor: int, heads:
         assert list(shard.kv_heads(kv_heads)) == sorted({head // group for head in shard.heads(heads)})
 
 
-def test_what_does_not_divide_is_refused_with_numbers_and_remedy() -> None:
+def test_indivisible_sizes_are_rejected_with_numbers_and_remedy() -> None:
     shard = ParallelSizes(tensor=2, pipeline=4, expert=3).shard(0)
     for refuse, message in (
         (lambda: shard.heads(9), r"tensor_parallel_size=2 does not divide the model's 9 query heads: use 1, 3 or 9"),
@@ -72,7 +72,7 @@ def test_what_does_not_divide_is_refused_with_numbers_and_remedy() -> None:
             refuse()
 
 
-def test_a_process_learns_its_rank_from_torchrun_or_its_pod() -> None:
+def test_rank_is_read_from_torchrun_or_the_pod() -> None:
     sizes = ParallelSizes(tensor=2, pipeline=2)
     torchrun = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}
     assert rank_identity(sizes, torchrun) == RankIdentity(

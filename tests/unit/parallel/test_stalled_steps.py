@@ -1,4 +1,4 @@
-"""Which rank stalls a step: told from a rank that is slow, or that waits for others."""
+"""The rank that stalls a step is distinguished from slow ranks and from ranks that wait for others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_warm_up_may_take_longer_than_other_steps() -> None:
         assert found[0] == WARM_UP_SECONDS
 
 
-def test_time_in_which_rank_0_itself_did_not_run_hardly_counts() -> None:
+def test_own_delay_of_rank_0_hardly_counts() -> None:
     found = stalled({0: WAITS, 1: COMPUTES}, look_seconds=30.0)
     assert found is not None
     assert found[0] >= 30.0 * STEP_TIMEOUT
@@ -116,7 +116,7 @@ def test_progress_names_the_place_and_counts_collectives() -> None:
     assert (progress.report().done, progress.report().phase) == (3, Phase.IDLE)
 
 
-def test_a_collective_that_raises_leaves_the_rank_in_it() -> None:
+def test_failed_collective_is_reported_as_the_place_of_the_rank() -> None:
     progress = StepProgress()
     progress.begin(1)
     with pytest.raises(RuntimeError), progress.exchange():

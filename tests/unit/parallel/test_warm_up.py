@@ -25,7 +25,7 @@ PAGE = 16
     st.integers(2, 300),
     st.sampled_from([CPU, GPU]),
 )
-def test_they_fit_the_engine_and_write_to_the_dummy_page_alone(
+def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
     expert: int, most: StepSizes, num_pages: int, usual: StepSizes
 ) -> None:
     for plan in warm_up_plans(ParallelSizes(expert=expert), usual.at_most(most), num_pages=num_pages, page_size=PAGE):

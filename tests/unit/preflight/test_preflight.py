@@ -1,4 +1,4 @@
-"""Eight pods of one engine on loopback addresses: who cannot talk to whom is named before the deadline."""
+"""Eight pods of one engine on loopback addresses: errors name the pods that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_all_pairs_of_eight_exchange_data() -> None:
         assert set(outcomes.values()) == {Outcome.ANSWERED}
 
 
-async def test_a_pod_that_comes_later_is_waited_for() -> None:
+async def test_preflight_waits_for_a_later_pod() -> None:
     port = free_port()
     first = asyncio.create_task(preflight(plan(0, port, nodes=2, seconds=40.0)))
     await asyncio.sleep(0)
@@ -75,8 +75,8 @@ async def test_a_silent_pod_is_named_with_the_pod_that_called_it(silent_host: tu
         assert f"{names()[node]} cannot reach {host} on port {port}: no answer within 6 s" in str(error)
 
 
-async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
-    """Another protocol on the rendezvous port, and nobody at all, both show that the network lets them talk."""
+async def test_pod_with_running_ranks_passes() -> None:
+    """Another protocol on the rendezvous port, and a closed port, both show that the network works."""
     port = free_port()
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
     assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
 
 
-async def test_the_store_of_running_ranks_is_no_obstacle() -> None:
+async def test_store_of_running_ranks_passes() -> None:
     """A pod comes back alone while the others' ranks wait for it: rank 0's store takes calls, and waits for more."""
     port = free_port()
     # It listens on every address: its calls come through another port, as from another pod.
@@ -112,22 +112,22 @@ async def test_the_store_of_running_ranks_is_no_obstacle() -> None:
     assert found == {names(2)[1]: Outcome.REACHABLE}
 
 
-async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
+async def test_unresolvable_own_name_is_an_error() -> None:
     broken = PreflightPlan(
         node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.0.1"
     )
-    with pytest.raises(PreflightError, match=r"pod-0\.invalid does not find its own name within 1 s .*DNS"):
+    with pytest.raises(PreflightError, match=r"pod-0\.invalid cannot resolve its own name within 1 s .*DNS"):
         await preflight(broken)
 
 
-async def test_a_pod_without_an_address_is_left_to_the_scheduler() -> None:
+async def test_pod_without_an_address_passes() -> None:
     waits = PreflightPlan(
         node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=4.0, listen="127.0.77.1"
     )
     assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}
 
 
-async def test_the_command_ends_with_the_pair_in_its_last_line(silent_host: tuple[str, int]) -> None:
+async def test_command_names_the_pair_in_its_error(silent_host: tuple[str, int]) -> None:
     _, port = silent_host
     command = [sys.executable, "-m", "megatron_runtime.cli", "preflight", "--name", "127.0.77.{node}"]
     process = await asyncio.create_subprocess_exec(

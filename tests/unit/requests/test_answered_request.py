@@ -1,4 +1,4 @@
-"""From a reply of token ids to the request that a user of the Python interface gets."""
+"""Conversion of a reply with token ids to the request of the Python interface."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ class Texts:
         return "".join(TEXTS[token] for token in tokens)
 
 
-def test_of_tokens_with_one_text_the_likeliest_counts() -> None:
+def test_of_tokens_with_equal_text_the_likeliest_is_kept() -> None:
     reply = {
         "request_id": 1,
         "status": "COMPLETED",
@@ -28,7 +28,7 @@ def test_of_tokens_with_one_text_the_likeliest_counts() -> None:
     assert (request.prompt, request.generated_text) == ("aa", "ab")
 
 
-def test_without_texts_there_are_the_tokens() -> None:
+def test_an_engine_without_text_returns_tokens_only() -> None:
     reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5]}
     request = answered_request(reply, prompt=[6], prompt_tokens=[6], sampling_params=SamplingParams(), text=None)
     assert (request.prompt, request.generated_text, request.generated_tokens) == (None, None, [5])

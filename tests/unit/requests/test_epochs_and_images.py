@@ -1,4 +1,4 @@
-"""By which weights tokens were made, requests with images, and errors that keep their class."""
+"""Epochs of tokens, requests with images, and errors that keep their class."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class TestEpochs:
         assert record[-1].policy_epoch == [[0, 3], [4, 4]]
         assert record[-1].kv_cache_epoch == [[0, 3], [4, 4]]
 
-    def test_a_checkpoint_forgets_whose_the_cache_was_until_it_is_computed_again(self, record) -> None:
+    def test_a_checkpoint_resets_the_epochs_of_the_kv_cache(self, record) -> None:
         record.checkpoint()
         assert record[-1].policy_epoch == [[0, 3]]
         assert record[-1].kv_cache_epoch is None

@@ -1,4 +1,4 @@
-"""Block hashes: both forms against values worked out from their definitions, and what they are for."""
+"""Block hashes: both forms against values computed from their definitions, and their properties."""
 
 import hashlib
 
@@ -39,20 +39,20 @@ def sha256(tokens: list[int], size: int, seed: bytes = bytes(32)) -> list[int]:
 
 
 def test_vectors() -> None:
-    """What a second implementation has to reproduce: 1 + 2*31 + 3*31**2 + 4*31**3 + 1 is 122111."""
+    """Test vectors for other implementations: 1 + 2*31 + 3*31**2 + 4*31**3 + 1 is 122111."""
     tokens = list(range(1, 9))
     assert block_hashes(tokens, 4, form=HashForm.POLYNOMIAL) == [122_111, 4_030_688]
     assert block_hashes(tokens, 4) == [2_169_646_968_702_219_264, 1_548_982_756_790_257_953]
 
 
 @given(TOKENS, st.integers(1, 20))
-def test_both_forms_are_what_their_definition_says(tokens, size) -> None:
+def test_both_forms_match_their_definition(tokens, size) -> None:
     assert block_hashes(tokens, size, form=HashForm.POLYNOMIAL) == polynomial(tokens, size)
     assert block_hashes(tokens, size) == sha256(tokens, size)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 20), st.text(max_size=3))
-def test_the_coordinators_hashes_of_a_prompt_as_it_travels_are_the_engines(tokens, size, salt) -> None:
+def test_hashes_of_encoded_tokens_equal_those_of_the_engine(tokens, size, salt) -> None:
     assert frame_hashes(tokens_to_bytes(tokens), size, salt=salt) == block_hashes(tokens, size, salt=salt.encode())
 
 
@@ -80,6 +80,6 @@ def test_a_salt_separates_tenants() -> None:
         block_hashes(tokens, 8, salt=b"a", form=HashForm.POLYNOMIAL)
 
 
-def test_a_block_size_below_one_is_refused() -> None:
+def test_a_block_size_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="block_size 0"):
         block_hashes([1], 0)

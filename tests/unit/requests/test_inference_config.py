@@ -53,7 +53,7 @@ def test_the_documented_defaults() -> None:
     assert config.buffer_bytes == 20 << 30
 
 
-def test_an_unknown_field_is_refused_and_a_known_one_is_fixed() -> None:
+def test_unknown_fields_are_rejected_and_known_ones_are_frozen() -> None:
     with pytest.raises(TypeError, match="max_request"):
         InferenceConfig(max_request=3)  # type: ignore[call-arg]
     with pytest.raises(FrozenInstanceError):
@@ -82,27 +82,27 @@ def test_an_unknown_field_is_refused_and_a_known_one_is_fixed() -> None:
         ("num_speculative_tokens", -1),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_field_value_and_remedy(field: str, value: object) -> None:
+def test_a_value_out_of_range_is_rejected_with_field_value_and_remedy(field: str, value: object) -> None:
     with pytest.raises(InvalidConfigError, match="want") as refused:
         InferenceConfig(**{field: value})  # type: ignore[arg-type]
     assert refused.value.field == field
     assert f"InferenceConfig.{field}={value!r}" in str(refused.value)
 
 
-def test_an_enum_may_be_given_by_its_value() -> None:
+def test_enumerations_accept_values() -> None:
     config = InferenceConfig(prefix_caching_eviction_policy="lru", kv_cache_management_mode="offload")  # type: ignore[arg-type]
     assert config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
     assert config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
 
 
-def test_every_running_request_has_its_token_in_a_step() -> None:
+def test_max_tokens_is_at_least_max_requests() -> None:
     assert InferenceConfig(max_tokens=8).request_slots == 8
     assert InferenceConfig(max_requests=20_000).step_tokens == 20_000
     with pytest.raises(InvalidConfigError, match="lower max_requests"):
         InferenceConfig(max_tokens=8, max_requests=9)
 
 
-def test_what_an_engine_does_not_do_is_refused_by_name() -> None:
+def test_unsupported_fields_are_rejected_by_name() -> None:
     InferenceConfig().require_default("num_speculative_tokens", because="this engine proposes no tokens")
     config = InferenceConfig(num_speculative_tokens=3)
     with pytest.raises(InvalidConfigError, match=r"num_speculative_tokens=3: this engine proposes no.*leave it at 0"):

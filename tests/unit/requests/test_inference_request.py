@@ -31,7 +31,7 @@ class TestHashes:
         hashes = compute_block_hashes_batched(torch.arange(20), 8, form=HashForm.SHA256, salt=b"tenant")
         assert hashes == block_hashes(list(range(20)), 8, salt=b"tenant")
 
-    def test_computed_only_where_wanted(self, request_factory) -> None:
+    def test_hashes_are_computed_only_with_prefix_caching(self, request_factory) -> None:
         on = {"enable_prefix_caching": True, "block_size_tokens": 2}
         assert request_factory().precomputed_block_hashes == []
         assert request_factory(enable_prefix_caching=True).precomputed_block_hashes == []
@@ -77,7 +77,7 @@ class TestSerialization:
         assert copy.event_add_engine is None
         assert copy.failed()
 
-    def test_the_prompts_tokens_travel_only_when_asked_for(self, request_factory, over_the_wire) -> None:
+    def test_prompt_tokens_are_serialized_only_on_request(self, request_factory, over_the_wire) -> None:
         request = request_factory()
         obj = request.serialize()
         assert obj["prompt_tokens"] is obj["remaining_prompt_tokens"] is None
@@ -88,7 +88,7 @@ class TestSerialization:
         request.sampling_params.return_prompt_tokens = True
         assert request.serialize()["prompt_tokens"] == ("tensor", [1, 2, 3])
 
-    def test_nothing_but_an_id_is_enough(self, over_the_wire) -> None:
+    def test_a_request_needs_only_an_id(self, over_the_wire) -> None:
         copy = DynamicInferenceRequest.deserialize(over_the_wire(DynamicInferenceRequest(request_id=1).serialize()))
         assert (copy.prompt, copy.status, copy.sampling_params) == (None, None, None)
 
@@ -109,7 +109,7 @@ class TestParameters:
             request = InferenceRequest(request_id=1, prompt="x", inference_parameters=params)
         assert request.sampling_params is params
 
-    def test_tracked_metadata_settles_the_termination_id(self, request_factory) -> None:
+    def test_tracked_metadata_sets_the_termination_id(self, request_factory) -> None:
         request = request_factory()
         values = request.tracked_metadata
         names = [name for name, _, _ in request.get_metadata_types()]
@@ -181,7 +181,7 @@ class TestRecord:
         assert record[2].uid == record[0].uid
         assert record[2].kv_cache_epoch is None
 
-    def test_a_checkpoint_keeps_what_belongs_to_the_request(self, request_factory) -> None:
+    def test_a_checkpoint_keeps_the_fields_of_the_request(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(
             request_factory(generated_tokens=[4], arrival_time=7.5, stop_word_ids=[[9]], block_size_tokens=2)
         )
@@ -192,7 +192,7 @@ class TestRecord:
         assert record[1].kv_cache_staleness is None
         assert record[1].prompt is None
 
-    def test_a_spent_budget_is_not_continued(self, request_factory) -> None:
+    def test_a_request_without_remaining_tokens_is_not_continued(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(request_factory(generated_tokens=list(range(10))))
         with pytest.raises(ValueError, match="request 5 has generated all"):
             record.checkpoint()
@@ -202,7 +202,7 @@ class TestRecord:
         record.checkpoint()
         assert record[1].event_add_engine is record[0].event_add_engine is not None
 
-    def test_merge_tells_one_story(self, record) -> None:
+    def test_merge_joins_generated_values_and_keeps_the_prompt(self, record) -> None:
         merged = record.merge()
         assert merged.generated_tokens == [4, 5, 6]
         assert merged.generated_text == "abc"
@@ -214,7 +214,7 @@ class TestRecord:
         assert (merged.request_id, merged.uid) == (record.request_id, record[0].uid)
         assert merged.generated_length == 3
 
-    def test_merge_joins_what_was_measured_and_takes_the_end_from_the_last(self, record) -> None:
+    def test_merge_joins_measurements_and_takes_the_result_of_the_last_segment(self, record) -> None:
         record[1].uid = "chatcmpl-other"
         for number, request in enumerate(record.requests):
             request.tpot = [float(number)]
@@ -233,14 +233,14 @@ class TestRecord:
         assert (merged.policy_staleness.tolist(), merged.kv_cache_staleness.tolist()) == ([1], [1, 1])
         assert (merged.finish_reason, merged.stop_reason, merged.error) == ("reason 1", 1, {"code": 1})
 
-    def test_what_is_joined_is_a_tensor_where_all_parts_are(self, record) -> None:
+    def test_joined_values_are_a_tensor_if_all_parts_are(self, record) -> None:
         record[0].generated_log_probs = torch.tensor([-1.0])
         record[1].generated_log_probs = torch.tensor([-2.0])
         assert torch.equal(record.merge().generated_log_probs, torch.tensor([-1.0, -2.0]))
         record[1].generated_log_probs = [-2.0]
         assert record.merge().generated_log_probs == [-1.0, -2.0]
 
-    def test_what_remains_of_a_request_says_how_stale_it_is(self, record) -> None:
+    def test_a_finished_record_has_epochs_staleness_and_evictions(self, record) -> None:
         record.stamp_epoch(4)
         record.increment_staleness()
         finished = FinishedRequestRecord.from_record(record)
@@ -249,7 +249,7 @@ class TestRecord:
         assert finished.policy_staleness.tolist() == finished.kv_cache_staleness.tolist() == [1] * 6
         assert (finished.generated_length, finished.num_evictions, finished.latency) == (3, 1, 1.5)
 
-    def test_one_missing_text_makes_the_whole_missing(self, record) -> None:
+    def test_the_merged_text_is_none_if_a_segment_has_none(self, record) -> None:
         record[1].generated_text = None
         assert record.merge().generated_text is None
 

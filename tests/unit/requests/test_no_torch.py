@@ -1,4 +1,4 @@
-"""Who only handles maps and lists never loads torch."""
+"""Code that only handles maps and lists does not load torch."""
 
 import subprocess
 import sys

@@ -110,7 +110,7 @@ def test_a_request_survives_serialisation_before_and_after_msgpack(request: Dyna
 
 @given(TOKENS, st.lists(st.lists(st.integers(0, 1000), max_size=8), max_size=5), st.data())
 def test_checkpoints_anywhere_do_not_show_in_the_merged_request(prompt, parts, data) -> None:
-    """However generation was cut into segments, the merged request is that of one undisturbed run."""
+    """For any partition into segments, the merged request equals that of an uninterrupted run."""
     total = sum(map(len, parts))
     budget = data.draw(st.integers(total + 1, 100))
     request = DynamicInferenceRequest(
@@ -149,8 +149,8 @@ def test_checkpoints_anywhere_do_not_show_in_the_merged_request(prompt, parts, d
     assert merged.generated_log_probs == ([-float(token) for token in done] if parts else None)
     assert merged.prompt_tokens == prompt
     assert merged.sampling_params.num_tokens_to_generate == budget
-    told = [e.payload["token_id"] for e in merged.events if e.type is DynamicInferenceEventType.GENERATED_TOKEN]
-    assert told == done
+    recorded = [e.payload["token_id"] for e in merged.events if e.type is DynamicInferenceEventType.GENERATED_TOKEN]
+    assert recorded == done
     copy = DynamicInferenceRequestRecord.deserialize(over_the_wire(record.serialize())).merge()
     assert copy.generated_tokens == done
     assert copy.prompt_length == len(prompt)

@@ -66,7 +66,7 @@ def test_penalties_grow_with_the_answer() -> None:
     assert set(penalties.counts.tolist()) == {1}
 
 
-def test_stop_tokens_are_held_off_until_min_tokens() -> None:
+def test_stop_tokens_are_banned_until_min_tokens() -> None:
     columns = SamplingColumns(1)
     admit(columns, 0, stop_ids={7, 3}, min_tokens=2)
     banned = rows(columns, 0, generated=1).edits[0].banned
@@ -75,7 +75,7 @@ def test_stop_tokens_are_held_off_until_min_tokens() -> None:
     assert rows(columns, 0, generated=2).edits == {}
 
 
-def test_a_slot_that_was_released_leaves_nothing_to_the_next_one() -> None:
+def test_released_slot_leaves_no_parameters() -> None:
     columns = SamplingColumns(1)
     admit(columns, 0, logit_bias={3: 1.0}, min_p=0.3)
     columns.release(0)
@@ -86,7 +86,7 @@ def test_a_slot_that_was_released_leaves_nothing_to_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 2**40}, {"temperature": 1e300}])
-def test_numbers_beyond_the_columns_are_taken_at_their_largest(params: dict[str, float]) -> None:
+def test_values_beyond_the_column_type_are_clamped(params: dict[str, float]) -> None:
     columns = SamplingColumns(1)
     admit(columns, 0, **params)
     assert np.isfinite(rows(columns, 0).temperature).all()

@@ -1,4 +1,4 @@
-"""Log-probabilities reach the client once each, beside their tokens, whatever is held back and wherever begun."""
+"""Each log-probability reaches the client once, with its token, for all stop texts, intervals and replay offsets."""
 
 import codecs
 from collections.abc import Iterable

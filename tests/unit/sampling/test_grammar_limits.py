@@ -1,4 +1,4 @@
-"""Limits of grammars, checked on their text: what exceeds one is named, what people write passes."""
+"""Limits of grammars, checked on their text: errors name the exceeded limit, and usual grammars pass."""
 
 import contextlib
 import time
@@ -45,7 +45,7 @@ TREE = {
 
 
 @pytest.mark.parametrize("name", REJECTED_BY_TEXT)
-def test_what_exceeds_a_limit_is_rejected_with_the_limit_and_the_remedy(name: str) -> None:
+def test_structure_beyond_a_limit_is_rejected_with_limit_and_remedy(name: str) -> None:
     with pytest.raises(InvalidSamplingParamsError, match=r"structured_output=.*at most [0-9]+|multipleOf of at most"):
         check_structure(REJECTED_BY_TEXT[name])
 
@@ -66,12 +66,12 @@ def test_what_exceeds_a_limit_is_rejected_with_the_limit_and_the_remedy(name: st
         *(structure for structure, _ in REJECTED_BY_TRIAL.values()),
     ],
 )
-def test_what_keeps_to_the_limits_passes(structure: dict[str, Any]) -> None:
+def test_structure_within_the_limits_is_accepted(structure: dict[str, Any]) -> None:
     check_structure(structure)
 
 
 @pytest.mark.parametrize("value", [b"bytes", 10**5000, {1, 2}], ids=["bytes", "digits", "set"])
-def test_what_json_cannot_express_is_rejected(value: Any) -> None:
+def test_values_that_json_cannot_express_are_rejected(value: Any) -> None:
     with pytest.raises(InvalidSamplingParamsError, match="that JSON can express"):
         check_structure({"type": "json_schema", "value": {"const": value}})
 
@@ -86,7 +86,7 @@ def test_what_json_cannot_express_is_rejected(value: Any) -> None:
     ],
     ids=["values", "names", "choices", "text"],
 )
-def test_megabytes_are_rejected_without_being_written_as_json(
+def test_large_structures_are_rejected_without_json_encoding(
     structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_limits, "json", None)
@@ -111,7 +111,7 @@ LONG = grammar_limits.MAX_GRAMMAR_BYTES - 2
         ("grammar", "\n".join(f"r{n}: r{n}" for n in range(999))),
     ],
 )
-def test_hostile_text_is_checked_in_the_time_of_its_size(kind: str, text: str) -> None:
+def test_hostile_text_is_checked_in_linear_time(kind: str, text: str) -> None:
     """Some milliseconds of CPU time. A pattern that backtracks over the whole text would take minutes."""
     started = time.thread_time()
     with contextlib.suppress(InvalidSamplingParamsError):

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
-from megatron_runtime.sampling.log_probs import log_probs
-from megatron_runtime.sampling.sampler import apply_edits, philox4x32, processed_logits, sample, uniform
+from megatron_runtime.sampling.sampler import apply_edits, log_probs, philox4x32, processed_logits, sample, uniform
 
 ONES = 0xFFFFFFFF
 # Known answers of the authors' library Random123 (kat_vectors, philox4x32 with 10 rounds).
@@ -41,7 +40,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def test_known_answers() -> None:
+def test_philox_gives_the_published_values() -> None:
     counters, keys, answers = (np.array(column, np.uint64).T for column in zip(*KNOWN_ANSWERS, strict=True))
     assert np.array_equal(philox4x32(counters, keys), answers)
 
@@ -107,7 +106,7 @@ def test_frequencies_are_those_of_the_exact_distribution(
     assert statistic < 35  # chi-square with at most 11 degrees of freedom: p < 0.0003
 
 
-def test_a_row_of_logits_is_drawn_as_its_row_of_the_plan_says() -> None:
+def test_each_row_of_logits_uses_the_parameters_of_its_plan_row() -> None:
     """Rows without a sample, as of prompts under way, lie between."""
     logits = np.random.default_rng(4).normal(size=(6, 40)).astype(np.float32)
     columns = {
@@ -220,13 +219,13 @@ def test_edits_change_the_logits_as_defined(edits: LogitEdits, expected: list[fl
     assert logits.tolist() == expected
 
 
-def test_edits_concern_their_row_alone() -> None:
+def test_edits_change_only_their_row() -> None:
     logits = np.tile(np.array([0.0, 1.0, 2.0, 3.0]), (3, 1))
     edits = {1: LogitEdits(banned=np.array([3, 2], np.int32))}
     assert draw(logits, edits=edits, temperature=0.0).tolist() == [3, 1, 3]
 
 
-def test_log_probs_and_the_likeliest_are_exact() -> None:
+def test_log_probs_and_likeliest_tokens_are_exact() -> None:
     logits = np.random.default_rng(4).normal(size=(5, 100)).astype(np.float32) * 5
     logits[2, 40:43] = 30.0
     tokens = np.array([0, 7, 99, 3, 50])
@@ -241,7 +240,7 @@ def test_log_probs_and_the_likeliest_are_exact() -> None:
     assert log_probs(logits, tokens, top_n=0).row(0, 0) == []
 
 
-def test_processed_logits_are_what_is_drawn_from() -> None:
+def test_tokens_are_drawn_from_the_processed_logits() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
     kept = processed_logits(logits, batch_of(1, temperature=0.5, top_k=2), 0)
     assert kept.tolist() == [-np.inf, 6.0, 4.0, -np.inf]

@@ -1,4 +1,4 @@
-"""The true tokenizer, and a real HTTP server on loopback in front of a scripted backend."""
+"""The built-in model's tokenizer, and a real HTTP server on loopback with a scripted client of the coordinator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ import tokenizers
 from eventually import LONG_SECONDS
 
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.process import Certificate, HttpServer, drain, http_server
+from megatron_runtime.server.process import HttpServer, drain, http_server
 from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
@@ -189,7 +190,7 @@ class Served:
             self.lines.append(line.rstrip())
             if match := re.search(pattern, line):
                 return match
-        raise AssertionError(f"{pattern!r} was never said:\n" + "\n".join(self.lines))
+        raise AssertionError(f"no line matched {pattern!r}:\n" + "\n".join(self.lines))
 
     def children(self) -> dict[str, psutil.Process]:
         children = psutil.Process(self.process.pid).children()

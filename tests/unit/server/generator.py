@@ -1,4 +1,4 @@
-"""An in-process backend: the true vocabulary, tokens from a script instead of a model, everything observable."""
+"""A client of the coordinator in the process: the built-in vocabulary, and scripted tokens instead of a model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScriptedBackend:
         self.aborted = 0
         self.answer = ANSWER
         self.times: dict[str, float] = {}
-        """Times that the final reply tells."""
+        """Times in the final reply."""
         self.forgets_log_probs_after: int | None = None
         """From this token on partials come without log-probabilities; the final reply has them."""
         self._tokenizer = tokenizer

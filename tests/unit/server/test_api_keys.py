@@ -1,4 +1,4 @@
-"""API keys: authorization, one tenant and one part of the prefix cache for each key; the permission for priorities."""
+"""API keys: authorization, a tenant and a part of the prefix cache for each key. The permission to set priorities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_each_key_is_a_tenant_of_an_opaque_id(start: Any, tmp_path: Path) 
     assert opened.backend.tenants == [""], "without keys a request cannot choose its tenant"
 
 
-async def test_a_key_that_fills_a_server_leaves_room_for_another(start: Any, tmp_path: Path) -> None:
+async def test_a_key_that_fills_a_server_does_not_block_another(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("first\nsecond\n")
     running = await start(api_keys_file=file, max_open_requests=4)

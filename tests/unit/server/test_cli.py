@@ -1,4 +1,4 @@
-"""The `megatron` command: help without weight, options that explain themselves, terminal clients, supervision."""
+"""The `megatron` command: help without heavy imports, errors of options, terminal clients, supervision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_runtime.cli import main
-from megatron_runtime.cli.options import Memory
+from megatron_runtime.cli.options import MEMORY
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
 from megatron_runtime.process.parent import PARENT_VARIABLE
 
@@ -77,7 +77,7 @@ def test_bad_option_names_itself_its_value_and_the_remedy(arguments: list[str], 
 
 def test_empty_keys_file_does_not_open_the_server(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# nobody yet\n\n")
+    file.write_text("# no keys yet\n\n")
     result = CliRunner().invoke(main, ["server", "--coordinator", "h:1", "--api-keys-file", str(file)])
     assert result.exit_code == 2
     assert "holds no key" in result.output
@@ -87,7 +87,7 @@ def test_empty_keys_file_does_not_open_the_server(tmp_path: Path) -> None:
     ("text", "size"), [("2Gi", 2 << 30), ("512Mi", 512 << 20), ("1.5G", 1_500_000_000), ("1024", 1024)]
 )
 def test_memory_reads_kubernetes_quantities(text: str, size: int) -> None:
-    assert Memory().convert(text, None, None) == size
+    assert MEMORY.convert(text, None, None) == size
 
 
 async def test_server_without_a_model_fails_in_one_line() -> None:
@@ -164,7 +164,7 @@ async def test_a_child_that_cannot_start_ends_the_supervisor_with_its_error() ->
     await supervisor.stop(grace_seconds=5)
 
 
-async def test_a_child_that_dies_later_is_restarted_within_a_budget(running: Any) -> None:
+async def test_a_child_that_ends_later_is_restarted_within_a_budget(running: Any) -> None:
     supervisor, child, said = await _supervised("generate", "x", "--url", running.url)
     running.backend.gate.clear()
     supervisor.are_ready = True
@@ -179,8 +179,8 @@ async def test_a_child_that_dies_later_is_restarted_within_a_budget(running: Any
     await supervisor.stop(grace_seconds=5)
 
 
-async def test_children_die_with_their_parent(running: Any) -> None:
-    """The child is ended by the kernel although its parent had no chance to do so."""
+async def test_children_end_with_their_parent(running: Any) -> None:
+    """The kernel ends the child, because its parent was killed."""
     running.backend.gate.clear()
     program = (
         "import os, subprocess, sys\n"

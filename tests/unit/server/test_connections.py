@@ -17,13 +17,13 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.process import Certificate
+from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.settings import ConnectionLimits
 
 SHORT = ConnectionLimits(
     header_seconds=0.6, body_seconds=1.5, body_idle_seconds=0.6, stall_seconds=0.6, handshake_seconds=0.6
 )
-"""For the one deadline that a test is about; the others stay as they are."""
+"""Deadlines for tests, each of which shortens one."""
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"model": "smollm2", "prompt": "x", "temperature": 0}).encode()
 WHOLE = b"%bContent-Length: %d\r\n\r\n%b" % (REQUEST, len(BODY), BODY)
@@ -84,9 +84,7 @@ async def works(running: Any) -> bool:
         ("body_idle_seconds", REQUEST + b"Content-Length: 100000\r\n\r\n{", b""),
     ],
 )
-async def test_a_slow_request_is_ended_with_408(
-    start: Any, short: str, start_of_request: bytes, dripped: bytes
-) -> None:
+async def test_a_slow_request_gets_408(start: Any, short: str, start_of_request: bytes, dripped: bytes) -> None:
     running = await start(connections=limits(short))
     async with connection(running) as (reader, writer):
         writer.write(start_of_request)
@@ -112,7 +110,7 @@ async def test_a_rejected_request_cannot_keep_sending_its_body(start: Any) -> No
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_does_not_read_is_cut_off(start: Any, stream: bool) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(start: Any, stream: bool) -> None:
     running = await start(connections=limits("stall_seconds"))
     running.backend.answer = "many words " * 2000
     connections = running.server.server_state.connections
@@ -233,7 +231,7 @@ async def test_malformed_bytes_after_a_request_do_not_break_its_answer(running: 
     assert answers.index(b"HTTP/1.1 200") < answers.index(b"HTTP/1.1 400")
 
 
-async def test_connections_are_limited_and_idle_ones_make_room(start: Any) -> None:
+async def test_a_new_connection_beyond_the_limit_closes_an_idle_one(start: Any) -> None:
     running = await start(connections=limits(max_connections=3))
     async with connection(running) as (first, _), connection(running), connection(running):
         assert await works(running)

@@ -1,4 +1,4 @@
-"""The page at /: it comes whole, runs nothing but itself, and chats."""
+"""The chat page at /: it is complete, runs only its own script, and chats with the model."""
 
 import asyncio
 import base64
@@ -88,9 +88,9 @@ async def test_it_sends_the_entered_key_and_reports_a_wrong_one(start: Any, answ
     running = await start(api_keys_file=tmp_path / "keys")
     shown = await chat(running, tmp_path, "Hello?", key="secret")
     assert shown["turns"][1] == ["turn assistant", answer]
-    refused = await chat(running, tmp_path, "Hello?", key="wrong")
-    assert refused["turns"] == []
-    assert "API key" in refused["state"]
+    rejected = await chat(running, tmp_path, "Hello?", key="wrong")
+    assert rejected["turns"] == []
+    assert "API key" in rejected["state"]
 
 
 @needs_node

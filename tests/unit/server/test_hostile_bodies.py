@@ -1,4 +1,4 @@
-"""Fuzzing of HTTP requests: whatever comes, the answer is never a 5xx and nothing is logged as an error.
+"""Fuzzing of HTTP requests: no input causes a 5xx answer or a logged error.
 
 Short in `make test`, long with MEGATRON_SOAK=1; hypothesis shrinks what it finds.
 """

@@ -1,4 +1,4 @@
-"""Terminal clients against a server that sends anything."""
+"""Terminal clients against a hostile server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_chunks_may_be_split_anywhere() -> None:
     assert [text for event in events for text in texts_of(event)] == ["a\N{LINE SEPARATOR}b\r", "", "é", ""]
 
 
-def test_a_line_without_end_is_not_buffered() -> None:
+def test_an_endless_line_is_not_buffered() -> None:
     reader = EventReader()
     for _ in range(MAX_EVENT_BYTES >> 20):
         assert list(reader.feed(b"x" * (1 << 20))) == []
@@ -97,7 +97,7 @@ def test_a_line_without_end_is_not_buffered() -> None:
         list(reader.feed(b"x"))
 
 
-def test_an_error_without_end_is_not_read_on() -> None:
+def test_an_endless_error_is_not_read_completely() -> None:
     sent = 0
 
     def endless() -> Iterator[bytes]:

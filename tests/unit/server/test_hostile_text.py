@@ -1,6 +1,6 @@
 """Prompts of megabytes, conversations of tens of thousands of messages, and chat templates that loop.
 
-Other requests are served meanwhile. What ends are the processes that render, never the server.
+Other requests are served meanwhile. Only processes that render may end, never the server.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_idle_renderers_end_on_request_and_start_again(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.usefixtures("quick_limit")
-async def test_a_template_that_always_loops_is_named(start_with_template: Any) -> None:
+async def test_a_template_that_always_loops_is_reported(start_with_template: Any) -> None:
     running = await start_with_template(LOOP + CHAT)
     for _ in range(2):
         reply = await running.chat("Hi")
@@ -201,7 +201,7 @@ async def test_a_template_that_builds_too_much_is_an_error_of_the_request(
     assert (await running.http.get("/readyz")).status_code == 200
 
 
-async def test_a_prompt_that_cannot_fit_is_rejected_by_its_bytes_alone(
+async def test_a_prompt_that_cannot_fit_is_rejected_without_tokenization(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenized: list[str] = []
@@ -227,26 +227,26 @@ async def test_a_prompt_that_cannot_fit_is_rejected_by_its_bytes_alone(
     assert set(tokenized) <= {"Hi"}
 
 
-async def test_many_short_prompts_leave_the_event_loop_free(running: Any) -> None:
+async def test_many_short_prompts_do_not_block_the_event_loop(running: Any) -> None:
     """Together they are long, so none of them is tokenized on the event loop."""
     prompts = ["The river runs to the sea. " * 70] * 64
     begun = time.perf_counter()
     for prompt in prompts:
         running.tokenizer.encode(prompt)
     seconds_of_all = time.perf_counter() - begun
-    asked = asyncio.create_task(
+    request = asyncio.create_task(
         running.post("/v1/completions", {"model": "smollm2", "prompt": prompts, "max_tokens": 1})
     )
     longest, last = 0.0, time.perf_counter()
-    while len(running.backend.requests) < len(prompts) and not asked.done():
+    while len(running.backend.requests) < len(prompts) and not request.done():
         await asyncio.sleep(0)
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
-    assert (await asked).status_code == 200
+    assert (await request).status_code == 200
     assert longest < max(seconds_of_all, 0.1)
 
 
-async def test_long_lists_of_tokens_become_text_between_other_requests(running: Any, tokenizer: Tokenizer) -> None:
+async def test_a_long_list_of_tokens_is_decoded(running: Any, tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("naïve 🦙 river ") * 4000
     reply = await running.post("/v1/detokenize", {"tokens": tokens})
     assert reply.json()["prompt"] == tokenizer.decode(tokens, skip_special=False)
@@ -284,11 +284,11 @@ class TestTextWork:
             await work.run(Lane.MEDIUM, 1, lambda: None)
         assert (raised.value.status, raised.value.code) == (503, "too_much_text")
         tasks[2].cancel()
-        await eventually(_holds(work, 80), what="who left holds nothing", look_seconds=0.01)
+        await eventually(_holds(work, 80), what="the cancelled caller holds nothing", look_seconds=0.01)
         gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert done == [0, 2]
-        # One that is larger than all may be held is taken while there is no other.
+        # A text above the limit is accepted if no other is held.
         await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
         assert await work.run(Lane.LONG, 1000, lambda: "alone") == "alone"
         work.close()

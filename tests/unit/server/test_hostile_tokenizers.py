@@ -1,6 +1,6 @@
 """Tokenizers of hostile models: a tokenizer.json, its companions, the metadata of a GGUF file, chat templates.
 
-Whatever is in them, the process that loads them stays, and a file that cannot be used is named in a TokenizerLoadError.
+No content ends the process that loads them. A file that cannot be used is named in a TokenizerLoadError.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ ODD = st.sampled_from(ODD_VALUES)
 
 
 def mutated(tree: Any, dice: random.Random, odd: Callable[[], Any]) -> Any:
-    """The tree with one place of it changed, removed or doubled."""
+    """Return the tree with one place of it changed, removed or duplicated."""
     root = [copy.deepcopy(tree)]
     places: list[tuple[Any, Any]] = [(root, 0)]
     for holder, key in places:
@@ -219,13 +219,13 @@ def mutated(tree: Any, dice: random.Random, odd: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def trial_process() -> Iterator[SacrificialProcess]:
-    """One for all examples; each load of its own would take a quarter of a second."""
+    """Return one process for all examples: a process for each would take a quarter of a second."""
     process = SacrificialProcess("megatron_runtime.tokenization.tokenizer_trial", memory_bytes=TRIAL_MEMORY_BYTES)
     yield process
     process.close()
 
 
-def test_no_tokenizer_json_ends_the_process_or_takes_long(trial_process: SacrificialProcess) -> None:
+def test_no_tokenizer_json_kills_the_process_or_takes_long(trial_process: SacrificialProcess) -> None:
     slowest = 0.0
 
     @settings(max_examples=size(150, soak=100_000), deadline=None)
@@ -346,7 +346,7 @@ SNIPPETS = st.sampled_from(
 )
 
 
-def test_no_chat_template_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chat_template_kills_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "Hi"}]
 
     @settings(max_examples=size(150, soak=50_000), deadline=None)

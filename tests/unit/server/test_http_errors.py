@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: OpenAI's error shape, the field at fault, and never a crash."""
+"""Error answers: the format of the OpenAI API, the field at fault, and no internal details."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 """Fields of a chat request, the field that the error names, words of its message."""
 
 
-async def test_a_bad_field_is_named_with_a_remedy(running: Any, subtests: pytest.Subtests) -> None:
+async def test_the_error_of_a_bad_field_has_its_name_and_a_remedy(running: Any, subtests: pytest.Subtests) -> None:
     for fields, param, phrase in BAD_FIELDS:
         with subtests.test(fields=fields):
             reply = await running.post("/v1/chat/completions", {**CHAT, **fields})
@@ -237,14 +237,14 @@ async def test_one_choice_that_fails_aborts_the_others(running: Any, monkeypatch
     running.backend.gate.clear()
     running.backend.free_tokens = 0
     name = "add_request_streaming" if stream else "add_request"
-    accept, asked = getattr(running.backend, name), itertools.count()
+    accept, count = getattr(running.backend, name), itertools.count()
 
-    def refuse_the_third(*arguments: Any, **options: Any) -> Any:
-        if next(asked) == 2:
+    def reject_the_third(*arguments: Any, **options: Any) -> Any:
+        if next(count) == 2:
             raise RequestRejectedError(429, "the queue is full", 1.0)
         return accept(*arguments, **options)
 
-    monkeypatch.setattr(running.backend, name, refuse_the_third)
+    monkeypatch.setattr(running.backend, name, reject_the_third)
     assert (await running.chat(n=3, stream=stream)).status_code == 429
     await running.backend.until(open_requests=0)
     assert running.backend.aborted == len(running.backend.requests)
@@ -272,8 +272,8 @@ async def test_a_request_for_a_replaced_model_is_reported(running: Any, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_ends_engines_is_named_and_not_retried(running: Any, stream: bool, caplog: Any) -> None:
-    """OpenAI's clients repeat a request after any 5xx, unless the answer says that they should not."""
+async def test_a_request_that_ends_engines_is_reported_as_final(running: Any, stream: bool, caplog: Any) -> None:
+    """OpenAI's clients repeat a request after any 5xx, unless the answer forbids it."""
     running.backend.reject = EngineFailedError(500, "request 00ff ended 3 engines")
     reply = await running.chat(stream=stream)
     assert reply.status_code == 500
@@ -286,7 +286,7 @@ async def test_a_request_that_ends_engines_is_named_and_not_retried(running: Any
     assert caplog.text.count("engine_failed: request 00ff") == 2, "the client sent it again"
 
 
-async def test_a_failure_in_mid_stream_is_an_event(running: Any) -> None:
+async def test_a_failure_during_a_stream_is_an_event(running: Any) -> None:
     running.backend.failure = {"type": "Stopped", "message": "the engines were stopped", "code": 503}
     stream = await running.openai.chat.completions.create(**CHAT, stream=True)
     assert (await anext(stream)).choices

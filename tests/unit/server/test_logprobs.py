@@ -1,4 +1,4 @@
-"""Log-probabilities as the OpenAI API gives them: in line with the text, streamed or whole, the prompt's included."""
+"""Log-probabilities in the format of the OpenAI API: aligned with the text, streamed or whole, and of the prompt."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ async def test_echo_with_zero_tokens_returns_the_prompt_alone(running: Any, toke
     assert choice["finish_reason"] == "length"
     usage = (await running.post("/v1/completions", fields)).json()["usage"]
     assert usage["completion_tokens"] == 0
-    refused = await running.post("/v1/completions", {**COMPLETION, "max_tokens": 0})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    rejected = await running.post("/v1/completions", {**COMPLETION, "max_tokens": 0})
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "max_tokens")
 
 
 @pytest.mark.parametrize("forgotten_after", [None, 0, 7])

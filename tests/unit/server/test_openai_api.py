@@ -78,8 +78,8 @@ async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers
         reply = await running.post(f"/v1/{path}", {**body, **options})
         chunks = [json.loads(event.removeprefix("data: ")) for event in reply.text.split("\n\n")[:-2]]
         assert {"usage" in chunk for chunk in chunks} == {has_field}
-        told = [chunk["usage"] for chunk in chunks if chunk.get("usage") is not None]
-        assert len(told) == has_field
+        usages = [chunk["usage"] for chunk in chunks if chunk.get("usage") is not None]
+        assert len(usages) == has_field
         assert (chunks[-1]["choices"] == []) is has_field
 
 
@@ -332,6 +332,14 @@ async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> 
     assert unknown.status_code == 404
 
 
+async def test_every_operation_of_the_schema_has_its_own_id(running: Any) -> None:
+    document = (await running.http.get("/openapi.json")).json()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(ids) == len(set(ids)) > 10
+    assert all("requestBody" in document["paths"][f"/v1/{path}"]["post"] for path in ("completions", "tokenize"))
+
+
 @pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
 def test_every_field_is_documented(request_type: Any) -> None:
     missing = [name for name in request_type.model_fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
@@ -347,5 +355,5 @@ async def test_every_metric_is_documented(running: Any) -> None:
     await running.chat(stream=True)
     lines = (await running.http.get("/metrics")).text.splitlines()
     names = {line.split()[2] for line in lines if line.startswith("# TYPE megatron_")}
-    told = {name for name in names if f"{name.removeprefix('megatron_').removesuffix('_total')}" in PAGE}
-    assert names - told - {name for name in names if name.endswith("_created")} == set()
+    documented = {name for name in names if f"{name.removeprefix('megatron_').removesuffix('_total')}" in PAGE}
+    assert names - documented - {name for name in names if name.endswith("_created")} == set()

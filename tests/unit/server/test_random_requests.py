@@ -1,5 +1,4 @@
-"""Random requests, good and bad, at a server of processes: every bad one is a 400 that names its field, nothing dies,
-nothing grows."""
+"""Random requests to `megatron serve`: a bad request gets a 400 with its field, no process ends, no memory leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ REQUESTS = size(1_200, soak=20_000)
 AT_ONCE = 8
 MODEL = "smollm2-135m"
 GROWTH_BYTES = 64 << 20
-"""What allocators may keep. In the long run, with 20,000 requests, it shows what leaks 4 KiB a request."""
+"""Growth that allocators may cause. The soak run of 20,000 requests detects a leak of 4 KiB per request."""
 PROMPT_CHARACTERS = 2_000
 
 Draw = random.Random

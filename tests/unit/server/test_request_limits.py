@@ -1,4 +1,4 @@
-"""No single body holds the event loop or much memory: every part of a request is bounded, checked once, and shared."""
+"""No request body blocks the event loop or takes much memory: every part of it is bounded and validated once."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def counts(value: Any) -> tuple[int, int, int, int]:
 
 @settings(max_examples=200)
 @given(value=json_values, ascii_only=st.booleans(), cut=st.integers(1, 7))
-def test_the_scan_counts_what_a_parser_finds(value: Any, ascii_only: bool, cut: int) -> None:
+def test_the_scan_counts_the_parts_of_a_body(value: Any, ascii_only: bool, cut: int) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
     assert from_json(data) == value
     scan = JsonScan()
@@ -214,7 +214,7 @@ EVERYTHING: dict[str, Any] = {
     "stop": [f"{place}" * 100 for place in range(64)],
     "max_tokens": 1,
 }
-"""Parameters as large as they may be. Choices are sampled, so each has its own seed."""
+"""Parameters of the largest allowed sizes. Choices are sampled, so each has its own seed."""
 
 
 async def test_choices_share_parameters_that_are_validated_once(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ async def test_choices_share_parameters_that_are_validated_once(running: Any, mo
         assert len({id(one.stop_token_ids) for one in params}) == len({id(one.logit_bias) for one in params}) == 1
         assert len({one.seed for one in params}) == 4
         assert next(checks) <= 3
-        # Other requests run while these are begun.
+        # Other requests run while these are started.
         assert sum(jumps) == 1024
         assert max(jumps) <= 16
 
@@ -281,8 +281,8 @@ async def test_bodies_that_are_received_share_a_budget(start: Any) -> None:
         return bool(running.service.body_bytes == 900)
 
     await eventually(received, what="the first body is half received")
-    refused = await post(b" " * 800)
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    rejected = await post(b" " * 800)
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "1")
     release.set()
     assert (await asyncio.wait_for(first, LONG_SECONDS)).status_code == 200
     assert running.service.body_bytes == 0

@@ -1,4 +1,4 @@
-"""Conversations that go on from the tokens that were generated, not from those that their text would have."""
+"""Conversations that continue from the generated tokens instead of the tokens of their text."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def test_a_message_carries_the_requested_token_data(
     # It may be sent back as it came.
     history = [QUESTION, {**message, "role": "assistant", "content": "x"}, QUESTION]
     again = await running.openai.chat.completions.create(**{**fields, "messages": history, "stream": False})
-    told = again.choices[0].message.model_dump()
-    assert not {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"} & told.keys()
+    found = again.choices[0].message.model_dump()
+    assert not {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"} & found.keys()
 
 
 async def test_tokens_outside_the_vocabulary_are_rejected_as_history(running: Any, tokenizer: Any) -> None:
@@ -104,8 +104,8 @@ async def test_log_probs_that_a_failover_left_incomplete_are_not_carried(running
     carried = chunks[-1].delta.model_dump()
     assert len(carried["generation_token_ids"]) > 5
     assert "generation_log_probs" not in carried
-    told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
-    assert len(told) == len(carried["generation_token_ids"]) - 1
+    found = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert len(found) == len(carried["generation_token_ids"]) - 1
     lacking = await running.chat(logprobs=True)
     assert lacking.status_code == 500
     assert "lacks log-probabilities" in lacking.json()["error"]["message"]

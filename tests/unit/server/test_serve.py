@@ -1,4 +1,4 @@
-"""`megatron serve` as a user runs it: real processes, real sockets; the echo executor in place of weights."""
+"""`megatron serve` with real processes and real sockets, and the echo executor instead of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens around an answer: disconnects, silence, shutdown, probes, metrics."""
+"""Disconnects, silent streams, shutdown, probes, metrics."""
 
 from __future__ import annotations
 
@@ -180,9 +180,9 @@ async def test_more_open_requests_than_allowed_get_429(start: Any) -> None:
     running.backend.gate.clear()
     waiting = asyncio.create_task(running.chat(n=2))
     await running.backend.until(open_requests=2)
-    refused = await running.chat(n=2)
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json()["error"]["code"] == "too_many_requests"
+    rejected = await running.chat(n=2)
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "1")
+    assert rejected.json()["error"]["code"] == "too_many_requests"
     running.backend.gate.set()
     assert (await waiting).status_code == 200
     assert (await running.chat(n=2)).status_code == 200

@@ -1,4 +1,4 @@
-"""A stream put together is the whole answer, for random answers, stops, log-probabilities and tools."""
+"""The joined chunks of a stream equal the whole answer, for random answers, stops, log-probabilities and tools."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def comparable(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(stream: str, *, is_chat: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The choices that a stream tells, and its usage."""
+    """Return the joined choices of a stream, and its usage."""
     events = stream.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]

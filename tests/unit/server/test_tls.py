@@ -1,4 +1,4 @@
-"""HTTPS by the server itself: verified by an ordinary client, renewed without a restart, refused where unusable."""
+"""HTTPS of the server: verified by an ordinary client, renewed without a restart, rejected if unusable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.process import Certificate, CertificateError
+from megatron_runtime.server.auth import Certificate, CertificateError
 
 
 @pytest.fixture

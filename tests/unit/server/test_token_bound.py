@@ -1,4 +1,4 @@
-"""The lower bound of a text's tokens holds for every vocabulary, and is near enough to reject megabytes."""
+"""The lower bound of the number of tokens holds for every vocabulary, and is tight enough to reject megabytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sentence_piece(*, byte_fallback: bool) -> tokenizers.Tokenizer:
 
 
 def with_greedy_token() -> tokenizers.Tokenizer:
-    """A special token that takes all the white space beside it along."""
+    """Return a vocabulary with a special token that includes all the white space beside it."""
     backend = byte_level([*PIECES, *BYTE_OF_CHARACTER])
     backend.add_special_tokens([AddedToken("<m>", lstrip=True, rstrip=True)])
     return backend
@@ -82,7 +82,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     backend = VOCABULARIES[name]()
     bound = TokenBound.of(backend)
 
@@ -105,7 +105,7 @@ def test_the_bound_of_the_built_in_model_holds_and_is_tight(tokenizer: Tokenizer
         assert tokenizer.bound.fewest_tokens(text) > 8192, text[:10]
 
 
-def test_vocabularies_that_allow_no_proof_have_a_loose_bound() -> None:
+def test_vocabularies_without_a_provable_bound_have_a_loose_one() -> None:
     unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], unk_id=0))
     assert len(unigram.encode("aba" * 9).ids) == 1
     for backend in (of_words(), unigram):

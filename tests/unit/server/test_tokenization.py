@@ -16,7 +16,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import WindowDetokenizer
@@ -25,7 +26,7 @@ from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 NOT_IN_VOCABULARY = "\x04\x06\x13\x14\x16\x1d"
-"""Control characters that this vocabulary has no token for, alone or merged (nor for planes 4 to 11 of Unicode)."""
+"""Control characters without a token in this vocabulary (nor do planes 4 to 11 of Unicode have any)."""
 
 ENCODABLE = st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters=NOT_IN_VOCABULARY)
 MULTI_BYTE = "naïve café 東京 🦙👩‍👩‍👧 Ω≈ç √ مرحبا"
@@ -91,7 +92,7 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
     check()
 
 
-def test_any_unicode_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
+def test_any_unicode_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
     @settings(max_examples=200)
     @given(st.text(ENCODABLE))
     def check(text: str) -> None:
@@ -100,7 +101,7 @@ def test_any_unicode_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     check()
 
 
-def test_streamed_text_is_the_whole_text_whatever_the_chunks(tokenizer: Tokenizer) -> None:
+def test_streamed_text_equals_the_whole_text_for_any_chunks(tokenizer: Tokenizer) -> None:
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 10), max_size=60)
 
     @settings(max_examples=200)
@@ -125,7 +126,7 @@ def test_a_character_is_never_split_between_two_parts(tokenizer: Tokenizer) -> N
     assert "".join(pieces) + detokenizer.finish() == MULTI_BYTE
 
 
-def test_an_incomplete_character_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_returned_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
     assert detokenizer.feed(tokenizer.encode("🦙")[:1]) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
@@ -162,9 +163,9 @@ def test_chat_template_errors_name_the_cause(tokenizer: Tokenizer) -> None:
         tokenizer.render_chat([{"role": "user", "content": None}])
     with pytest.raises(ChatTemplateError, match="'messages' is set by the request"):
         tokenizer.render_chat([], variables={"messages": []})
-    refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", special={})
+    failing = ChatTemplate("{{ raise_exception('roles must alternate') }}", special={})
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        refusing.render([])
+        failing.render([])
     with pytest.raises(ChatTemplateError, match="not valid Jinja, line 1"):
         ChatTemplate("{% if %}", special={})
 
@@ -197,7 +198,7 @@ def test_a_hugging_face_directory_gives_the_same_tokenizer(tokenizer: Tokenizer,
 
 
 def test_window_detokenizer_keeps_spaces_and_characters_whole() -> None:
-    """A decoder that drops the first space, as sentence-piece ones do, and joins bytes, as byte fallback does."""
+    """The decoder drops the first space, as SentencePiece does, and joins bytes, as byte fallback does."""
     pieces = [b" the", b" cat", b"\xf0\x9f", b"\xa6\x99", b" sat"]
 
     def decode(ids: object) -> str:
@@ -222,7 +223,7 @@ def test_window_detokenizer_keeps_spaces_and_characters_whole() -> None:
 def test_malformed_gguf_names_the_file(tmp_path: Path, content: bytes, complaint: str) -> None:
     file = tmp_path / "broken.gguf"
     file.write_bytes(content)
-    with pytest.raises(GGUFFormatError, match=rf"broken\.gguf .*{complaint}"):
+    with pytest.raises(ModelFileError, match=rf"broken\.gguf .*{complaint}"):
         read_gguf_metadata(file)
     with pytest.raises(TokenizerLoadError, match=complaint):
         load_tokenizer(str(file))

@@ -1,4 +1,4 @@
-"""Tools of a chat request: told to the model, its calls given back, forced calls by the form of the answer."""
+"""Tools of a chat request: described to the model, calls returned, calls forced by structured output."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ async def test_a_required_call_is_forced_by_structured_output(running: Any) -> N
     choice = reply.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
     assert choice.message.tool_calls[0].function.name == "time"
-    form = running.backend.requests[0][1].structured_output
-    assert form["type"] == "json_schema"
-    schema = form["value"]
+    output_format = running.backend.requests[0][1].structured_output
+    assert output_format["type"] == "json_schema"
+    schema = output_format["value"]
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     weather, time = schema["items"]["anyOf"]
     assert weather["properties"]["name"] == {"const": "weather"}
@@ -166,14 +166,14 @@ async def test_the_tool_call_parser_can_be_chosen_or_switched_off(start: Any) ->
     reply = await running.openai.chat.completions.create(**request())
     assert reply.choices[0].message.tool_calls[0].function.name == "time"
     running = await start(tool_call_parser="none")
-    refused = await running.post("/v1/chat/completions", request())
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    rejected = await running.post("/v1/chat/completions", request())
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "tools")
     with pytest.raises(ValueError, match="no tool-call parser 'hermess': use auto, none or one of hermes"):
         await start(tool_call_parser="hermess")
 
 
 async def test_special_tokens_of_the_format_reach_the_parser(start_with_template: Any) -> None:
-    """A marker that the vocabulary has as a special token is no text for anyone but the parser."""
+    """A marker that is a special token of the vocabulary is text for the parser only."""
     running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special="<|python_tag|>")
     running.backend.answer = '<|python_tag|>{"name": "time", "parameters": {"a": "b"}}'
     for stream in (False, True):

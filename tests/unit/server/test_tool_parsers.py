@@ -1,4 +1,4 @@
-"""Tool calls read from text: what each format means, and that how the text is cut changes nothing."""
+"""Parsers of tool calls: the formats, and results that do not depend on how the text is divided."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megatron_runtime.server.tools import (
     CallArguments,
     CallBegin,
     Event,
+    MalformedError,
     NamedParser,
     RequiredParser,
     Text,
     ToolParser,
+    json_value,
     parser_of,
 )
-from megatron_runtime.server.tools.json_calls import MalformedError, json_value
 
 NAMES = ["f", "get_weather"]
 Read = tuple[str, list[tuple[str, str]]]
@@ -80,7 +81,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"q": 1}')],
     ),
-    ("llama3_json", '{"name": "nobody", "parameters": {}}', '{"name": "nobody", "parameters": {}}', []),
+    ("llama3_json", '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
     ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
     ("llama3_json", 'Call {"name": "f"}', 'Call {"name": "f"}', []),
     ("llama3_json", "<|python_", "<|python_", []),
@@ -108,7 +109,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[1, 2] and [f(a=1)]", "[1, 2] and [f(a=1)]", []),
     ("pythonic", "[f(open('x'))]", "[f(open('x'))]", []),
     ("pythonic", "[f(a=open('x'))]", "[f(a=open('x'))]", []),
-    ("pythonic", "[f(a=1), nobody()]", " nobody()]", [("f", '{"a": 1}')]),
+    ("pythonic", "[f(a=1), unknown()]", " unknown()]", [("f", '{"a": 1}')]),
     ("pythonic", "[f(a=1", "[f(a=1", []),
 ]
 
@@ -215,7 +216,7 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     if end is not None:
         assert expected == end
     elif expected is not None:
-        # A value that the library ends early, such as the 0 of 01, is refused here: nothing that follows could be JSON.
+        # A value that the library ends early, such as the 0 of 01, is malformed here: no continuation is JSON.
         assert text[expected : expected + 1] not in ("", " ", "\n", ",", "]", "}")
 
 

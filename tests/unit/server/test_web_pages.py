@@ -1,4 +1,4 @@
-"""What web pages of other sites cannot do: post without a preflight, rebind a name to loopback, read metrics."""
+"""Protection from web pages of other sites: posts without a preflight, DNS rebinding, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server on a coordinator and an engine that are real, on real sockets; hashes in place of a model."""
+"""The server with a real coordinator and a real engine on real sockets, and hashes instead of a model."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ async def test_a_coordinator_restart_delays_a_stream_and_loses_no_token(start_st
     assert (await late).status_code == 200
 
 
-async def test_an_answer_names_the_epoch_of_its_weights(start_stack: StartStack) -> None:
+async def test_an_answer_has_the_epoch_of_its_weights(start_stack: StartStack) -> None:
     stack = await start_stack()
     assert (await stack.running.chat(max_tokens=3)).json()["system_fingerprint"] == "weights-0"
     ack = await stack.admin.control(Header.SET_GENERATION_EPOCH, operation_id="epoch", fence=1, epoch=7)
@@ -229,27 +229,27 @@ async def test_an_answer_names_the_epoch_of_its_weights(start_stack: StartStack)
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_a_profile_starts_and_stops_on_every_engine(start_stack: StartStack, prefix: str) -> None:
     stack = await start_stack(single_port=True)
-    asked: list[bool] = []
-    stack.engine.executor.profile = asked.append
+    calls: list[bool] = []
+    stack.engine.executor.profile = calls.append
     reply = await stack.running.http.post(f"{prefix}/start_profile")
     assert (reply.status_code, reply.json()) == (200, {"profiling": True, "ranks": 1})
-    assert asked == [True]
+    assert calls == [True]
     reply = await stack.running.http.post(f"{prefix}/stop_profile")
     assert (reply.status_code, reply.json()) == (200, {"profiling": False, "ranks": 1})
-    assert asked == [True, False]
+    assert calls == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("single_port", "status", "told"),
+    ("single_port", "status", "message"),
     [(True, 500, "engine-0: START_CUDA_PROFILER failed: the echo executor has no CUDA"), (False, 403, "admin")],
 )
 async def test_a_profile_that_is_impossible_or_forbidden_names_the_reason(
-    start_stack: StartStack, single_port: bool, status: int, told: str
+    start_stack: StartStack, single_port: bool, status: int, message: str
 ) -> None:
     stack = await start_stack(single_port=single_port)
     reply = await stack.running.http.post("/v1/start_profile")
     assert reply.status_code == status
-    assert told in reply.json()["error"]["message"]
+    assert message in reply.json()["error"]["message"]
     assert (await stack.running.chat(max_tokens=1)).status_code == 200
 
 
@@ -273,7 +273,7 @@ async def test_cached_tokens_reveal_nothing_about_another_key(
     assert await cached("second") == 512
 
 
-async def test_a_key_with_300_long_requests_leaves_room_for_another(start_stack: StartStack, tmp_path: Path) -> None:
+async def test_a_key_with_300_long_requests_does_not_block_another(start_stack: StartStack, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("greedy\nother\n")
     stack = await start_stack(step_seconds=0.01, server={"api_keys_file": tmp_path / "keys"})
 

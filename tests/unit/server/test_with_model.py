@@ -1,4 +1,4 @@
-"""The built-in model behind `megatron serve`, asked by the openai SDK as a user would."""
+"""The built-in model behind `megatron serve`, through the openai SDK."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .zmtp_port import Port, key_files
 
 
 def pytest_asyncio_loop_factories(config, item):
-    """The coordinator runs on uvloop, a program's own on whatever it has."""
+    """The coordinator runs on uvloop; an embedding program may run another event loop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 

@@ -1,4 +1,4 @@
-"""The DEALER of the operator's link: it speaks with ROUTERs of ours and of ZeroMQ's. What it takes in is bounded."""
+"""The DEALER of the operator's link, with ROUTERs of this runtime and of ZeroMQ. Its memory is bounded."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_it_comes_back_when_its_connection_ends(make_port, dealer) -> None
     assert (await port.received.get())[0] != peer
 
 
-async def test_close_lets_go_out_what_was_sent(make_port, dealer) -> None:
+async def test_close_sends_the_pending_messages(make_port, dealer) -> None:
     port = make_port()
     one, _ = dealer(port.address)
     await say(one, [b"hello"])
@@ -128,7 +128,7 @@ async def test_close_lets_go_out_what_was_sent(make_port, dealer) -> None:
     ],
     ids=["endless empty frames", "endless frames", "too large", "endless commands", "noise"],
 )
-async def test_what_a_peer_makes_it_keep_is_bounded(dealer, piece: bytes) -> None:
+async def test_the_memory_that_a_peer_can_occupy_is_bounded(dealer, piece: bytes) -> None:
     """ZeroMQ's socket takes 30 bytes for each byte of a message that never ends."""
     sent = ended = 0
 

@@ -50,7 +50,7 @@ def test_tokens_travel_as_little_endian_int32(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize("token", [1.5, "1", None, 1 << 31])
-def test_what_is_no_token_is_refused(token: object) -> None:
+def test_a_value_that_is_no_token_is_rejected(token: object) -> None:
     with pytest.raises(ValueError, match="32 bits"):
         tokens_to_bytes([1, token])  # type: ignore[list-item]
 
@@ -77,7 +77,7 @@ def test_partial_round_trip(fields: list[tuple[bytes, int, int, int]]) -> None:
     assert decode(message.to_frames()) == message
 
 
-def test_a_partial_whose_index_and_tokens_disagree_is_refused() -> None:
+def test_a_partial_whose_index_and_tokens_disagree_is_rejected() -> None:
     frames = Partial(0, [PartialEntry(bytes(16), 1, 0, 2)], tokens_to_bytes([1])).to_frames()
     with pytest.raises(MalformedMessageError, match="its index says 8"):
         decode(frames)
@@ -93,7 +93,7 @@ def test_unknown_keys_of_a_newer_peer_are_ignored() -> None:
 
 
 @given(st.lists(st.binary(max_size=80), max_size=10))
-def test_random_frames_are_read_or_refused_and_nothing_else(frames: list[bytes]) -> None:
+def test_random_frames_are_read_or_rejected(frames: list[bytes]) -> None:
     with contextlib.suppress(MalformedMessageError):
         decode(frames)
 
@@ -113,7 +113,7 @@ _values = st.recursive(
 
 
 @given(st.sampled_from(list(Header)), st.lists(_values, max_size=5), st.lists(st.binary(max_size=40), max_size=4))
-def test_a_known_header_with_any_content_is_read_or_refused(
+def test_a_known_header_with_any_content_is_read_or_rejected(
     header: Header, items: list[object], rest: list[bytes]
 ) -> None:
     with contextlib.suppress(MalformedMessageError):
@@ -121,7 +121,7 @@ def test_a_known_header_with_any_content_is_read_or_refused(
 
 
 @given(st.sampled_from(sorted(VECTORS)), st.data())
-def test_truncated_and_mutated_messages_are_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_truncated_and_mutated_messages_are_read_or_rejected(name: str, data: st.DataObject) -> None:
     frames = VECTORS[name].to_frames()
     at = data.draw(st.integers(0, len(frames) - 1))
     frame = bytearray(frames[at])

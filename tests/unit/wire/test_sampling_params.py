@@ -35,7 +35,7 @@ from megatron_runtime.sampling_params import InvalidSamplingParamsError, Samplin
         ("cache_salt", b"raw"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+def test_a_value_out_of_range_is_rejected_by_field_name(field: str, value: object) -> None:
     with pytest.raises(InvalidSamplingParamsError, match=field) as raised:
         SamplingParams(**{field: value})
     assert raised.value.field == field
@@ -51,7 +51,7 @@ def test_an_error_quotes_no_more_than_a_line_of_any_value() -> None:
         assert len(str(raised.value)) < 500
 
 
-def test_two_length_limits_at_once_are_refused() -> None:
+def test_two_length_limits_at_once_are_rejected() -> None:
     with pytest.raises(InvalidSamplingParamsError, match="not both"):
         SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
 

@@ -24,7 +24,7 @@ def context():
     context.destroy(linger=0)
 
 
-async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(context: zmq.Context) -> None:
+async def test_a_flood_arrives_complete_and_in_order_while_the_loop_runs_other_callbacks(context: zmq.Context) -> None:
     count = 20 * DRAIN_BUDGET
     received: list[int] = []
     done = asyncio.Event()
@@ -51,7 +51,7 @@ async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(con
         turns += 1
         await asyncio.sleep(0)
     assert received == list(range(count))
-    assert turns >= count / DRAIN_BUDGET / 2, "the loop gets its turn between budgets"
+    assert turns >= count / DRAIN_BUDGET / 2, "other callbacks of the loop run between budgets"
     client.close()
     server.close()
 
@@ -83,7 +83,7 @@ def test_a_missing_key_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         PeerKeys.load(tmp_path, Role.ENGINE)
 
 
-def test_a_key_file_that_is_not_z85_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_is_not_z85_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "server.key").write_text("short")
     with pytest.raises(KeyFileError, match="one Z85 key of 40 characters"):
         ServerKeys.load(_with_public_keys(tmp_path))

@@ -24,11 +24,11 @@ from megatron_runtime.protocol.codec import (
     UnpackLimits,
     header_of,
     pack,
-    shown,
     unpack,
 )
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import decode
+from megatron_runtime.protocol.text import shown
 
 ROOT = Path(__file__).parents[3]
 SMALL = UnpackLimits(elements=2000, containers=500, depth=8, text_bytes=100)

@@ -55,7 +55,7 @@ async def test_however_the_bytes_are_cut_the_messages_are_the_same(port: Port) -
     assert [(await port.next())[1] for _ in messages] == messages
 
 
-async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(port: Port) -> None:
+async def test_a_flood_arrives_complete_and_in_order_while_the_loop_runs_other_callbacks(port: Port) -> None:
     count = 20 * MESSAGES_PER_ITERATION
     done = asyncio.Event()
     found: list[int] = []
@@ -72,7 +72,7 @@ async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(por
         turns += 1
         await asyncio.sleep(0)
     assert found == list(range(count))
-    assert turns >= count / MESSAGES_PER_ITERATION / 2, "the loop gets its turn between budgets"
+    assert turns >= count / MESSAGES_PER_ITERATION / 2, "other callbacks of the loop run between budgets"
     raw.close()
 
 
@@ -102,7 +102,7 @@ async def test_a_message_at_the_limit_passes_and_one_beyond_ends_its_connection(
     assert (await either.next())[1] == [b"still here"]
 
 
-async def test_who_does_not_read_is_full_and_costs_a_bounded_buffer(either: Port) -> None:
+async def test_the_send_buffer_of_a_peer_that_does_not_read_is_bounded(either: Port) -> None:
     dealer = either.dealer()
     dealer.setsockopt(zmq.RCVHWM, 1)
     await dealer.send(b"hello")
@@ -137,7 +137,7 @@ async def test_each_connection_has_a_name_of_its_own_or_the_one_it_brings(port: 
     assert len(peers) == 4
 
 
-async def test_a_name_belongs_to_who_brought_it_last(either: Port) -> None:
+async def test_a_name_belongs_to_the_last_connection_that_registered_it(either: Port) -> None:
     first = either.dealer(routing_id=b"name")
     await first.send(b"first")
     peer, _ = await either.next()
@@ -149,8 +149,8 @@ async def test_a_name_belongs_to_who_brought_it_last(either: Port) -> None:
     assert await first.poll(50) == 0
 
 
-async def test_what_a_connection_had_to_say_ends_with_it_and_others_are_served(port: Port) -> None:
-    """All in one turn of the loop: the first of three connections ends, and there is something to send to each."""
+async def test_unread_messages_end_with_their_connection_and_others_are_served(port: Port) -> None:
+    """In one iteration of the loop the first of three connections ends and each has a message to send."""
     dealers = [port.dealer(routing_id=b"%d" % number) for number in range(3)]
     peers = []
     for dealer in dealers:
@@ -202,7 +202,7 @@ async def test_a_socket_of_a_type_that_is_no_routers_partner_is_not_let_in(port:
     partner.close()
 
 
-async def test_who_goes_is_told_and_who_is_cut_is_not_heard_again(either: Port) -> None:
+async def test_a_lost_connection_is_reported_and_a_cut_one_delivers_nothing_more(either: Port) -> None:
     leaves, stays = either.dealer(), either.dealer()
     await leaves.send(b"leaves")
     left, _ = await either.next()
@@ -248,7 +248,7 @@ async def test_a_ping_is_answered_with_its_context(port: Port) -> None:
 
 
 @pytest.mark.slow
-async def test_pings_of_one_who_does_not_read_are_answered_within_bounds(port: Port) -> None:
+async def test_pings_of_a_peer_that_does_not_read_are_answered_within_bounds(port: Port) -> None:
     raw = await port.raw()
     raw.pause()
     await until(lambda: port.connections)
@@ -263,7 +263,7 @@ async def test_pings_of_one_who_does_not_read_are_answered_within_bounds(port: P
     raw.close()
 
 
-async def test_what_was_sent_goes_out_before_the_end_and_the_port_is_free_at_once(either: Port) -> None:
+async def test_sent_messages_leave_before_the_end_and_the_port_is_free_at_once(either: Port) -> None:
     dealer = either.dealer(reconnects=True)
     await dealer.send(b"hello")
     peer, _ = await either.next()

@@ -1,4 +1,4 @@
-"""The coordinator's ROUTER and who keeps to nothing, or has no key."""
+"""The coordinator's ROUTER with peers that violate the protocol or hold no key."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 from .curve_client import CurveClient
 from .zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, READY, Port, Raw, key_files, until
 
-# --- who keeps to nothing ---------------------------------------------------------------------------------------------
+# --- protocol violations ----------------------------------------------------------------------------------------------
 
 NONSENSE = {
     "not ZMTP": b"GET / HTTP/1.1\r\nHost: coordinator\r\nAccept: */*\r\nUser-Agent: somebody\r\n\r\n",
@@ -41,7 +41,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-async def test_nonsense_ends_its_connection_and_disturbs_nobody(port: Port, nonsense: bytes) -> None:
+async def test_invalid_bytes_end_their_connection_and_no_other(port: Port, nonsense: bytes) -> None:
     dealer = port.dealer()
     raw = await port.raw(nonsense)
     await raw.end()
@@ -67,7 +67,7 @@ async def test_random_bytes_end_nothing_but_their_connection(make_port, keys: Pa
         assert port.router.handler_errors == 0
 
 
-async def test_who_does_not_get_on_with_the_handshake_gives_way(make_port, monkeypatch) -> None:
+async def test_a_stalled_handshake_is_ended_for_a_new_one(make_port, monkeypatch) -> None:
     monkeypatch.setattr(router_module, "HANDSHAKE_SECONDS", 0.2)
     port = make_port()
     await (await port.raw(b"\xff")).end()
@@ -88,7 +88,7 @@ async def test_who_does_not_get_on_with_the_handshake_gives_way(make_port, monke
 async def curve(port: Port, client: CurveClient) -> Raw:
     """A connection whose handshake is over."""
     raw = await port.raw(CURVE_GREETING)
-    assert (await raw.greeting())[32] == 1, "it says that it is the server"
+    assert (await raw.greeting())[32] == 1, "the greeting has the flag of the server"
     raw.write(frames.frame(COMMAND, client.hello()))
     raw.write(frames.frame(COMMAND, client.initiate((await raw.frame())[1])))
     assert client.ready((await raw.frame())[1])[b"socket-type"] == b"ROUTER"
@@ -104,9 +104,9 @@ async def test_a_port_admits_the_keys_of_its_role_only(make_port, keys: Path, he
         peer, message = await port.next()
         assert message == [b"hello"]
         assert port.connections[peer].key == PeerKeys.load(keys, held).own.public
-        assert port.gatekeeper.refused == 0
+        assert port.gatekeeper.rejected == 0
     else:
-        await until(lambda: port.gatekeeper.refused)
+        await until(lambda: port.gatekeeper.rejected)
         assert port.received.empty()
         assert port.connections == {}
 
@@ -116,18 +116,18 @@ async def test_strangers_without_a_key_and_with_a_key_of_their_own_are_kept_out(
     stranger = PeerKeys(PeerKeys.load(key_files(tmp_path / "other"), Role.CLIENT).own, port.gatekeeper.keys.own.public)
     refused = port.dealer(stranger)
     await refused.send(b"own key")
-    await until(lambda: port.gatekeeper.refused == 1)
+    await until(lambda: port.gatekeeper.rejected == 1)
     await (await port.raw()).end()
     wrong_server = port.dealer(PeerKeys(PeerKeys.load(keys, Role.CLIENT).own, stranger.own.public))
     await wrong_server.send(b"for another server")
-    await until(lambda: port.gatekeeper.refused == 2)
+    await until(lambda: port.gatekeeper.rejected == 2)
     owner = port.dealer()
     await owner.send(b"client")
     assert (await port.next())[1] == [b"client"]
     assert port.received.empty()
 
 
-async def test_a_refused_peer_is_told_so(make_port, keys: Path) -> None:
+async def test_a_rejected_peer_gets_an_error(make_port, keys: Path) -> None:
     port = make_port(keys=keys, role=Role.ADMIN)
     client = CurveClient(PeerKeys.load(keys, Role.CLIENT))
     raw = await port.raw(CURVE_GREETING)
@@ -153,7 +153,7 @@ async def test_encrypted_messages_are_taken_once_and_in_order(make_port, keys: P
 
 
 @pytest.mark.parametrize("kind", ["changed", "not encrypted", "cut short", "made with other keys"])
-async def test_what_was_not_made_with_the_keys_of_the_connection_ends_it(make_port, keys: Path, kind: str) -> None:
+async def test_a_frame_encrypted_with_other_keys_ends_the_connection(make_port, keys: Path, kind: str) -> None:
     port = make_port(keys=keys)
     client = CurveClient(PeerKeys.load(keys, Role.CLIENT))
     raw = await curve(port, client)
@@ -173,7 +173,7 @@ async def test_what_was_not_made_with_the_keys_of_the_connection_ends_it(make_po
     assert port.router.handler_errors == 0
 
 
-async def test_an_initiate_that_proves_nothing_is_refused(make_port, keys: Path) -> None:
+async def test_an_initiate_without_proof_is_rejected(make_port, keys: Path) -> None:
     port = make_port(keys=keys)
     own = PeerKeys.load(keys, Role.CLIENT)
 
@@ -186,21 +186,21 @@ async def test_an_initiate_that_proves_nothing_is_refused(make_port, keys: Path)
 
     cookie = len(b"\x08INITIATE")
     await initiate(CurveClient(own), lambda command: command[:cookie] + bytes(96) + command[cookie + 96 :])
-    assert port.gatekeeper.refused == 0, "a broken peer, not one with another key"
+    assert port.gatekeeper.rejected == 0, "a broken peer, not one with another key"
     await initiate(CurveClient(own, vouch_for=os.urandom(32)))
     # The public key of a client, without the secret one.
     thief = PeerKeys(PeerKeys.load(keys, Role.ENGINE).own, own.server_public)
     pretender = CurveClient(PeerKeys(type(own.own)(own.own.public, thief.own.secret), own.server_public))
     await initiate(pretender)
     await initiate(CurveClient(own), lambda command: command[:-1] + bytes((command[-1] ^ 1,)))
-    assert port.gatekeeper.refused == 3
+    assert port.gatekeeper.rejected == 3
     assert port.connections == {}
 
 
 @pytest.mark.parametrize(
     "hello", [b"", bytes(200), b"\x05HELLO\x01\x00" + bytes(192), b"\x05HELLO\x02\x00" + bytes(192)]
 )
-async def test_a_hello_that_is_none_is_refused(make_port, keys: Path, hello: bytes) -> None:
+async def test_a_malformed_curve_hello_is_rejected(make_port, keys: Path, hello: bytes) -> None:
     port = make_port(keys=keys)
     raw = await port.raw(CURVE_GREETING + frames.frame(COMMAND, hello))
     await raw.end()

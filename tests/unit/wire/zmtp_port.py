@@ -12,7 +12,7 @@ import zmq.asyncio
 from eventually import LONG_SECONDS
 
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.transport.security import Gatekeeper, PeerKeys, ServerKeys, generate_key_files
+from megatron_runtime.transport.security import Gatekeeper, PeerKeys, generate_key_files
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp.connection import PeerId
 from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
@@ -38,7 +38,7 @@ class Port:
         self.on_message: Callable[[PeerId, list[bytes]], None] = lambda peer, frames: self.received.put_nowait(
             (peer, frames)
         )
-        self.gatekeeper = Gatekeeper(ServerKeys.load(keys)) if keys is not None else None
+        self.gatekeeper = Gatekeeper(keys) if keys is not None else None
         self.keys = keys
         self.router = Router(
             3,
@@ -46,7 +46,7 @@ class Port:
             handshake=NullHandshake if keys is None else self._curve(role),
             on_message=lambda peer, frames: self.on_message(peer, frames),
             on_gone=self._gone,
-            on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
+            on_rejected=self.gatekeeper.reject if self.gatekeeper is not None else lambda: None,
             max_message_bytes=LIMIT,
             send_buffer_bytes=1 << 16,
             check_seconds=check_seconds,

@@ -1,11 +1,11 @@
-"""The ordered list of policies. The first that applies decides; its reason and message are the status."""
+"""The ordered list of policies. The first that applies decides; its reason and message become the status."""
 
 from __future__ import annotations
 
 from megatron_operator.plan.policies.engines import engines_not_serving, scale_down, undrain
 from megatron_operator.plan.policies.guards import (
     child_not_owned,
-    child_refused,
+    child_rejected,
     deleting,
     restart_budget_exhausted,
     server_not_ready,
@@ -35,7 +35,7 @@ POLICIES: tuple[Policy, ...] = (
     rollout,
     rotate_keys,
     settled_quiet,
-    child_refused,
+    child_rejected,
     server_not_ready,
     engines_not_serving,
     settled,

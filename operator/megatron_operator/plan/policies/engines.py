@@ -1,4 +1,4 @@
-"""Policies about single engines while the resource runs: undo a drain, scale down, wait for the missing."""
+"""Policies for single engines while the resource runs: undo a drain, scale down, wait for missing engines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_operator.plan.world import DeletePods, EmitEvent
 
 
 def running(scene: Scene) -> bool:
-    """Engines may be drained one by one only here."""
+    """Return whether single engines may be drained."""
     return scene.desired is DesiredState.RUNNING and scene.observed is ResourceState.RUNNING
 
 
 def drained(scene: Scene, engine: EngineView) -> bool:
-    """Nothing is gained by draining this engine (again): it serves nobody, or its DRAIN is over. An engine that was
-    started anew since has work again."""
+    """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
+    that has restarted since gets requests again."""
     if engine.report is None or not engine.serving:
         return True
     operation = scene.operation
@@ -37,7 +37,7 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 
 
 def undrain(scene: Scene) -> Verdict | None:
-    """An engine was drained for a change that was taken back: it gets work again only when it registers anew."""
+    """An engine was drained for a reverted change. It gets requests again only after a new registration."""
     if not running(scene) or scene.all_draining or scene.world.coordinator.drained_all:
         return None
     for engine in scene.wanted:
@@ -46,12 +46,12 @@ def undrain(scene: Scene) -> Verdict | None:
             continue
         if engine.canary is Canary.FAILED:
             continue
-        reason = f"engine {engine.name} was drained and is wanted again"
+        reason = f"engine {engine.name} was drained and is desired again"
         verdict = waiting(
             scene,
             Reason.ENGINES_STARTING,
             f"restarting {engine.name}",
-            f"{engine.name} to register anew",
+            f"{engine.name} to register again",
             actions=(delete_pods(engine, reason), EmitEvent("Normal", "EngineRestarted", reason)),
         )
         return replace(verdict, operation=None)
@@ -59,7 +59,7 @@ def undrain(scene: Scene) -> Verdict | None:
 
 
 def scale_down(scene: Scene) -> Verdict | None:
-    """Engines beyond spec.replicas: the highest index goes first, after its requests have finished."""
+    """Remove engines beyond spec.replicas, highest index first, after their requests have finished."""
     surplus = [engine for engine in scene.engines if engine.surplus and not engine.empty]
     gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
     present = [engine for engine in surplus if engine not in gone]
@@ -79,7 +79,7 @@ def scale_down(scene: Scene) -> Verdict | None:
 
 
 def engines_not_serving(scene: Scene) -> Verdict | None:
-    """Wanted engines start, load, crash or are lost."""
+    """Wait for desired engines that start, load, crash or are lost."""
     failed = [engine for engine in scene.wanted if engine.budget.exhausted is not None]
     if not absent_engines(scene) and not failed:
         return None

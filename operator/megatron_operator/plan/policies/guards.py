@@ -1,10 +1,10 @@
-"""Policies that stop everything else, and those that say that nothing is left to do."""
+"""Policies that block all others, and those of the reached state."""
 
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, ResourceState
-from megatron_operator.plan.blockers import engines_wait, refusal, server_wait
+from megatron_operator.plan.blockers import engines_wait, rejection, server_wait
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import MAX_FENCE_JUMP
@@ -18,14 +18,14 @@ QUIET = {
 
 
 def deleting(scene: Scene) -> Verdict | None:
-    """The resource is going; its children follow by their owner references."""
+    """The resource is being deleted; the garbage collector deletes its children."""
     if not scene.world.resource.deleting:
         return None
     return Verdict(Reason.DELETING, "the resource is being deleted", scene.operation, upkeep=False)
 
 
 def child_not_owned(scene: Scene) -> Verdict | None:
-    """Somebody else's object has the name of a child. Nothing is done until one of the two is renamed."""
+    """An object with another owner has the name of a child. Nothing is done until one of the two is renamed."""
     ours = {
         scene.ctx.keys_name,
         scene.ctx.coordinator_name,
@@ -49,7 +49,7 @@ def child_not_owned(scene: Scene) -> Verdict | None:
 
 
 def restart_budget_exhausted(scene: Scene) -> Verdict | None:
-    """Every engine was given up."""
+    """The restart budget of every engine is exhausted."""
     if scene.observed is not ResourceState.FAILED:
         return None
     _, on = engines_wait(scene)
@@ -57,8 +57,8 @@ def restart_budget_exhausted(scene: Scene) -> Verdict | None:
 
 
 def stale_fence(scene: Scene) -> Verdict | None:
-    """The coordinator reports a fence that no leader can have sent, and would refuse every signal."""
-    seen, own = scene.world.refused_fence, scene.world.fence
+    """The coordinator reports a fence that no leader can have sent, and would reject every signal."""
+    seen, own = scene.world.rejected_fence, scene.world.fence
     if seen is None or scene.stopped:
         return None
     most = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
@@ -66,24 +66,24 @@ def stale_fence(scene: Scene) -> Verdict | None:
         scene,
         Reason.STALE_FENCE,
         "checking the fence",
-        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is followed; "
-        f"delete the pod of {scene.ctx.coordinator_name}, and the engine pods if the fence comes back",
+        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is accepted; "
+        f"delete the pod of {scene.ctx.coordinator_name}, and the engine pods if the fence recurs",
         requeue_after=scene.overdue_in,
     )
 
 
 def settled_quiet(scene: Scene) -> Verdict | None:
-    """Paused, Suspended or Stopped, as asked."""
+    """The resource is Paused, Suspended or Stopped as requested."""
     found = QUIET.get(scene.observed)
     if found is None or scene.desired is not found[0]:
         return None
     message = {
-        ResourceState.PAUSED: "paused: requests keep their place, new ones wait",
-        ResourceState.SUSPENDED: "suspended: engines gave their memory back",
+        ResourceState.PAUSED: "paused: requests in flight are kept, new ones wait",
+        ResourceState.SUSPENDED: "suspended: the engines have released their memory",
         ResourceState.STOPPED: "stopped: there are no engine pods",
     }[scene.observed]
     if scene.observed is ResourceState.SUSPENDED and scene.release:
-        message = "suspended: engine pods are given back"
+        message = "suspended: the engine pods are removed"
         if scene.ctx.spec.replicas == 0:
             message += ", because spec.replicas is 0"
     deferred = [engine.name for engine in scene.engines if engine.surplus or engine.stale]
@@ -94,22 +94,22 @@ def settled_quiet(scene: Scene) -> Verdict | None:
     return Verdict(found[1], message, scene.operation, requeue_after=requeue)
 
 
-def child_refused(scene: Scene) -> Verdict | None:
-    """A child cannot be rendered or the API server refuses it."""
-    found = refusal(scene)
+def child_rejected(scene: Scene) -> Verdict | None:
+    """A child cannot be rendered or the API server rejects it."""
+    found = rejection(scene)
     if found is None:
         return None
     return waiting(scene, found[0], "applying children", f"a corrected spec: {found[1]}", requeue_after=60.0)
 
 
 def server_not_ready(scene: Scene) -> Verdict | None:
-    """No front end is ready."""
+    """No OpenAI server is ready."""
     found = server_wait(scene)
     return None if found is None else waiting(scene, found[0], "starting the front end", found[1])
 
 
 def settled(scene: Scene) -> Verdict:
-    """All that the spec asks for serves."""
+    """All components of the spec serve."""
     count = len(scene.wanted)
     noun = "engine serves" if count == 1 else "engines serve"
     message = f"{count} {noun}"

@@ -1,6 +1,6 @@
-"""The policy that rotates CURVE keys: from what the Secret holds and the coordinator reports to the next stage.
+"""The policy that rotates CURVE keys: the next stage, from the Secret and the coordinator's report.
 
-Every stage waits until it is seen to have arrived: the kubelet brings a changed Secret to each pod in its own time.
+Every stage waits until it has taken effect, because the kubelet updates a mounted Secret with a delay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_operator.plan.world import ChildRef, EmitEvent, KeysView, RotateKe
 from megatron_operator.render.keys import AFTER
 
 LOOK_SECONDS = 2.0
-"""What a coordinator says of its keys wakes no task by itself while it stays as it is."""
+"""Polling interval of a stage: an unchanged report of the coordinator wakes no task."""
 
 
 def wanted_generation(scene: Scene, keys: KeysView) -> int:
-    """The generation that the spec, or the age of the present one, asks for; never one of before."""
+    """Return the desired generation by the spec or the age of the current one; never an earlier one."""
     spec = scene.world.resource.spec.keys
     made = parse(keys.since)
     if spec.rotate_after_days is not None and made is not None:
@@ -31,7 +31,7 @@ def wanted_generation(scene: Scene, keys: KeysView) -> int:
 
 
 def rotate_keys(scene: Scene) -> Verdict | None:
-    """Keys of another generation are wanted: both are admitted, everybody takes the new, the old are taken out."""
+    """Rotate the keys: accept both generations, switch all components to the new one, remove the old one."""
     keys = scene.world.keys
     if keys is None:
         return None
@@ -39,7 +39,7 @@ def rotate_keys(scene: Scene) -> Verdict | None:
         wanted = wanted_generation(scene, keys)
         if wanted == keys.generation or not running(scene):
             return None
-        return _go_on(scene, wanted, KeyStage.ADMITTING, "the new keys to be admitted beside the old")
+        return _go_on(scene, wanted, KeyStage.ADMITTING, "the new keys to be accepted beside the old ones")
     found = _unfinished(scene, keys)
     if found is None:
         return _go_on(scene, keys.generation, AFTER[keys.stage], "the Secret to be written")
@@ -52,27 +52,27 @@ def _step(generation: int) -> str:
 
 def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
     name = scene.ctx.keys_name
-    refusal = scene.rendered.just_refused(ChildRef("Secret", name))
-    if refusal is not None:
-        on = f"Secret {name} to be writable; the API server said {refusal.code}: {refusal.message}"
+    rejection = scene.rendered.just_rejected(ChildRef("Secret", name))
+    if rejection is not None:
+        on = f"Secret {name} to be writable; the API server said {rejection.code}: {rejection.message}"
         return waiting(scene, Reason.CHILD_REFUSED, _step(generation), on)
     actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
     if stage is KeyStage.SETTLED:
-        said = f"all components use the keys of generation {generation}; those before are refused"
+        said = f"all components use the keys of generation {generation}; earlier keys are rejected"
         actions = (*actions, EmitEvent("Normal", "KeysRotated", said))
     return waiting(scene, Reason.ROTATING_KEYS, _step(generation), waits_for, actions=actions)
 
 
 def _unfinished(scene: Scene, keys: KeysView) -> str | None:
-    """What the present stage still waits for; None when it is reached."""
+    """Return what the current stage waits for; None if it is complete."""
     coordinator, used = scene.world.coordinator, scene.world.coordinator.keys
     if not coordinator.reachable or used is None:
-        return "the coordinator to say which keys it knows"
+        return "the coordinator to report its keys"
     if keys.stage is KeyStage.ADMITTING:
-        return None if keys.new <= used.admitted else "the coordinator to admit the new keys, which a kubelet brings"
+        return None if keys.new <= used.admitted else "the coordinator to accept the new keys, which a kubelet updates"
     if keys.stage is KeyStage.SWITCHING:
         old = keys.old & used.connected
         if old:
-            return "engines and servers to take up their new keys, which kubelets bring"
-        return None if running(scene) else "the resource to run: its coordinator is to be started anew"
-    return None if keys.server == used.server else "the coordinator to come back with its new key"
+            return "engines and servers to use their new keys, which kubelets update"
+        return None if running(scene) else "the resource to run: its coordinator must be restarted"
+    return None if keys.server == used.server else "the coordinator to restart with its new key"

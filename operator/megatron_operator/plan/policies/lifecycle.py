@@ -1,4 +1,4 @@
-"""Policies that move the resource along its verb path: push the open operation, begin the next, let the pods go."""
+"""Policies that move the resource along its verb path: send the open operation, start the next, remove pods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_operator.plan.verbs import Reached, Wait, next_step
 from megatron_operator.plan.world import Signal
 
 RETRY_SECONDS = 5.0
-"""After a signal failed, the next attempt waits this long."""
+"""Backoff after a failed signal."""
 
 SIGNAL_REASON: dict[SignalKind, Reason] = {
     SignalKind.PAUSE: Reason.PAUSING,
@@ -53,8 +53,8 @@ def _step(operation: Operation) -> str:
 
 
 def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **weights: Any) -> Verdict:
-    """Write the intent of a signal down; the pass that finds it written sends it. After a failure of the same signal
-    this waits first."""
+    """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
+    waits first."""
     last = scene.operation
     if last is not None and last.phase is LifecyclePhase.FAILED and (last.signal, last.engine) == (signal, engine):
         left = RETRY_SECONDS - seconds_since(last.since, scene.world.now)
@@ -79,7 +79,7 @@ def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **weig
 
 
 def operation_underway(scene: Scene) -> Verdict | None:
-    """An operation was begun: send it, send it again, or wait for what becomes of it."""
+    """An operation is in progress: send it, send it again, or wait for its result."""
     operation = scene.operation
     if operation is None or not operation.open or scene.stopped:
         return None
@@ -135,7 +135,7 @@ def verb_path(scene: Scene) -> Verdict | None:
 
 
 def pods_leaving(scene: Scene) -> Verdict | None:
-    """Stopped, or suspended with ReleasePods: the engines' pods are on their way out."""
+    """Stopped, or suspended with ReleasePods: the engines' pods terminate."""
     if not (scene.stopped or (scene.release and scene.suspended)):
         return None
     left = sorted(pod.name for engine in scene.engines for pod in engine.pods)
@@ -148,5 +148,5 @@ def pods_leaving(scene: Scene) -> Verdict | None:
 
 
 def signals(verdict: Verdict) -> tuple[Signal, ...]:
-    """The signals among a verdict's actions."""
+    """Return the signals of a verdict."""
     return tuple(action for action in verdict.actions if isinstance(action, Signal))

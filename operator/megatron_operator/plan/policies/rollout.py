@@ -1,5 +1,5 @@
-"""Policies that bring a changed spec to the engines. What comes next is decided by `plan.rollout`; here it gets its
-words and deeds. While the resource is paused or suspended only engines that do not serve are touched.
+"""Policies that roll out a changed spec to the engines. `plan.rollout` chooses the next step; this module has its
+messages and actions. While the resource is paused or suspended only engines that do not serve are changed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron_operator.plan.world import Action, AskCanary, EmitEvent, Manifest,
 from megatron_operator.render.model_source import model_argument
 
 ASK_AGAIN_SECONDS = 2.0
-"""A canary that said nothing about its engine, which was not there yet, is sent again after so long."""
+"""Time after which a canary without a verdict is sent again."""
 
 
 def _appliable(scene: Scene, engine: EngineView) -> bool:
     manifest = scene.rendered.engine_manifest(engine.index)
     found = engine.statefulset
     usable = found is not None and found.owned and not found.deleting
-    return usable and manifest is not None and scene.rendered.refused(manifest) is None
+    return usable and manifest is not None and scene.rendered.rejected(manifest) is None
 
 
-def _server_refused(scene: Scene) -> bool:
+def _server_rejected(scene: Scene) -> bool:
     server = scene.rendered.server
-    return server is not None and scene.rendered.refused(server) is not None
+    return server is not None and scene.rendered.rejected(server) is not None
 
 
 def _unvetted(scene: Scene, engine: EngineView, *others: Manifest) -> Verdict | None:
-    """Templates are tried in a dry run before an engine gives up its work for them."""
+    """Test templates in a dry run before an engine is drained for them."""
     manifest = scene.rendered.engine_manifest(engine.index)
     wanted = [*others, manifest] if manifest is not None and engine.stale else others
     for each in wanted:
@@ -51,7 +51,7 @@ def _unvetted(scene: Scene, engine: EngineView, *others: Manifest) -> Verdict | 
 
 
 def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
-    """Give an engine its new template and replace all its pods together."""
+    """Apply an engine's new template and replace all its pods together."""
     actions: list[Action] = []
     manifest = scene.rendered.engine_manifest(engine.index)
     if engine.stale and manifest is not None:
@@ -61,13 +61,13 @@ def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
 
 
 def replace_model(scene: Scene) -> Verdict | None:
-    """Source, dtype or length changed: all engines and servers are drained and swapped together, because tokens of one
-    model are never continued by another."""
+    """Source, dtype or length changed: drain and replace all engines and servers together, because one model never
+    continues the tokens of another."""
     old = [engine for engine in scene.old_model if not engine.surplus and _appliable(scene, engine)]
     server = scene.rendered.server
     if not old or scene.desired is not DesiredState.RUNNING:
         return None
-    if server is None or _server_refused(scene):
+    if server is None or _server_rejected(scene):
         return None
     serving = [engine for engine in old if engine.serving]
     operation = scene.operation
@@ -90,7 +90,7 @@ def replace_model(scene: Scene) -> Verdict | None:
 
 
 def engine_facts(scene: Scene, engine: EngineView) -> EngineFacts:
-    """What the planner may know of an engine. A process of an earlier revision does not speak for the wanted one."""
+    """Return the planner's view of an engine. A process of an earlier revision proves nothing about the desired one."""
     found, report = engine.statefulset, engine.report
     said = report.revision if report is not None else ""
     earlier = not engine.stale and found is not None and said not in ("", found.revision)
@@ -107,12 +107,12 @@ def engine_facts(scene: Scene, engine: EngineView) -> EngineFacts:
 
 
 def rollout(scene: Scene) -> Verdict | None:
-    """Engines whose revision is not the spec's are replaced, `maxUnavailable` at a time."""
+    """Replace engines of another revision than the spec's, `maxUnavailable` at a time."""
     engines = [engine for engine in scene.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(scene, engine) for engine in engines):
         return None
-    if scene.old_model and _server_refused(scene):
-        # Engines of another model are of no use to the front ends that there are.
+    if scene.old_model and _server_rejected(scene):
+        # The existing OpenAI servers cannot use engines of another model.
         return None
     limit = scene.ctx.spec.rollout.max_unavailable
     facts = [engine_facts(scene, engine) for engine in engines]
@@ -141,7 +141,7 @@ def rollout(scene: Scene) -> Verdict | None:
             if drain:
                 return start(scene, SignalKind.DRAIN, engine=name)
             why = by_name[name].canary_message
-            on = f"a change of the spec; {name} answers its canary wrongly: {why}"
+            on = f"a change of the spec; {name} gives a wrong answer to its canary: {why}"
             return waiting(scene, Reason.CANARY_FAILED, step, on)
         case Finished():
             return None

@@ -1,4 +1,4 @@
-"""What a policy says."""
+"""The verdict of a policy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron_operator.plan.world import Action
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The words and deeds of the policy that decided."""
+    """Messages and actions of the policy that decided."""
 
     reason: Reason
     message: str
-    """One sentence; the Ready condition's message."""
+    """One sentence: the message of the Ready condition."""
     operation: Operation | None
     """The operation to record; usually the scene's own."""
     step: str = ""
-    """What is being done; empty when nothing is left to do."""
+    """The current step; empty if nothing is left to do."""
     waiting_on: str = ""
     """What the step waits for."""
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
     upkeep: bool = True
-    """Whether children are kept up beside this verdict."""
+    """Whether the upkeep of children continues with this verdict."""
 
 
 Policy = Callable[[Scene], Verdict | None]
@@ -42,7 +42,7 @@ def waiting(
     actions: tuple[Action, ...] = (),
     requeue_after: float | None = None,
 ) -> Verdict:
-    """A verdict that waits for the world, with the operation as it is."""
+    """Return a verdict that waits, with the operation unchanged."""
     return Verdict(
         reason=reason,
         message=f"{step}: waiting for {waiting_on}",

@@ -1,4 +1,4 @@
-"""Policies about weights: other weights of the same model are given to engines in place."""
+"""Policies that update the weights of engines in place, to another revision of the same model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ REFRESHABLE = {
 
 
 def refresh_weights(scene: Scene) -> Verdict | None:
-    """`spec.weights.revision` changed: every engine loads the new weights beside its work and takes them between two
-    steps. While suspended or stopped the change waits."""
+    """`spec.weights.revision` changed: every engine loads the new weights while it serves, and switches to them between
+    two steps. While suspended or stopped the change waits."""
     due = scene.weights_due
     if due is None or REFRESHABLE.get(scene.desired) is not scene.observed or scene.old_model:
         return None
@@ -38,7 +38,7 @@ def refresh_weights(scene: Scene) -> Verdict | None:
 
 
 def wrong_weights(scene: Scene) -> Verdict | None:
-    """Pods that were to start with weights that nobody wants any more, and never served, are made anew."""
+    """Replace pods that were created with obsolete weights and have never served."""
     template = scene.ctx.spec.weights.revision if scene.ctx.spec.weights else ""
     found = [
         engine

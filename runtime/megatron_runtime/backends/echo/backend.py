@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from typing import TypeVar
+
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
-from megatron_runtime.backends.echo.faults import parse_faults
-from megatron_runtime.backends.echo.simulated_ranks import SimulatedRanks
-from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, parse_faults
+from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.protocol.headers import Header
 
 PAGE_SIZE = 16
 TOKEN_BYTES = 4
 MAX_CACHE_BYTES = 16 << 20
-"""Four million tokens. A cache of a model's usual size holds hundreds of millions, which take seconds to allocate."""
+"""Four million tokens. The default size of a cache would hold hundreds of millions, and take seconds to allocate."""
 
 
 class EchoBackend(NativeBackend):
@@ -25,7 +30,7 @@ class EchoBackend(NativeBackend):
 
     def __init__(self, settings: EngineSettings) -> None:
         if settings.parallel.world != 1:
-            raise ValueError("executor 'echo' runs in one process: use --echo-ranks for ranks that it simulates")
+            raise ValueError("executor 'echo' runs in one process: use --echo-ranks for simulated ranks")
         faults = parse_faults(settings.echo_faults)
         memory = min(settings.kv_cache_memory, MAX_CACHE_BYTES)
         executor = EchoExecutor(
@@ -41,3 +46,46 @@ class EchoBackend(NativeBackend):
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )
+
+
+_V = TypeVar("_V", FailVerb, StallVerb)
+
+
+class SimulatedRanks(Ranks):
+    """Ranks without processes: each acknowledges every verb, unless a fault makes it fail or stall.
+
+    acted: by rank, how often it acknowledged each verb.
+    """
+
+    def __init__(self, count: int = 1, faults: Faults | None = None) -> None:
+        if count < 1:
+            raise ValueError(f"echo_ranks {count}: want at least 1")
+        faults = faults or Faults()
+        for fault in (*faults.of(FailVerb), *faults.of(StallVerb)):
+            if fault.rank >= count:
+                raise ValueError(f"fault {fault.name}: rank {fault.rank} of {count}; ranks count from 0")
+        self.count = count
+        self.acted: list[Counter[Header]] = [Counter() for _ in range(count)]
+        self._faults = faults
+        self._used: Counter[int] = Counter()
+
+    async def confirm(self, signal: Header) -> RankResults:
+        causes = await asyncio.gather(*(self._act(rank, signal) for rank in range(self.count)))
+        return RankResults(self.count, {rank: cause for rank, cause in enumerate(causes) if cause is not None})
+
+    async def _act(self, rank: int, signal: Header) -> str | None:
+        """Acknowledge `signal` on one rank. Return the cause if a fault makes it fail."""
+        stall = self._due(self._faults.of(StallVerb), signal, rank)
+        if stall is not None:
+            await asyncio.sleep(stall.seconds)
+        if self._due(self._faults.of(FailVerb), signal, rank) is not None:
+            return f"{signal.name} fails: injected fault"
+        self.acted[rank][signal] += 1
+        return None
+
+    def _due(self, faults: list[_V], signal: Header, rank: int) -> _V | None:
+        for fault in faults:
+            if (fault.verb, fault.rank) == (signal.name, rank) and self._used[id(fault)] < fault.times:
+                self._used[id(fault)] += 1
+                return fault
+        return None

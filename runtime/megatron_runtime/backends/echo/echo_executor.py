@@ -1,7 +1,7 @@
-"""An executor without a model: the next token is a hash of all tokens so far, read back from its paged cache.
+"""An executor without a model: the next token is a hash of all tokens so far, which it reads from its paged cache.
 
-It costs microseconds and is exact, so that tests and benchmarks can cover everything around the arithmetic: a page that
-is mapped wrongly, a token lost or doubled, a request continued in the wrong place all change the answer.
+A step takes microseconds, and its result is exact, so tests and benchmarks can cover everything except the model: a
+wrong page table, a lost or duplicated token, and a request continued at the wrong position all change the answer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy.typing as npt
 from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 
 def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, weights: int = 0) -> int:
-    """The token that follows `tokens`: never 0, which ends a sequence. Other weights answer otherwise."""
+    """Return the token that follows `tokens` with these weights: never 0, the end-of-sequence token."""
     digest = zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes(), weights)
     return 1 + digest % (vocab_size - 1)
 
 
 def echo_weights(source: str) -> int:
-    """Return what stands in for the weights at `source`: equal for equal names; 0, as at the start, for "echo"."""
+    """Return the number that represents the weights at `source`: a hash of the name, or 0 for "echo"."""
     return 0 if source == "echo" else zlib.crc32(source.encode())
 
 
 def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000, weights: int = 0) -> list[int]:
-    """Return what an echo engine answers to `prompt`."""
+    """Return the tokens that an echo engine generates for `prompt`."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(echo_token(tokens, vocab_size, weights))
@@ -42,13 +42,13 @@ def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000,
 
 
 def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
-    """Log-probabilities of an echo: every token has the probability 1."""
+    """Return log-probabilities in which every token has the probability 1."""
     zeros = np.zeros(len(tokens), np.float32)
     return LogProbs(zeros, tokens[:, None], zeros[:, None])
 
 
 def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
-    """Return the first token at or after `token`, cyclically, that a structured answer may have there."""
+    """Return the first allowed token at or after `token`, cyclically."""
     ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
     return int(ids[np.searchsorted(ids, token) % len(ids)])
 
@@ -56,7 +56,7 @@ def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
 class EchoExecutor:
     """Implements Executor.
 
-    step_seconds: how long a step takes, to stand in for arithmetic.
+    step_seconds: how long a step takes, to simulate the time of a model.
     faults:       steps that fail or are slow, and requests that end the process.
     """
 
@@ -144,10 +144,10 @@ class EchoExecutor:
             if edits is not None and edits.allowed is not None:
                 tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)
         sampling = plan.sampling
-        wanted = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
+        reported = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
         return StepResult(
             tokens,
-            {row: _certain(tokens[row : row + 1]) for row in wanted.tolist()},
+            {row: _certain(tokens[row : row + 1]) for row in reported.tolist()},
             {row: _certain(targets) for row, targets in sampling.prompt_targets.items()},
         )
 
@@ -162,11 +162,11 @@ class EchoExecutor:
                 ctypes.string_at(0)
 
     def _take_time(self) -> None:
-        """Stand in for arithmetic, with the faults of this step."""
+        """Simulate the time of a model, with the faults of this step."""
         self._steps += 1
         seconds = self._step_seconds
         seconds += sum(fault.seconds for fault in self._faults.of(SlowStep) if self._steps % fault.every == 0)
         if seconds:
             time.sleep(seconds)
         if any(fault.at == self._steps for fault in self._faults.of(FailStep)):
-            raise InjectedFaultError(f"step {self._steps} fails as told")
+            raise InjectedFaultError(f"step {self._steps} fails: injected fault")

@@ -1,15 +1,15 @@
-"""Faults that an echo engine injects, so that tests can show what everything around an engine survives.
+"""Faults that an echo engine injects, so that tests can show what the other components survive.
 
 A fault is written `NAME` or `NAME:key=value,key=value`:
 
     fail-step:at=20                 the 20th step raises; the engine ends with the cause
-    slow-step:seconds=0.5,every=10  every tenth step takes half a second longer
+    slow-step:seconds=0.5,every=10  every tenth step takes 0.5 s longer
     fail-verb:verb=PAUSE,rank=1     rank 1 fails the next PAUSE (times=N: the next N)
     stall-verb:verb=SUSPEND,rank=2,seconds=30   rank 2 acknowledges the next SUSPEND late
     drop-heartbeats:after=5         heartbeats after the fifth are not sent (count=N: N of them)
-    ignore-aborts                   requests that were aborted are generated to their end
-    crash-on-token:token=666        a request whose prompt begins with token 666 ends the process by SIGSEGV
-                                    (length=N: once prompt and answer have N tokens; signal=SIGKILL: by that signal)
+    ignore-aborts                   aborted requests are generated to their end
+    crash-on-token:token=666        a request whose prompt begins with token 666 ends the process with SIGSEGV
+                                    (length=N: when prompt and answer have N tokens; signal=SIGKILL: with SIGKILL)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_runtime.transport.peer_link import PeerLink
 
 
 class InvalidFaultError(ValueError):
-    """A fault cannot be read. Names the fault, the field and the remedy."""
+    """A fault is not valid. The text has the fault, the field and the remedy."""
 
 
 class InjectedFaultError(RuntimeError):
@@ -75,7 +75,7 @@ class IgnoreAborts(_Fault):
 
 
 class CrashOnToken(_Fault):
-    """A poison request: any engine that runs it ends.
+    """A request that ends every engine that runs it.
 
     token:  the first token of its prompt.
     length: tokens of prompt and answer at the crash.
@@ -85,7 +85,7 @@ class CrashOnToken(_Fault):
     token: int = Field(ge=0, lt=1 << 31)
     length: int = Field(default=1, ge=1)
     signal: Literal["SIGSEGV", "SIGKILL"] = "SIGSEGV"
-    """SIGSEGV comes from a null pointer: process 1 of a container ignores one that it sends itself."""
+    """SIGSEGV is raised by a null pointer, because process 1 of a container ignores signals that it sends itself."""
 
 
 Fault: TypeAlias = Annotated[
@@ -107,7 +107,7 @@ class Faults:
 
 
 def parse_faults(specs: Iterable[str]) -> Faults:
-    """Read faults as in the list above. Raises InvalidFaultError."""
+    """Parse faults in the format of this module's docstring. Raises InvalidFaultError."""
     return Faults(tuple(_parse(spec) for spec in specs))
 
 
@@ -128,7 +128,7 @@ def _parse(spec: str) -> Any:
 
 
 class FaultyLink(PeerLink):
-    """A link that drops heartbeats that it should send, or aborts that it receives."""
+    """A link that drops outgoing heartbeats or incoming aborts."""
 
     def __init__(self, *args: Any, faults: Faults, on_message: Callable[[Message], None], **kwargs: Any) -> None:
         super().__init__(*args, on_message=on_message, **kwargs)

@@ -1,7 +1,8 @@
-"""From a request to an open one, or why the engine cannot take it. No torch."""
+"""Checks a request, and turns it into the record that the engine keeps of it. No torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from megatron_runtime.requests.errors import BlockOverflowError, MaxSequenceLeng
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
     from megatron_runtime.sampling.structured_output import GrammarState
@@ -25,13 +26,13 @@ if TYPE_CHECKING:  # llguidance takes long to import, and most engines never nee
 class OpenRequest:
     """A request that an engine works on.
 
-    tokens:    prompt and answer; kept here only while it holds no slot.
-    rank:      its place in every queue: (priority, place, arrival), the lowest first. `place` counts the requests of
-               its tenant and priority that came before it; it is 0 while all requests are of one tenant.
-    digests:   of the complete blocks of its prompt.
-    reads_cache: it may take these blocks from the prefix cache.
-    grammar:   what the answer must match, as it stands after `generated_tokens`; None if anything may come.
-    deadline, arrived, admitted, first_token: on the engine's clock.
+    tokens:      int32; prompt and answer; kept here only while the request holds no slot.
+    rank:        order in the queues: (priority, place, arrival), the lowest first. `place` counts the open requests of
+                 its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
+    digests:     keys of the complete blocks of its prompt.
+    reads_cache: whether it may take these blocks from the prefix cache.
+    grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
+    deadline, arrived, admitted, first_token: on the engine's clock; the deadline is infinite if there is none.
     """
 
     request: EngineRequest
@@ -41,7 +42,7 @@ class OpenRequest:
     rank: tuple[int, int, int]
     digests: list[bytes]
     reads_cache: bool
-    deadline: float | None
+    deadline: float
     arrived: float
     grammar: GrammarState | None = None
     admitted: float | None = None
@@ -64,14 +65,6 @@ class OpenRequest:
         return self.rank[0]
 
     @property
-    def place(self) -> int:
-        return self.rank[1]
-
-    @property
-    def arrival(self) -> int:
-        return self.rank[2]
-
-    @property
     def tenant(self) -> str:
         return self.request.tenant
 
@@ -83,18 +76,14 @@ class OpenRequest:
     def params(self) -> SamplingParams:
         return self.request.sampling_params
 
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
     def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
-        """Positions (first, end) of the prompt tokens whose log-probabilities come of computing `count` tokens from
-        `start` on; None where none are wanted. Another engine that began the answer has reported them.
+        """Return the positions (first, end) of the prompt tokens whose log-probabilities are known once `count` tokens
+        from `start` on are computed. None if the request does not want them, or an engine has reported them before.
         """
         if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
             return None
         if start == 0 and len(self.prompt_log_probs) < self.prompt_length - 1:
-            # Computed again after a preemption.
+            # The prompt is computed again after a preemption.
             self.prompt_log_probs.clear()
             self.prompt_top_n_logprobs.clear()
         first, end = start + 1, min(start + count + 1, self.prompt_length)
@@ -106,7 +95,7 @@ class OpenRequest:
         self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
 
     def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
-        """Put a sampled token's log-probabilities into its output; with the first one, those of the prompt."""
+        """Set the log-probabilities of the sampled token in `output`, and those of the prompt in the first output."""
         output.new_log_probs = found.chosen_N.tolist()
         if self.params.top_n_logprobs:
             output.new_top_n_logprobs = [found.row(0, self.params.top_n_logprobs)]
@@ -119,7 +108,7 @@ class OpenRequest:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
 
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
-        """The weights are of `epoch` from here on. `num_computed` tokens are in the KV cache."""
+        """Note that later tokens are computed with weights of `epoch`. `num_computed` tokens are in the KV cache."""
         self.policy_epoch = _stamped(
             self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
         )
@@ -143,10 +132,10 @@ def _stamped(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
 
 
 class Admission:
-    """What one engine takes.
+    """The limits of one engine for requests.
 
-    longest: tokens of prompt and answer that its memory has room for.
-    limit:   the same, of its model and configuration; at least `longest`.
+    longest: tokens of prompt and answer that fit its KV cache.
+    limit:   tokens of prompt and answer that its model and configuration allow; at least `longest`.
     """
 
     def __init__(self, config: InferenceConfig, executor: Executor, *, longest: int, limit: int) -> None:
@@ -158,19 +147,23 @@ class Admission:
     def open(
         self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
     ) -> OpenRequest:
-        """Return `request` as the engine keeps it. Raises the errors of EngineCore.add_request()."""
-        params = request.sampling_params
+        """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
+        params, config = request.sampling_params, self._config
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)
+        digests = []
+        if config.enable_prefix_caching:
+            salt = (params.cache_salt or "").encode()
+            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt)
         return OpenRequest(
             request,
             tokens=tokens,
             max_total_tokens=self._max_total_tokens(params, len(request.prompt_tokens)),
             stop_ids=self._stop_ids(params),
             rank=(params.priority, 0, arrival),
-            digests=self._digests(request),
-            reads_cache=self._config.enable_prefix_caching and not params.wants_prompt_log_probs,
-            deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
+            digests=digests,
+            reads_cache=config.enable_prefix_caching and not params.wants_prompt_log_probs,
+            deadline=math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
             arrived=now,
             grammar=grammar,
             policy_epoch=[(0, epoch)],
@@ -185,9 +178,8 @@ class Admission:
             raise ValueError(f"prompt has a token outside the vocabulary of {vocabulary}")
         params.check_vocabulary(vocabulary)
         if params.structured_output is not None and not has_grammar:
-            raise InvalidSamplingParamsError(
-                "structured_output", params.structured_output["type"], "an engine whose model has a tokenizer"
-            )
+            remedy = "an engine whose model has a tokenizer"
+            raise InvalidSamplingParamsError("structured_output", params.structured_output["type"], remedy)
         total = params.num_tokens_total
         if total is not None and total <= prompt:
             raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
@@ -220,19 +212,3 @@ class Admission:
         elif params.termination_id != IGNORE_EOS:
             stop_ids.add(params.termination_id)
         return frozenset(token for token in stop_ids if 0 <= token < self._executor.vocab_size)
-
-    def _digests(self, request: EngineRequest) -> list[bytes]:
-        if not self._config.enable_prefix_caching:
-            return []
-        salt = (request.sampling_params.cache_salt or "").encode()
-        return block_digests(request.prompt_tokens, self._config.block_size_tokens, salt=salt)
-
-
-def check_config(config: InferenceConfig) -> None:
-    """Raise InvalidConfigError for the first field that asks for something that this engine does not do."""
-    config.require_default("num_speculative_tokens", because="this engine generates one token a step")
-    config.require_default("unified_memory_level", because="this engine keeps its KV cache in one kind of memory")
-    config.require_default("paused_buffer_size_gb", because="this engine preempts requests instead of pausing them")
-    config.require_default("static_kv_memory_pointers", because="this engine gives the KV cache's addresses back")
-    config.require_default("sampling_backend", because="this engine samples with its own code")
-    config.require_default("async_sched_mode", because="this engine plans a step when the last one has ended")

@@ -1,4 +1,4 @@
-"""The native engine behind EngineBackend: one thread runs the core; the event loop sends it commands. No torch."""
+"""The native engine as an EngineBackend: one thread runs the core; the event loop sends it commands. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
-from megatron_runtime.backends.native.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.backend import (
     BackendFailure,
@@ -42,50 +42,88 @@ ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
 
 
 class EngineStopped(RuntimeError):
-    """The command came after the last step of the engine."""
+    """A command was sent after the last step of the engine."""
 
     def __init__(self) -> None:
-        super().__init__("the engine has stopped and takes no command any more")
+        super().__init__("the engine has stopped and runs no further commands")
 
 
-class Ranks(Protocol):
-    """The ranks of an engine besides the thread that schedules."""
+class Ranks:
+    """The ranks of an engine. In this base class, the process of the backend is the only rank."""
 
-    count: int
+    count = 1
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Return when every rank has done what came before, or what failed on which rank."""
+        """Return when every rank has completed all earlier orders or failed."""
+        return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank was asked to end."""
+        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank received SIGTERM."""
 
     def end(self, failure: BaseException | None) -> None:
         """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
 
 
-class SingleRank:
-    """Implements Ranks: the engine's thread is the only one."""
+class GrammarQueue:
+    """Compiles the grammars of requests off the event loop: one new grammar at a time, in order of arrival.
 
-    count = 1
+    A grammar that was compiled before does not wait for new ones. All methods run on the event loop.
+    """
 
-    async def confirm(self, signal: Header) -> RankResults:
-        return RankResults(self.count)
+    def __init__(self) -> None:
+        self._threads = {is_known: ThreadPoolExecutor(1, thread_name_prefix="grammar") for is_known in (False, True)}
+        self._tasks: dict[int, asyncio.Task[GrammarState | None]] = {}
 
-    def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """There is no other process."""
+    def add(
+        self,
+        request_id: int,
+        begin: Callable[[], GrammarState | None],
+        *,
+        is_known: bool,
+        deadline_seconds: float | None,
+        on_done: Callable[[asyncio.Task[GrammarState | None]], None],
+    ) -> None:
+        """Call `begin` on a thread, then `on_done` with the task that has its result.
 
-    def end(self, failure: BaseException | None) -> None:
-        """There is no other process."""
+        is_known:         `begin` compiles nothing.
+        deadline_seconds: from now; after it the task fails with TimeoutError. None means no limit.
+        on_done:          not called for a request that was dropped.
+        """
+
+        async def run() -> GrammarState | None:
+            async with asyncio.timeout(deadline_seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._threads[is_known], begin)
+
+        def done(task: asyncio.Task[GrammarState | None]) -> None:
+            if self._tasks.get(request_id) is task:
+                del self._tasks[request_id]
+            if not task.cancelled():
+                on_done(task)
+
+        task = self._tasks[request_id] = asyncio.create_task(run())
+        task.add_done_callback(done)
+
+    def drop(self, request_id: int) -> None:
+        """Remove a request that was aborted, if it is in the queue."""
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 class NativeBackend(EngineBackend):
-    """Runs `core` on one thread from start() on; nothing else may touch it then, except through call().
+    """Runs `core` on one thread from start() on. All other code must use the core through call().
 
-    Commands apply between steps, in order. A step wakes the event loop once. The result of a command reaches the loop
-    after the outputs of every step that ran before it.
+    Commands run between steps, in order. A step wakes the event loop once. The result of a command reaches the event
+    loop after the outputs of every earlier step.
 
-    controller: its text and grammars; None if its tokens have no text.
-    ranks:      confirm each verb.
+    controller: tokenizer and grammars of the model; None if its tokens have no text.
+    ranks:      confirm each verb; None for a single process.
     """
 
     def __init__(
@@ -98,7 +136,7 @@ class NativeBackend(EngineBackend):
     ) -> None:
         self.core = core
         self.controller = controller
-        self.ranks: Ranks = ranks or SingleRank()
+        self.ranks = ranks or Ranks()
         config = core.config
         self.info = BackendInfo(
             name=name,
@@ -111,7 +149,7 @@ class NativeBackend(EngineBackend):
         )
         self._grammars = GrammarQueue()
         self._staged_epoch = 0
-        self._commands: deque[tuple[Callable[[EngineCore], Any], asyncio.Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[EngineCore], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._running = False
         self._ended = False
@@ -119,7 +157,7 @@ class NativeBackend(EngineBackend):
         self._listener: BackendListener | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- start and stop -----------------------------------------------------------------------------------------
 
     async def start(self, listener: BackendListener) -> None:
         self._loop, self._listener = asyncio.get_running_loop(), listener
@@ -141,9 +179,9 @@ class NativeBackend(EngineBackend):
             self._wake.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        await asyncio.sleep(0)  # the loop runs the callbacks that the thread queued, even if it ended long ago
+        await asyncio.sleep(0)  # run the callbacks that the thread has queued, even if it ended long ago
         if self.controller is not None:
-            await asyncio.to_thread(self.controller.close_grammars)  # the last step may still have needed a mask
+            await asyncio.to_thread(self.controller.close_grammars)  # not earlier: the last step may need a mask
         self.ranks.end(cause)
 
     def detokenizer(self) -> Detokenizer | None:
@@ -156,15 +194,15 @@ class NativeBackend(EngineBackend):
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
         """Run `command` on the engine's thread before its next step. EngineStopped if the thread has ended."""
-        assert self._loop is not None, "start() first"
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel the command
         with self._wake:
             if self._ended:
                 future.set_exception(EngineStopped())
             else:
                 self._commands.append((command, future))
                 self._wake.notify()
-        return future
+        return asyncio.wrap_future(future, loop=self._loop)
 
     def _run(self) -> None:
         core, listener = self.core, self._listener
@@ -174,36 +212,30 @@ class NativeBackend(EngineBackend):
                 self._run_commands()
                 if self._running and core.has_work:
                     self._deliver(listener.on_outputs, StepOutputs(core.step()))
-                blocks = core.take_block_events()
-                if blocks:
-                    self._deliver(
-                        listener.on_cache_events, CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
-                    )
+                if blocks := core.take_block_events():
+                    events = CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
+                    self._deliver(listener.on_cache_events, events)
         except Exception as error:
             logger.exception("the engine failed")
             self._deliver(listener.on_failure, BackendFailure.of(error))
-        with self._wake:  # the callers of commands that will never run must not wait
+        with self._wake:
             self._ended = True
             while self._commands:
-                self._deliver(_fail, self._commands.popleft()[1], EngineStopped())
+                self._commands.popleft()[1].set_exception(EngineStopped())
 
     def _wait_for_work(self) -> bool:
-        """Block until there is a command or a step to run. False ends the thread."""
+        """Block until there is a command or a step to run. Return False at the end of the engine."""
         with self._wake:
-            self._wake.wait_for(
-                lambda: self._ended or self._commands or (self._running and self.core.has_work),
-            )
+            self._wake.wait_for(lambda: self._ended or self._commands or (self._running and self.core.has_work))
             return not self._ended
 
     def _run_commands(self) -> None:
         while self._commands:
             command, future = self._commands.popleft()
             try:
-                result = command(self.core)
+                future.set_result(command(self.core))
             except Exception as error:
-                self._deliver(_fail, future, error)
-            else:
-                self._deliver(_resolve, future, result)
+                future.set_exception(error)
 
     def _deliver(self, callback: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -220,7 +252,7 @@ class NativeBackend(EngineBackend):
         self._grammars.add(
             request.request_id,
             lambda: controller.begin_grammar(params, request.generated_tokens.tolist()),
-            # To look up a description beyond the limits takes long; begin_grammar() rejects it at once.
+            # Looking up a description beyond the limits takes long, and begin_grammar() rejects it at once.
             is_known=request.params_bytes > 2 * MAX_GRAMMAR_BYTES or controller.is_grammar_known(params),
             deadline_seconds=request.deadline_seconds,
             on_done=lambda begun: self._add_begun(request, begun, waited=time.monotonic() - received),
@@ -249,8 +281,8 @@ class NativeBackend(EngineBackend):
 
     def _reject(self, request: EngineRequest, error: BaseException) -> None:
         if isinstance(error, EngineStopped):
-            # Not this request's fault: as the engine leaves, the coordinator dispatches its requests to another one.
-            logger.info("request %d came when the engine had stopped", request.request_id)
+            # The coordinator dispatches the requests of an engine that leaves to another engine.
+            logger.info("request %d arrived after the engine stopped", request.request_id)
             return
         code, reason = ErrorCode.ENGINE_FAILED, error if isinstance(error, Exception) else str(error)
         if isinstance(error, RequestOverflowError):
@@ -259,9 +291,9 @@ class NativeBackend(EngineBackend):
             code = ErrorCode.INVALID_REQUEST
         elif isinstance(error, TimeoutError):
             code = ErrorCode.DEADLINE
-            reason = f"the request had {request.deadline_seconds:g} s, which ended while its grammar was compiled"
+            reason = f"the deadline of {request.deadline_seconds:g} s passed while the request waited for its grammar"
         else:
-            logger.error("a request could not be added: %r", error)
+            logger.error("request %d could not be added: %r", request.request_id, error)
         assert self._listener is not None
         self._listener.on_outputs(StepOutputs(rejected=[Rejection(request.request_id, code, reason)]))
 
@@ -284,7 +316,7 @@ class NativeBackend(EngineBackend):
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
         self._staged_epoch = epoch
-        # Not on the engine's thread: steps continue meanwhile.
+        # On another thread, so that steps continue.
         return await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
 
     async def commit_weights(self) -> RankResults:
@@ -311,20 +343,10 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await work that takes itself back if it fails."""
+        """Await work that undoes itself if it fails."""
         try:
             await work
         except Exception as error:
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.ranks.count)
         return RankResults(self.ranks.count)
-
-
-def _resolve(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -1,17 +1,23 @@
-"""From settings to the native backend: model source, device, executor, core. Imports torch."""
+"""Builds the native backend from settings: model source, device, executor, core. Imports torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Unpack
+
+import torch
 
 from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor, ForwardPass
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.select import select_executor
 from megatron_runtime.backends.native.text import ModelText
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, torch_device
+from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, rank_identity
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.requests.config import InferenceConfig
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.groups import Groups
@@ -25,8 +31,8 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     """
     if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
         raise ValueError(
-            f"executor {settings.executor!r} takes no faults, simulated ranks or step time: "
-            "leave --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds out, or use --executor echo"
+            f"executor {settings.executor!r} has no faults, simulated ranks or step time: "
+            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --executor echo"
         )
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
@@ -34,10 +40,10 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     identity = rank_identity(settings.parallel)
     if identity is None or identity.rank != 0:
         raise IndivisibleError(
-            f"an engine of {settings.parallel.world} ranks is scheduled by its rank 0: start it by `megatron engine`, "
-            "which starts all ranks of one machine, or by torchrun"
+            f"an engine of {settings.parallel.world} ranks needs a process per rank: start it with `megatron engine`, "
+            "which starts all ranks of one machine, or with torchrun"
         )
-    # Sockets and process groups, which only an engine of several ranks needs.
+    # Only an engine of several ranks needs sockets and process groups.
     from megatron_runtime.backends.native.ranked.process import lead
 
     ranks = lead(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
@@ -45,10 +51,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
-    """Be a rank that is not the first, until the engine ends.
-
-    Raises RankError, and ValueError as build_native() does.
-    """
+    """Run a rank other than rank 0 until the engine ends. Raises RankError, and ValueError as build_native()."""
     from megatron_runtime.backends.native.ranked.process import follow
 
     controller = ModelText.of_model(settings.model)
@@ -65,8 +68,7 @@ def _executor(
     source = resolve(settings.model)
     if settings.model_format not in ("Auto", source.format):
         raise ValueError(
-            f"model {settings.model!r} is {source.format}, format says {settings.model_format}: "
-            f"use Auto or {source.format}"
+            f"format={settings.model_format}: model {settings.model!r} is {source.format}: use Auto or {source.format}"
         )
     threads = settings.threads
     if threads is not None and identity is not None:
@@ -82,4 +84,54 @@ def _executor(
         threads=threads,
         groups=groups,
         local_rank=identity.local_rank if identity is not None else 0,
+    )
+
+
+def select_executor(
+    source: ModelSource,
+    controller: ModelText,
+    config: InferenceConfig,
+    *,
+    kv_cache_memory: int,
+    device: str = "auto",
+    dtype: str = "auto",
+    local_rank: int = 0,
+    make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
+    **options: Unpack[TorchOptions],
+) -> TorchExecutor:
+    """Return the executor of a model, or of this rank's part of it.
+
+    config:             size of a step, CUDA graphs, batch invariance, log-probabilities.
+    device, local_rank: as for torch_device().
+    make_forward:       returns the forward pass of a model on the CPU, instead of the executor's own.
+
+    Raises ValueError: there is no such device, it does not support `config`, or the model does not fit.
+    """
+    options["logprobs_mode"] = config.logprobs_mode
+    groups = options.get("groups")
+    if config.batch_invariant and (device == "cuda" or (groups is not None and groups.shard.sizes.world > 1)):
+        raise ValueError("batch_invariant=True is supported on one rank on the CPU: use device=cpu and one rank")
+    where = torch_device(device, local_rank=local_rank)
+    if where.type == "cpu" or config.batch_invariant or make_forward is not None:
+        return CpuExecutor(
+            source,
+            controller,
+            kv_cache_memory=kv_cache_memory,
+            dtype=dtype,
+            batch_invariant=config.batch_invariant,
+            make_forward=make_forward,
+            **options,
+        )
+
+    rows = config.request_slots
+    return CudaExecutor(
+        source,
+        controller,
+        kv_cache_memory=kv_cache_memory,
+        dtype=dtype,
+        max_rows=rows,
+        max_tokens=config.step_tokens,
+        graph_rows=0 if config.num_cuda_graphs == 0 else min(rows, config.cuda_graph_max_tokens),
+        device=where,
+        **options,
     )

@@ -1,21 +1,17 @@
-"""The engine's core: one loop. schedule() makes a step plan, the executor runs it, collect() appends and finishes.
-
-No torch. Not thread-safe: one thread owns a core.
-"""
+"""The engine's core: schedule() makes a step plan, the executor runs it, collect() appends the tokens. No torch."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import Admission, OpenRequest, check_config
+from megatron_runtime.backends.native.admission import Admission, OpenRequest
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
@@ -32,56 +28,60 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
-"""What a suspend may release."""
+"""What a suspend can release."""
 
 MASK_GRACE_SECONDS = 0.02
 """How long a step waits for the masks of grammars. A mask that takes longer delays only its own request."""
 
 _MASK_POLL_SECONDS = 0.02
-"""How long the engine waits at a time if only masks are missing: commands run in between."""
+"""How long one step waits if every request waits for its mask. Commands run between steps."""
 
-
-@dataclass(slots=True)
-class _Totals:
-    steps: int = 0
-    last_step: float | None = None
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    step_sizes: StepSizes = field(default_factory=StepSizes)
+_UNSUPPORTED = {
+    "num_speculative_tokens": "this engine generates one token a step",
+    "unified_memory_level": "this engine keeps its KV cache in one kind of memory",
+    "paused_buffer_size_gb": "this engine preempts requests instead of pausing them",
+    "static_kv_memory_pointers": "this engine releases the addresses of the KV cache",
+    "sampling_backend": "this engine samples with its own code",
+    "async_sched_mode": "this engine plans a step when the last one has ended",
+}
+"""Fields of InferenceConfig that must have their default, and why."""
 
 
 class EngineCore:
-    """Continuous batching over a paged KV cache.
+    """Continuous batching over a paged KV cache. Not thread-safe: one thread owns a core.
 
     Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
-    When pages run out, the request that is last in line is preempted: it keeps its tokens and its KV is computed again
-    later. A token that was generated is never sampled again.
+    When pages run out, the last running request is preempted: it keeps its tokens, and its KV is computed again later.
+    A generated token is never sampled again.
 
-    clock: seconds, monotonic; deadlines and times are on it.
+    clock: returns monotonic seconds, which deadlines and times refer to.
+
+    Raises InvalidConfigError for the first field of `config` that this engine does not support.
     """
 
     def __init__(
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        check_config(config)
+        for name, because in _UNSUPPORTED.items():
+            config.require_default(name, because=because)
         self.executor = executor
         self.config = config
         self.epoch = 0
         limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
         self.context = DynamicInferenceContext(
-            config,
-            max_sequence_length=limit,
-            page_size=executor.page_size,
-            num_pages=executor.num_pages,
+            config, max_sequence_length=limit, page_size=executor.page_size, num_pages=executor.num_pages
         )
         self._clock = clock
         self._arrivals = count()
         self._admission = Admission(config, executor, longest=self.context.max_sequence_length, limit=limit)
         self._scheduler = Scheduler(self.context, config)
-        self._totals = _Totals()
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._last_step: float | None = None
+        self._step_sizes = StepSizes()
         self._continued: list[OpenRequest] = []
-        """Requests that came with generated tokens since the last step."""
+        """Requests that were added with generated tokens since the last step."""
         self._rows: StepRows | None = None
+        """The rows of the step in progress."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -92,11 +92,11 @@ class EngineCore:
     def add_request(self, request: EngineRequest, *, grammar: GrammarState | None = None) -> None:
         """Queue a request.
 
-        grammar: what the answer must match, as it stands after the request's generated tokens.
+        grammar: state of the answer's grammar after the request's generated tokens; None without a grammar.
 
         Raises:
             MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
-            InvalidSamplingParamsError, ValueError: it cannot be taken; the message names field, value and remedy.
+            InvalidSamplingParamsError, ValueError: it is rejected; the message names field, value and remedy.
         """
         if request.request_id in self._scheduler.open:
             raise ValueError(f"request_id {request.request_id} is already open")
@@ -114,14 +114,14 @@ class EngineCore:
             self._continued.append(opened)
 
     def abort_request(self, request_id: int) -> bool:
-        """Forget a request and free its memory now: it was aborted, or ended by a stop text. False if not open."""
+        """Remove a request that was aborted or that a stop text ended, and free its memory. False if it is not open."""
         request = self._scheduler.open.get(request_id)
         if request is not None:
             self._scheduler.remove(request)
         return request is not None
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Forget every request without an answer, and the prefix cache unless it is to be kept."""
+        """Remove every request without an answer, and clear the prefix cache unless `preserve_prefix_cache`."""
         for request_id in list(self._scheduler.open):
             self.abort_request(request_id)
         if not preserve_prefix_cache:
@@ -130,33 +130,34 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Return what it brought, and the requests that ended without running."""
+        """Run one step. Return its outputs, and those of the requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
         plan = self.schedule()
-        if plan is None:
-            self._scheduler.wait_for_mask(_MASK_POLL_SECONDS)
-        else:
+        if plan is not None:
             outputs += self.collect(self.executor.execute(plan))
-        totals, interval = self._totals, self.config.logging_step_interval
-        totals.steps += 1
-        totals.last_step = self._clock()
-        if interval and totals.steps % interval == 0:
-            logger.info("step %d: %s", totals.steps, self.stats())
+        elif grammars := self._scheduler.without_mask():
+            next(iter(grammars.values())).wait(_MASK_POLL_SECONDS)
+        self._steps += 1
+        self._last_step = self._clock()
+        interval = self.config.logging_step_interval
+        if interval and self._steps % interval == 0:
+            logger.info("step %d: %s", self._steps, self.stats())
         return outputs
 
     def _wait_for_masks(self) -> None:
-        """Wait once for new masks of grammars, which other threads compute, for MASK_GRACE_SECONDS in all. Then steps
-        leave their requests out until the masks are ready.
+        """Wait up to MASK_GRACE_SECONDS for the masks that other threads have begun to compute since the last step.
+        Later steps do not wait for them: they leave their requests out until the masks are ready.
         """
         until = time.monotonic() + MASK_GRACE_SECONDS
-        for grammar in self._scheduler.fresh_masks():
-            grammar.wait(max(0.0, until - time.monotonic()))
+        for grammar in self._scheduler.without_mask().values():
+            if grammar.is_fresh():
+                grammar.wait(max(0.0, until - time.monotonic()))
 
     def _end(
         self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. `newest` is the last of all its tokens."""
+        """Close `request` and return its last output. newest: the last token of prompt and answer."""
         self._scheduler.remove(request)
         request.note(Event.FAIL if reason == "error" else Event.FINISH)
         return RequestOutput(
@@ -173,13 +174,13 @@ class EngineCore:
         outputs = []
         for request in self._scheduler.overdue(self._clock()):
             output = self._end(request, "error", [])
-            output.error = f"the request had {request.request.deadline_seconds:g} s, which are over"
+            output.error = f"the deadline of {request.request.deadline_seconds:g} s passed"
             output.error_code = ErrorCode.DEADLINE
             outputs.append(output)
         return outputs
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End requests that came with all the tokens they may have, or with a token that ends them."""
+        """End the requests that were added with their last token: the longest answer allowed, or a stop token."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -244,9 +245,9 @@ class EngineCore:
         if self.config.enable_prefix_caching:
             context.register_computed(rows.slots[in_prompt])
         step_tokens = int(rows.counts.sum())
-        self._totals.step_sizes.add(step_tokens)
-        self._totals.prompt_tokens += step_tokens - len(sampled)
-        self._totals.generation_tokens += len(sampled)
+        self._step_sizes.add(step_tokens)
+        self._prompt_tokens += step_tokens - len(sampled)
+        self._generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():
             rows.requests[row].add_prompt_log_probs(found)
         now = self._clock()
@@ -263,7 +264,7 @@ class EngineCore:
                 output = RequestOutput(
                     request.request_id, [token], request.prompt_length, num_cached_tokens=request.num_cached_tokens
                 )
-                if request.params.stop_words:  # the output stage may find that it ends here
+                if request.params.stop_words:  # the output stage may find a stop text and end the request here
                     output.summary = request.summary(now)
             else:
                 output = self._end(request, reason, [token], newest=token)
@@ -277,7 +278,7 @@ class EngineCore:
 
     @staticmethod
     def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
-        """Return why a request ends whose newest token is `token`; None if it continues."""
+        """Return why a request with the newest token `token` ends; None if it continues."""
         if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
             return "stop"
         if request.grammar is not None and request.grammar.is_complete:
@@ -299,8 +300,8 @@ class EngineCore:
             request.stamp_epoch(epoch, total_tokens=total, num_computed=computed)
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release memory. Requests keep their tokens; their KV stays, moves to host memory, or is computed again after
-        resume(), as kv_cache_management_mode says.
+        """Release memory. Requests keep their tokens. By kv_cache_management_mode their KV stays, moves to host memory,
+        or is computed again after resume().
 
         tags: what to release, of SUSPEND_TAGS. Raises ValueError for another one.
         """
@@ -318,12 +319,12 @@ class EngineCore:
             self.executor.release_weights()
 
     def resume(self) -> None:
-        """Reallocate what suspend() released. Raises if memory is short or the weights are not sound."""
+        """Reallocate what suspend() released. Raises if memory is short or the weights are not usable."""
         self.executor.load()
 
     def swap_weights(self, epoch: int) -> None:
-        """Use the staged weights from now on, as `epoch`. Requests in flight keep their tokens; their KV, which the old
-        weights made, is computed again.
+        """Use the staged weights from now on, as `epoch`. Requests in flight keep their tokens; their KV is computed
+        again.
         """
         self.executor.swap_weights()
         self._scheduler.preempt_all()
@@ -337,18 +338,18 @@ class EngineCore:
         return self.context.prefix_cache.take_events()
 
     def stats(self) -> BackendStats:
-        """Counters since the start, and the load of this moment. May be called from any thread."""
+        """Return the counters since the start, and the current load. May be called from any thread."""
         scheduler = self._scheduler
         return BackendStats(
-            steps=self._totals.steps,
-            last_step=self._totals.last_step,
+            steps=self._steps,
+            last_step=self._last_step,
             weights_digest=self.executor.digest,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_usage=self.context.usage,
-            prompt_tokens=self._totals.prompt_tokens,
-            generation_tokens=self._totals.generation_tokens,
-            step_sizes=self._totals.step_sizes,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            step_sizes=self._step_sizes,
             preemptions=scheduler.preemptions,
             prefix_cache_queries=scheduler.cache_queries,
             prefix_cache_hits=scheduler.cache_hits,

@@ -1,6 +1,6 @@
-"""The interface between scheduling and arithmetic: a step plan goes in, sampled tokens come out. No torch.
+"""The interface between the scheduler and the model: an executor gets a step plan and returns sampled tokens. No torch.
 
-The scheduler does not know whether an executor is one rank, many ranks, or an echo.
+An executor is one rank, many ranks, or the echo executor. The scheduler is the same for all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.sampling.batch import SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -22,15 +22,15 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: T tokens of n rows (a row is one sequence), at most P pages a row.
+    """One step: T tokens of n rows (a row is one sequence) with up to P pages.
 
-    token_ids, positions: int32 [T], rows one after the other.
+    token_ids, positions: int32 [T]; row by row.
     query_lengths:    int32 [n]; tokens of each row in this step.
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
-    slot_mapping:     int64 [T]; where each token's key and value go: page · page_size + offset.
+    slot_mapping:     int64 [T]; cache slot of each token's key and value: page · page_size + offset.
     needs_sample:     bool [n]; sample a token after the row's last one.
-    sampling:         parameters of the samples, and what to report of them.
+    sampling:         sampling parameters by row, and the log-probabilities to report.
     """
 
     token_ids: Int32
@@ -45,9 +45,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens:           int32 [n], −1 where nothing was sampled.
-    log_probs:        by row, of the rows whose num_log_probs asks for them; one line each.
-    prompt_log_probs: by row of `sampling.prompt_targets`: a line for each target.
+    """The tokens of one step.
+
+    tokens:           int32 [n]; −1 if no token was sampled.
+    log_probs:        by row, of the rows whose num_log_probs requests them; one line each.
+    prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
     """
 
     tokens: npt.NDArray[Any]
@@ -56,7 +58,7 @@ class StepResult:
 
 
 class NoCudaProfilerError(RuntimeError):
-    """This executor runs on no GPU."""
+    """The executor does not run on a GPU."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -65,21 +67,17 @@ class NoCudaProfilerError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs steps. Sizes are known before load(), from the model's metadata and the given amount of memory.
+    """Runs steps. Sizes are known before load(), from the model's metadata and the memory for the KV cache.
 
-    num_pages counts the dummy page, the last one.
+    page_size: tokens of a KV page.
+    num_pages: pages of the KV cache; the last one is the dummy page.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    @property
-    def max_sequence_length(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def num_pages(self) -> int: ...
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_sequence_length: int
+    page_size: int
+    num_pages: int
 
     @property
     def has_weights(self) -> bool: ...
@@ -88,24 +86,24 @@ class Executor(Protocol):
         """Digest of the last loaded weights; empty before the first load. May be read from any thread."""
 
     def load(self) -> None:
-        """Load verified weights and allocate the KV pool with the pages that were kept, as far as they are missing.
+        """Load and verify the weights and allocate the KV cache with the kept pages, unless they are there already.
 
-        Raises if the weights are not sound or memory is short; nothing that was missing is there then.
+        Raises if the weights are not usable or memory is short; then it leaves everything as it was.
         """
 
     def release_weights(self) -> None:
         """Release the memory of the weights, including staged ones."""
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
-        """Release the KV pool. load() restores the contents of `keep_pages`."""
+        """Release the KV cache. load() restores the contents of `keep_pages`."""
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on; only while no weights are loaded."""
+        """Make load() read these weights from now on. Only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
-        """Read and verify weights beside those in use. The only method that may run during a step, on another thread.
+        """Read and verify other weights, and keep those in use. May run on another thread during a step.
 
-        Raises ValueError naming what differs from the weights in use, with both values.
+        Raises ValueError for weights of another model, with the field and both values.
         """
 
     def swap_weights(self) -> None:

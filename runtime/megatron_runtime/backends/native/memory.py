@@ -1,15 +1,21 @@
-"""How much memory this process may still allocate. No torch."""
+"""The memory that this process can still allocate, and the memory of one rank's KV cache."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
 class MemoryShortError(RuntimeError):
-    """Memory is too short for a load. The message names both amounts and the remedy."""
+    """There is too little memory for a load. The message has both amounts and the remedy."""
 
 
 def require_memory(needed: int, *, what: str, available: int | None = None) -> None:
@@ -18,13 +24,13 @@ def require_memory(needed: int, *, what: str, available: int | None = None) -> N
         available = available_bytes()
     if available is not None and needed > available:
         raise MemoryShortError(
-            f"{what} needs {_mebibytes(needed)}, {_mebibytes(available)} are available: free memory on the node or "
-            "raise the memory limit of the container"
+            f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are available: free memory on "
+            "the node or raise the memory limit of the container"
         )
 
 
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int | None:
-    """Bytes that the machine and the container's limit leave; None if the system does not report it."""
+    """Return the bytes that the machine and the container's limit leave; None if the system does not report them."""
     left = [amount for amount in (_of_machine(meminfo), _of_container(cgroup)) if amount is not None]
     return min(left, default=None)
 
@@ -39,7 +45,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_container(cgroup: Path) -> int | None:
-    """Limit less use, if control groups v2 set a limit. Page cache that can be dropped does not count as use."""
+    """Return the limit minus the use, if control groups v2 set a limit. Inactive page cache does not count as use."""
     limit, current, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
     if not (limit.is_file() and current.is_file() and stat.is_file()) or limit.read_text().strip() == "max":
         return None
@@ -48,5 +54,53 @@ def _of_container(cgroup: Path) -> int | None:
     return max(0, int(limit.read_text()) - used)
 
 
-def _mebibytes(amount: int) -> str:
-    return f"{amount / (1 << 20):.0f} MiB"
+class KVPool:
+    """The KV cache of one rank: its memory can be released, and reallocated with the contents of some pages.
+
+    cache_LPXE: layers, pages, tokens of a page, keys and values of one token; None while the memory is released.
+    """
+
+    def __init__(self, shape_LPXE: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
+        self.cache_LPXE: torch.Tensor | None = None
+        self._shape_LPXE, self._dtype, self._device = shape_LPXE, dtype, device
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Pages whose contents were kept, and their values_LNXE in host memory."""
+
+    @torch.inference_mode()
+    def allocate(self) -> None:
+        """Allocate the memory and restore the kept pages, if it was released. Raises MemoryShortError."""
+        if self.cache_LPXE is not None:
+            return
+        kept = self._kept
+        if kept is not None and self._device.type == "cpu":
+            require_memory(kept[1].nbytes, what="restoring the KV cache")
+        self.cache_LPXE = self._zeros()
+        if kept is not None:
+            pages, values_LNXE = kept[0].to(self._device), kept[1]
+            for layer_PXE, values_NXE in zip(self.cache_LPXE, values_LNXE, strict=True):
+                layer_PXE[pages] = values_NXE.to(self._device)
+            self._kept = None
+
+    @torch.inference_mode()
+    def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
+        """Release the memory. The contents of `keep_pages` are copied out, and restored by allocate()."""
+        cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
+        if cache_LPXE is None or keep_pages is None or not len(keep_pages):
+            return
+        pages = torch.from_numpy(keep_pages.astype(np.int64))
+        layers, _, tokens, width = self._shape_LPXE
+        values_LNXE = torch.empty(layers, len(pages), tokens, width, dtype=self._dtype)
+        on_device = pages.to(self._device)
+        # One layer at a time, so that the device needs memory for a copy of one layer only.
+        for layer_PXE, values_NXE in zip(cache_LPXE, values_LNXE, strict=True):
+            values_NXE.copy_(layer_PXE[on_device])
+        self._kept = pages, values_LNXE
+
+    def _zeros(self) -> torch.Tensor:
+        """Allocate zeros: attention masks the slots that are not written yet, but their values must be finite."""
+        if self._device.type != "cpu":
+            return torch.zeros(self._shape_LPXE, dtype=self._dtype, device=self._device)
+        # A separate mapping: the system zeroes each page at its first use, and unmaps all pages with the tensor.
+        size = math.prod(self._shape_LPXE) * self._dtype.itemsize
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=self._dtype).view(self._shape_LPXE)

@@ -1,4 +1,4 @@
-"""The requests of the next step, and their numbers of tokens. Owns the queues, not the slots and pages. No torch.
+"""Chooses the requests of the next step and their numbers of tokens. Owns the queues, not slots and pages. No torch.
 
 Both queues are ordered by rank: (priority, place among the tenant's requests, arrival). A preempted request keeps its
 rank, and the last request in the queue is preempted first. So the first request always makes progress, and a request
@@ -14,7 +14,7 @@ So each tenant gets an equal share of slots, pages and prompt tokens, as far as 
 
 from __future__ import annotations
 
-import heapq
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step: counts int32 [n], tokens of each of slots int64 [n]; needs_sample bool [n]."""
+    """The rows of a step.
+
+    slots:        int64 [n]; the slot of each of `requests`.
+    counts:       int32 [n]; tokens that each computes.
+    needs_sample: bool [n]; sample a token after the row's last one.
+    """
 
     requests: list[OpenRequest]
     slots: npt.NDArray[np.int64]
@@ -50,8 +55,10 @@ def _rank(request: OpenRequest) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
-    preemptions:        how often a request lost its pages to others.
+    """The queues of one engine.
+
+    open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
+    preemptions:        how often a request lost its pages to other requests.
     coordination_waits: steps that a request skipped because another request was computing its prefix.
     cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
     """
@@ -71,8 +78,8 @@ class Scheduler:
         self._is_interleaved = False
         self._has_changed = False
         """Whether requests were added or removed since the last interleaving."""
-        self._deadlines: list[tuple[float, int]] = []
-        """(deadline, request id); entries of ended requests are skipped."""
+        self._next_deadline = math.inf
+        """No open request has an earlier deadline."""
 
     # --- queues -------------------------------------------------------------------------------------------------
 
@@ -81,10 +88,7 @@ class Scheduler:
         self._tenants[request.tenant] += 1
         self._has_changed = True
         insort(self.waiting, request, key=_rank)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
-            if len(self._deadlines) > 64 + 2 * len(self.open):
-                self._deadlines = sorted(entry for entry in self._deadlines if self._is_deadline(*entry))
+        self._next_deadline = min(self._next_deadline, request.deadline)
 
     def remove(self, request: OpenRequest) -> None:
         """Remove the request, and free its slot and pages."""
@@ -99,17 +103,12 @@ class Scheduler:
             _discard(self.waiting, request)
 
     def overdue(self, now: float) -> list[OpenRequest]:
-        """Requests whose deadline has passed; each is returned once."""
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            entry = heapq.heappop(self._deadlines)
-            if self._is_deadline(*entry):
-                overdue.append(self.open[entry[1]])
-        return overdue
-
-    def _is_deadline(self, deadline: float, request_id: int) -> bool:
-        request = self.open.get(request_id)
-        return request is not None and request.deadline == deadline
+        """Return the requests whose deadline has passed; the caller must remove them."""
+        if now < self._next_deadline:
+            return []
+        requests = self.open.values()
+        self._next_deadline = min((one.deadline for one in requests if one.deadline > now), default=math.inf)
+        return [one for one in requests if one.deadline <= now]
 
     def preempt_all(self) -> None:
         """Move every running request to the waiting queue with its tokens; its KV is computed again."""
@@ -117,7 +116,7 @@ class Scheduler:
             self._requeue(self.running[-1])
 
     def _requeue(self, request: OpenRequest) -> None:
-        """Preempt a request: it waits at its rank, with its tokens."""
+        """Move a running request to its rank in the waiting queue, with its tokens."""
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
@@ -129,43 +128,44 @@ class Scheduler:
         _discard(self.running, request)
 
     def _interleave(self) -> None:
-        """Set each request's place among those of its tenant, and sort the queues by rank."""
+        """Set the place of each request among those of its tenant, and sort the queues by rank."""
         has_several = len(self._tenants) > 1
         if has_several or self._is_interleaved:
             for request, place in zip(self.open.values(), self._places(), strict=True):
-                request.rank = request.priority, place, request.arrival
+                request.rank = request.priority, place, request.rank[2]
             self.waiting.sort(key=_rank)
             self.running.sort(key=_rank)
         self._is_interleaved, self._has_changed = has_several, False
 
     def _places(self) -> list[int]:
-        """The place of each open request among those of its tenant; 0 while there is one tenant."""
+        """Return the place of each open request among those of its tenant; 0 while there is one tenant."""
         places: Counter[tuple[int, str]] = Counter()
         found = []
         for request in self.open.values():  # in the order of arrival
-            own = request.priority, request.tenant
-            found.append(places[own] if len(self._tenants) > 1 else 0)
-            places[own] += 1
+            group = request.priority, request.tenant
+            found.append(places[group] if len(self._tenants) > 1 else 0)
+            places[group] += 1
         return found
 
     # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
         """Choose the rows of the next step: one token of each decode, then prompts by rank, partly computed or newly
-        admitted, while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
+        admitted, while tokens and pages last. None if no row can run. max_tokens >= max_requests, so every decode has
+        its token.
         """
         if self._has_changed:
             self._interleave()
         victim = self._grow()
         left = self._left(self.running)
-        if self.running and not self.waiting and left.max() == 1 and not self._without_mask():
+        if self.running and not self.waiting and left.max() == 1 and not self.without_mask():
             return StepRows(list(self.running), _slots(self.running), left, np.ones(len(left), dtype=bool))
         self._admit(victim, now=now, epoch=epoch)
         if not self.running:
             return None
         left = self._left(self.running)
         counts = self._shares(left, self._config.step_tokens)
-        counts[self._without_mask()] = 0
+        counts[list(self.without_mask())] = 0
         if self._config.track_paused_request_events:
             for index in np.flatnonzero(counts == 0):
                 self.running[index].note(Event.PAUSE)
@@ -175,32 +175,20 @@ class Scheduler:
         requests = [self.running[index] for index in chosen]
         return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
 
-    def _without_mask(self) -> list[int]:
-        """Indices of running requests whose grammar is still computing the mask of the next token."""
-        return [
-            place
-            for place, request in enumerate(self.running)
+    def without_mask(self) -> dict[int, GrammarState]:
+        """Return the grammars that are still computing the mask of the next token, by index of the running request."""
+        return {
+            index: request.grammar
+            for index, request in enumerate(self.running)
             if request.grammar is not None and not request.grammar.is_ready
-        ]
-
-    def fresh_masks(self) -> list[GrammarState]:
-        """Grammars of running requests that compute a mask for which no step has waited yet."""
-        states = [self.running[place].grammar for place in self._without_mask()]
-        return [state for state in states if state is not None and state.is_fresh()]
-
-    def wait_for_mask(self, seconds: float) -> None:
-        """Wait up to `seconds` for the mask of the first request without one; return at once if all have one."""
-        for place in self._without_mask()[:1]:
-            state = self.running[place].grammar
-            assert state is not None
-            state.wait(seconds)
+        }
 
     def _left(self, requests: list[OpenRequest]) -> npt.NDArray[np.int32]:
         return self._context.tokens_left(_slots(requests))
 
     @staticmethod
     def _shares(left: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-        """Number of tokens that each request computes: one for each decode, then those of prompts in order."""
+        """Return the number of tokens that each request computes: one for a decode, the rest for prompts in order."""
         shares = np.minimum(left, 1)
         prompts = left > 1
         wanted = left[prompts]
@@ -209,7 +197,7 @@ class Scheduler:
         return shares
 
     def _grow(self) -> OpenRequest | None:
-        """Add the pages that newest tokens need, preempting the last requests. Returns the first preempted one."""
+        """Add the pages that the newest tokens need, preempting the last requests. Return the first one preempted."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None
@@ -236,29 +224,27 @@ class Scheduler:
                 break
             if not context.has_free_slot and request.rank[:2] >= self.running[-1].rank[:2]:
                 break
-            total = len(request.tokens)
-            matched = context.match(request.digests, total) if request.reads_cache else []
-            if request.reads_cache and context.is_being_computed(request.digests, total, num_matched=len(matched)):
+            matched, should_wait = context.match(request)
+            if should_wait:
                 self.coordination_waits += 1
                 continue
             victims = self._victims(request, matched)
             if victims is None:
                 break
-            count, room = total - context.tokens_of_blocks(matched), self._tokens_for(request, without=victims)
-            if room <= 0 or (not self._config.enable_chunked_prefill and room < count <= self._config.step_tokens):
+            count = len(request.tokens) - len(matched) * context.block_size
+            budget = self._tokens_for(request, without=victims)
+            if budget <= 0 or (not self._config.enable_chunked_prefill and budget < count <= self._config.step_tokens):
                 break
             if victims:
                 self._preempt(victims)
                 victim = victims[0]
-                # Blocks that only they held may have been evicted.
-                matched = context.match(request.digests, total) if request.reads_cache else []
-            slot = context.admit(request, matched, spare_pages=len(self.running))
-            assert slot is not None, "room was made before"
-            self._admitted(request, slot, num_cached=context.tokens_of_blocks(matched), now=now, epoch=epoch)
+                matched, _ = context.match(request)  # blocks that only the victims held may have been evicted
+            slot = context.admit(request, matched)
+            self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> list[OpenRequest] | None:
-        """The requests to preempt for `request`: the last of those that give way to it, as few as make room. None if
-        even all of them would not make room.
+        """Return the requests to preempt for `request`: the last of those that give way to it, as few as make room.
+        None if preempting all of them would not make room.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -275,8 +261,8 @@ class Scheduler:
         return lower[len(lower) - count :]
 
     def _tokens_for(self, request: OpenRequest, *, without: Sequence[OpenRequest]) -> int:
-        """Tokens of a step that are left for `request` without the requests `without`: each decode gets one, and
-        prompts of lower rank get all they need.
+        """Return the tokens of a step that are left for `request` if the requests `without` are preempted: each decode
+        gets one, and prompts of lower rank get all they need.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
         left = self._left(staying)
@@ -298,7 +284,7 @@ class Scheduler:
         insort(self.running, request, key=_rank)
 
     def check_integrity(self) -> None:
-        """Queues are in order, and hold slots or do not. Raises AssertionError."""
+        """Compare the queues with each other and with the slots. Raises AssertionError."""
         queued = {request.request_id: request for request in [*self.waiting, *self.running]}
         if queued != self.open or len(queued) != len(self.waiting) + len(self.running):
             raise AssertionError("a request is open but in no queue, or in a queue but not open, or in two")
@@ -307,7 +293,7 @@ class Scheduler:
                 raise AssertionError("a queue is out of order")
         if self._tenants != Counter(request.tenant for request in self.open.values()):
             raise AssertionError("the requests of a tenant are miscounted")
-        if not self._has_changed and [request.place for request in self.open.values()] != self._places():
+        if not self._has_changed and [request.rank[1] for request in self.open.values()] != self._places():
             raise AssertionError("a request is in the wrong place among those of its tenant")
         if any(request.slot >= 0 for request in self.waiting):
             raise AssertionError("a waiting request holds a slot")
@@ -316,10 +302,10 @@ class Scheduler:
 
 
 def _gives_way(running: OpenRequest, waiting: OpenRequest) -> bool:
-    """Whether `running` is of lower priority, or beyond the share of its tenant where `waiting` is within its own."""
+    """Return whether `running` is of lower priority, or further beyond its tenant's share than `waiting` is."""
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
-    return running.place > waiting.place and running.tenant != waiting.tenant
+    return running.rank[1] > waiting.rank[1] and running.tenant != waiting.tenant
 
 
 _NO_TOKENS = np.empty(0, np.int32)

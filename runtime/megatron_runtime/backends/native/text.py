@@ -1,4 +1,4 @@
-"""The text of a model: its tokenizer, and the grammars that answers must match."""
+"""The tokenizer of a model, and the grammars of its answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # tokenizers and llguidance take half a second to import: the
 logger = logging.getLogger(__name__)
 
 LARGE_VOCABULARY = 100_000
-"""Tokens. The index of 50,000 takes 0.3 s, that of 260,000 several seconds."""
+"""Tokens. Indexing 50,000 tokens takes 0.3 s, indexing 260,000 several seconds."""
 
 
 class ModelText:
     """Converts between text and tokens, and compiles grammars. Thread-safe.
 
-    tokenizer: of the model, or a function that makes it at first use.
-    padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None while unknown.
+    tokenizer: of the model, or a function that loads it at first use.
+    padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None if not known yet.
     """
 
     def __init__(self, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> None:
@@ -36,7 +36,7 @@ class ModelText:
 
     @classmethod
     def of_model(cls, model: str | ModelSource) -> ModelText:
-        """The text of a model reference or its source. Its tokenizer renders no chat templates."""
+        """Return the text of a model reference or source. Its tokenizer renders no chat templates."""
 
         def load() -> Tokenizer:
             from megatron_runtime.tokenization import load_tokenizer
@@ -51,7 +51,7 @@ class ModelText:
         return made() if callable(made) else made
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Token ids of `prompt`. add_BOS: put the begin-of-sequence token first, even if the tokenizer does not."""
+        """Return the token ids of `prompt`. add_BOS: begin with the BOS token even if the tokenizer does not add it."""
         ids = self.tokenizer.encode(prompt)
         bos = self.tokenizer.bos_id
         return [bos, *ids] if add_BOS and bos is not None and ids[:1] != [bos] else ids
@@ -60,11 +60,11 @@ class ModelText:
         return self.tokenizer.decode(tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder."""
+        """Return a new incremental decoder."""
         return self.tokenizer.detokenizer()
 
     def begin_grammar(self, params: SamplingParams, generated: Sequence[int] = ()) -> GrammarState | None:
-        """The grammar state of an answer to `params` after the tokens `generated`; None without structured output.
+        """Return the grammar state after the tokens `generated` of an answer; None without structured output.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
@@ -74,14 +74,14 @@ class ModelText:
         return self._grammar_compiler().begin(params.structured_output, generated)
 
     def is_grammar_known(self, params: SamplingParams) -> bool:
-        """Whether begin_grammar() returns without compiling."""
+        """Return whether begin_grammar() needs to compile nothing."""
         return params.structured_output is None or (
             self._grammars is not None and self._grammars.is_known(params.structured_output)
         )
 
     def prepare_grammars(self) -> None:
-        """Index a large vocabulary for grammars now: the index holds the interpreter lock for a second or more, which
-        would stall the streams of an engine that serves.
+        """Index a large vocabulary before requests arrive. Indexing holds the interpreter lock for a second or more,
+        which would stall the streams of requests.
         """
         if self.padded_vocab_size is None or self.padded_vocab_size < LARGE_VOCABULARY:
             return
@@ -91,7 +91,7 @@ class ModelText:
             logger.info("structured output is not available: %s", error)
 
     def close_grammars(self) -> None:
-        """End the process that tries grammars. The next grammar starts it again."""
+        """End the process that compiles untrusted grammars. The next grammar starts it again."""
         with self._grammar_lock:
             grammars, self._grammars = self._grammars, None
         if grammars is not None:

@@ -1,23 +1,22 @@
-"""An executor that runs a model with torch: what the CPU and GPUs have in common."""
+"""The base class of the executors that run a model with torch, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import torch
 
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
-from megatron_runtime.backends.native.kv.pool import KVPool
+from megatron_runtime.backends.native.memory import KVPool
 from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
-from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.cpu import default_threads
 from megatron_runtime.models.layers.linear import LinearFactory
@@ -29,13 +28,7 @@ from megatron_runtime.sampling.sampler import sample_step
 Parts = list[tuple[Rows, StepResult]]
 
 LOGIT_ROWS = 64
-"""Prompt tokens whose logits exist at once: with a vocabulary of 128k that is 32 MiB."""
-
-
-class LogitModel(Protocol):
-    """Computes logits_NV of last hidden states."""
-
-    def logits(self, x_ND: torch.Tensor) -> torch.Tensor: ...
+"""Prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +36,23 @@ class ForwardStep:
     """Implements StepLogits: the output of a forward pass, copied to the host as it is needed.
 
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    at:           their rows of logits_BV and tokens_B.
+    at:           the rows of logits_BV and tokens_B that belong to them.
     logits_BV:    logits, in the model's type. tokens_B: int32, drawn from them; None if the host samples.
-    x_TD:         hidden states of prompt tokens, from which `model` computes logits.
-    targets:      (row of the plan, where its prompt targets lie in x_TD).
+    logits_of:    computes logits_NV of hidden states x_ND.
+    x_TD:         hidden states of prompt tokens.
+    targets:      (row of the plan, rows of x_TD whose logits its prompt targets need).
     """
 
     sampled_rows: Int64
     at: Int64 | slice
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor | None
-    model: LogitModel
+    logits_of: Callable[[torch.Tensor], torch.Tensor]
     x_TD: torch.Tensor | None
     targets: list[tuple[int, slice]]
 
     def draw(self) -> Int32 | None:
-        """Waits for the device."""
+        """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
         return None if self.tokens_B is None else self.tokens_B.cpu().numpy()[self.at]
 
     def sampled_logits(self, which: Int64 | None = None) -> Float32:
@@ -74,10 +68,10 @@ class ForwardStep:
             assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
             for start in range(where.start, where.stop, LOGIT_ROWS):
                 part_ND = self.x_TD[start : min(start + LOGIT_ROWS, where.stop)]
-                yield row, start - where.start, _on_host(self.model.logits(part_ND))
+                yield row, start - where.start, _on_host(self.logits_of(part_ND))
 
     def share_logits(self) -> None:
-        for _ in self.prompt_logits():  # the forward pass gathered those of the sampled rows
+        for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
         self.draw()
 
@@ -88,8 +82,8 @@ class TorchOptions(TypedDict, total=False):
     max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
     threads:         torch threads; None means one for each CPU, within the container's limit.
-    groups:          of a rank that holds a part of the model: its exchanges with the other ranks.
-    logprobs_mode:   "raw_logprobs" of the model's own logits, "processed_logprobs" of those that tokens are drawn from.
+    groups:          communication of a rank that holds a part of the model; None for the whole model.
+    logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
     """
 
     max_sequence_length: int | None
@@ -100,15 +94,15 @@ class TorchOptions(TypedDict, total=False):
 
 
 class TorchExecutor(ABC):
-    """Implements Executor, for one kind of device. Creating one reads the model's headers; load() reads the weights.
+    """Implements Executor for one kind of device. The constructor reads the model's headers; load() reads the weights.
 
     A rank that holds a part of the model (`groups`) runs execute_part(), all others execute().
 
-    controller:      the model's text; None makes one with the source's tokenizer.
+    controller:      tokenizer and grammars; None uses the source's tokenizer.
     dtype, cache_dtype: of activations, and of keys and values.
-    linears:         makes the factory of the model's matrices.
+    linears:         returns a new factory of the model's matrices.
     require_memory:  called as require_memory(bytes, what=...) before a load; raises MemoryShortError.
-    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system provides them as they are written.
+    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system allocates them as they are written.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -142,11 +136,20 @@ class TorchExecutor(ABC):
         require_divisible(config, shard)
         self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
-        self.max_sequence_length = _longest_sequence(max_sequence_length, config)
+        limit = config.max_position_embeddings
+        self.max_sequence_length = limit if max_sequence_length is None else max_sequence_length
+        if not 2 <= self.max_sequence_length <= limit:
+            raise ValueError(f"max_sequence_length={max_sequence_length}: want 2 to {limit} tokens, the model's limit")
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
-        # All ranks have the same pages, as many as fit on a rank with the most layers.
+        # All ranks have the same number of pages: as many as fit on a rank with the most layers.
         most_layers = len(ParallelSizes(pipeline=shard.pipeline_size).shard(0).layers(config.num_layers))
-        self.num_pages = _num_pages(kv_cache_memory, most_layers * width * cache_dtype.itemsize * page_size)
+        page_bytes = most_layers * width * cache_dtype.itemsize * page_size
+        self.num_pages = kv_cache_memory // page_bytes
+        if self.num_pages < 2:
+            raise ValueError(
+                f"kv_cache_memory={kv_cache_memory} bytes: this model needs at least {2 * page_bytes} (two pages, one "
+                "of them the dummy page): raise it"
+            )
         layers = len(shard.layers(config.num_layers))
         self._pool = KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
 
@@ -154,17 +157,17 @@ class TorchExecutor(ABC):
 
     @abstractmethod
     def _use_model(self, weights: DecoderWeights | None) -> None:
-        """Build the model of `weights`; None drops the model. Raises ValueError if the device cannot run it."""
+        """Build the model of `weights`; None releases the model. Raises ValueError if the device cannot run it."""
 
     @abstractmethod
     def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        """Compute the plan's tokens, and write their keys and values to the cache."""
+        """Compute the plan's tokens and write their keys and values to the cache."""
 
     @abstractmethod
     def _forward_part(
         self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
     ) -> ForwardStep | None:
-        """This rank's part of one micro-batch of `plan`. Returns None in all pipeline stages but the last."""
+        """Compute this rank's part of one micro-batch of `plan`. Return None in all pipeline stages but the last."""
 
     @abstractmethod
     def _trim_memory(self) -> None:
@@ -246,12 +249,12 @@ class TorchExecutor(ABC):
     def execute_part(self, plan: StepPlan) -> Parts:
         """Compute this rank's part of a step that all ranks of `groups` run.
 
-        Returns the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
-        pipeline stage samples the rows of its expert rank; all others sample none.
+        Return the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
+        pipeline stage samples the rows of its expert rank; all other ranks sample none.
         """
         groups, cache_LPXE = self._groups, self.cache_LPXE
         if groups is None:
-            raise RuntimeError("execute_part() is for a rank of several: construct with groups=")
+            raise RuntimeError("execute_part() needs the other ranks of the engine: construct with groups=")
         shard, parts = groups.shard, Parts()
         for batch in cut(
             plan,
@@ -269,7 +272,7 @@ class TorchExecutor(ABC):
                 continue
             result = self._sample(step, batch.plan)
             if not len(step.sampled_rows):
-                step.draw()  # waits for the device: a step that is reported as done has been computed
+                step.draw()  # wait for the device: a step must be computed before it is reported as done
             if len(batch.rows):
                 parts.append((batch.rows, result))
         groups.flush()
@@ -280,26 +283,27 @@ class TorchExecutor(ABC):
 
 
 def _on_host(logits_NV: torch.Tensor) -> Float32:
-    found: Float32 = logits_NV.float().cpu().numpy()
-    return found
+    host_NV: Float32 = logits_NV.float().cpu().numpy()
+    return host_NV
 
 
-def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
-    if wanted is None:
-        return limit
-    if not 2 <= wanted <= limit:
+def torch_device(name: str, *, local_rank: int) -> torch.device:
+    """Return the device of a rank's tensors: with GPUs, the GPU of its number on its machine.
+
+    name:       "cpu", "cuda", or "auto" for a GPU if there is one.
+    local_rank: number of this rank among those of its machine.
+
+    Raises ValueError: there is no such device; the message has the remedy.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
+    if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"max_sequence_length={wanted}: the model was made for 2 to {limit} tokens: choose among these"
+            f"device={name!r}: rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}: "
+            "start as many ranks on it as it has GPUs (gpusPerPod)"
         )
-    return wanted
-
-
-def _num_pages(kv_cache_memory: int, page_bytes: int) -> int:
-    """The pages that fit, the dummy page among them."""
-    pages = kv_cache_memory // page_bytes
-    if pages < 2:
-        raise ValueError(
-            f"kv_cache_memory={kv_cache_memory} bytes: this model needs at least {2 * page_bytes} (two pages): raise it"
-        )
-    return pages
+    return torch.device("cuda", local_rank)

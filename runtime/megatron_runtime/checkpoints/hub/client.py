@@ -1,12 +1,11 @@
-"""The hub's HTTP API as far as a download needs it: list the files of a revision, and transfer one of them.
+"""The hub's HTTP API as far as a download needs it: list the files of a revision, and read one of them.
 
 Nothing that a hub sends is used before it is checked: names of commits and files become paths, sizes limit what is
-written, contents are compared with their digests, and answers, redirects and slow connections have limits.
+written, digests identify contents, and responses and redirects have limits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -26,7 +25,6 @@ from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_sa
 from megatron_runtime.protocol.text import escaped, shown
 
 _log = logging.getLogger(__name__)
-_Answer = TypeVar("_Answer")
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_LISTING_BYTES, MAX_FILES = 64 << 20, 100_000
@@ -41,12 +39,9 @@ _MAX_REDIRECTS = 8
 _TIMEOUT = httpx.Timeout(30, connect=10)
 _UNCOMPRESSED = {"accept-encoding": "identity"}
 
-_ATTEMPTS = 6
+MAX_ATTEMPTS = 6
 """Consecutive attempts without progress."""
-_LEAST_BYTES, _PACE_SECONDS = 1 << 16, 60.0
-"""A connection that transfers fewer bytes in that time is closed; an attempt that transfers fewer is no progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_READ_BYTES = 1 << 20
 
 
 class HubError(ValueError):
@@ -66,10 +61,6 @@ class HubUnavailableError(OSError):
         self.retry_after = retry_after
 
 
-class WrongContentError(HubError):
-    """The content of a file does not match the hub's list. The message names both digests."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A revision of a repository: a branch, a tag or a commit."""
@@ -82,7 +73,7 @@ class Reference:
         """Parse `ORG/NAME[@REVISION]`, with or without `hf:` before it. Raises HubError."""
         name, _, revision = text.removeprefix(HUB_PREFIX).removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(name) or ".." in name or not all(len(part) <= 96 for part in name.split("/")):
-            raise HubError(f"{text!r} is no repository: write ORG/NAME or ORG/NAME@REVISION")
+            raise HubError(f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION")
         return cls(name, revision or "main")
 
     @property
@@ -123,7 +114,7 @@ class HubApi:
 
     endpoint: None means HF_ENDPOINT, or the public hub.
     token:    of a user; None sends no token.
-    clock:    in seconds.
+    clock:    in seconds; limits slow responses.
     """
 
     def __init__(
@@ -133,7 +124,7 @@ class HubApi:
         token: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         headers = {"user-agent": "megatron-inference"}
         if token:
@@ -143,7 +134,7 @@ class HubApi:
         try:
             self._origin = _origin(httpx.URL(self._endpoint))
         except httpx.InvalidURL as error:
-            raise HubError(f"the hub's endpoint {shown(self._endpoint)} is no URL: {error}") from error
+            raise HubError(f"the hub's endpoint {shown(self._endpoint)} is not a URL: {error}") from error
         self._client = httpx.Client(
             headers=headers,
             timeout=_TIMEOUT,
@@ -155,13 +146,23 @@ class HubApi:
     def close(self) -> None:
         self._client.close()
 
-    def list(self, reference: Reference) -> Listing:
-        """Return the files of `reference`. Raises HubError, HubUnavailableError."""
+    def list(self, reference: Reference, *, wait: Callable[[float], object] = time.sleep) -> Listing:
+        """Return the files of `reference`; retry while the hub is overloaded. Raises HubError, HubUnavailableError.
+
+        wait: sleeps for a number of seconds.
+        """
         revision = quote(reference.revision, safe="")
         url = f"{self._endpoint}/api/models/{reference.repository}/revision/{revision}?blobs=true"
-        with self._answer(reference, url, _UNCOMPRESSED) as answer:
-            body = self._whole(answer, reference)
-        return parse_listing(body, reference, hub=self._endpoint)
+        failures = 0
+        while True:
+            try:
+                with self._response(reference, url, _UNCOMPRESSED) as response:
+                    return parse_listing(self._read_listing(response, reference), reference, hub=self._endpoint)
+            except HubUnavailableError as error:
+                failures += 1
+                if not error.answered or failures == MAX_ATTEMPTS:
+                    raise
+                pause(error, failures, wait)
 
     @contextmanager
     def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
@@ -171,22 +172,22 @@ class HubApi:
         """
         url = f"{self._endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.path)}"
         headers = _UNCOMPRESSED | ({"range": f"bytes={start}-"} if start else {})
-        with self._answer(Reference(listing.repository, listing.commit), url, headers) as answer:
-            yield _skipping(answer.iter_raw(), 0 if answer.status_code == httpx.codes.PARTIAL_CONTENT else start)
+        with self._response(Reference(listing.repository, listing.commit), url, headers) as response:
+            yield _skipping(response.iter_raw(), 0 if response.status_code == httpx.codes.PARTIAL_CONTENT else start)
 
-    def _whole(self, answer: httpx.Response, reference: Reference) -> bytes:
+    def _read_listing(self, response: httpx.Response, reference: Reference) -> bytes:
         """Return a list of files as it was sent: a compressed one could be a thousand times as large."""
-        if answer.headers.get("content-encoding", "identity") != "identity":
-            raise HubError(f"{self._endpoint} compresses its list of the files of {reference}, which was not asked for")
-        body, until = bytearray(), self._clock() + LISTING_SECONDS
-        for piece in answer.iter_raw():
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise HubError(f"{self._endpoint} compresses its list of the files of {reference}, against the request")
+        body, until = bytearray(), self.clock() + LISTING_SECONDS
+        for piece in response.iter_raw():
             body += piece
             if len(body) > MAX_LISTING_BYTES:
                 raise HubError(
-                    f"{self._endpoint} lists the files of {reference} in more than {MAX_LISTING_BYTES} bytes: that is "
-                    "no model"
+                    f"{self._endpoint} lists the files of {reference} in more than {MAX_LISTING_BYTES} bytes: this "
+                    "is not a model"
                 )
-            if self._clock() > until:
+            if self.clock() > until:
                 raise HubUnavailableError(
                     f"{self._endpoint} did not list the files of {reference} within {LISTING_SECONDS:g} s"
                 )
@@ -203,19 +204,19 @@ class HubApi:
             )
 
     @contextmanager
-    def _answer(self, reference: Reference, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+    def _response(self, reference: Reference, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
         try:
-            with self._client.stream("GET", url, headers=headers) as answer:
-                _require_success(answer, reference)
-                yield answer
+            with self._client.stream("GET", url, headers=headers) as response:
+                _require_success(response, reference)
+                yield response
         except httpx.TransportError as error:
             raise HubUnavailableError(
-                f"{self._endpoint} does not answer for {reference} ({type(error).__name__}: {error}): see that the "
+                f"{self._endpoint} does not answer for {reference} ({type(error).__name__}: {error}): check that the "
                 "network allows it, or name another hub in HF_ENDPOINT"
             ) from error
         except (httpx.RequestError, httpx.InvalidURL) as error:  # too many redirects, an invalid compressed body
             raise HubError(
-                f"{self._endpoint} answers for {reference} what cannot be used ({type(error).__name__}: "
+                f"{self._endpoint} sends an unusable response for {reference} ({type(error).__name__}: "
                 f"{escaped(str(error))})"
             ) from error
 
@@ -231,7 +232,7 @@ def read_token(file: Path | None = None) -> str | None:
 
 
 def parse_listing(body: bytes, reference: Reference, *, hub: str) -> Listing:
-    """Return the files that the answer `body` of `hub` lists. Raises HubError naming the hub, the field, its value."""
+    """Return the files in the response `body` of `hub`. Raises HubError naming the hub, the field and its value."""
 
     def wrong(field: str, value: object, wanted: str) -> HubError:
         return HubError(
@@ -242,13 +243,13 @@ def parse_listing(body: bytes, reference: Reference, *, hub: str) -> Listing:
     try:
         values = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise HubError(f"{hub} answers for {reference} what is no list of files: {escaped(str(error))}") from error
+        raise HubError(f"{hub} answers for {reference} with an invalid list of files: {escaped(str(error))}") from error
     values = values if isinstance(values, dict) else {}
     commit, siblings = values.get("sha"), values.get("siblings")
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise wrong("sha", commit, "40 or 64 lowercase hexadecimal digits")
     if reference.commit not in (None, commit):
-        raise wrong("sha", commit, f"the commit that was asked for, {reference.commit}")
+        raise wrong("sha", commit, f"the requested commit, {reference.commit}")
     if not isinstance(siblings, list) or len(siblings) > MAX_FILES:
         raise wrong("siblings", siblings, f"a list of at most {MAX_FILES} files")
     return Listing(reference.repository, commit, tuple(_remote_file(entry, wrong) for entry in siblings))
@@ -278,29 +279,29 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
-def _require_success(answer: httpx.Response, reference: Reference) -> None:
-    status = answer.status_code
+def _require_success(response: httpx.Response, reference: Reference) -> None:
+    status = response.status_code
     if status < 400:
         return
-    said = escaped(answer.headers.get("x-error-message") or answer.reason_phrase)
+    reason = escaped(response.headers.get("x-error-message") or response.reason_phrase)
     if status in (401, 403):
         raise HubError(
-            f"the hub refuses {reference}: {status} {escaped(answer.reason_phrase)} ({said}); it is private or a gated "
-            "repo, or does not exist: give a token that may read it (HF_TOKEN, --token-file or tokenSecretRef)"
+            f"the hub refuses {reference}: {status} {escaped(response.reason_phrase)} ({reason}); it is private or a "
+            "gated repo, or does not exist: give a token that may read it (HF_TOKEN, --token-file or tokenSecretRef)"
         )
     if status == 404:
         raise HubError(
-            f"repository not found: {reference} ({said}); correct the name or the revision, or give a token if it is "
-            "private"
+            f"repository not found: {reference} ({reason}); correct the name or the revision, or give a token if it "
+            "is private"
         )
     if status == 429 or status >= 500:
-        after = answer.headers.get("retry-after", "")
+        after = response.headers.get("retry-after", "")
         raise HubUnavailableError(
-            f"the hub is overloaded: {status} {said} for {reference}",
+            f"the hub is overloaded: {status} {reason} for {reference}",
             answered=True,
             retry_after=float(after) if after.isdecimal() else None,
         )
-    raise HubError(f"the hub answers {status} {said} for {reference}")
+    raise HubError(f"the hub answers {status} {reason} for {reference}")
 
 
 def _skipping(pieces: Iterator[bytes], skip: int) -> Iterator[bytes]:
@@ -310,154 +311,8 @@ def _skipping(pieces: Iterator[bytes], skip: int) -> Iterator[bytes]:
         skip = max(0, skip - len(piece))
 
 
-# --- one file ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTransfer:
-    """The transfer of one file.
-
-    target, partial: in directories that exist.
-    partial:  holds the bytes received so far; bytes of an earlier process are not transferred again.
-    received: called with the number of bytes of each piece, earlier ones included; negative when they were wrong.
-    wait:     sleeps for a number of seconds.
-    clock:    in seconds.
-    """
-
-    api: HubApi
-    listing: Listing
-    file: RemoteFile
-    target: Path
-    partial: Path
-    received: Callable[[int], None]
-    wait: Callable[[float], object] = time.sleep
-    clock: Callable[[], float] = time.monotonic
-
-    def run(self) -> str:
-        """Transfer the file and return its sha256. A file with the wrong content is transferred once more.
-
-        Raises HubError, WrongContentError, and HubUnavailableError after the last attempt.
-        """
-        file, content = self.file, _Content(self.file)
-        for kept in (True, False):
-            self.received(content.read(self.partial) if kept else 0)
-            self._append(content)
-            if content.is_right:
-                self.partial.replace(self.target)
-                return content.sha256
-            self.partial.unlink()
-            self.received(-content.size)
-            wrong, content = content, _Content(file)
-            _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
-        raise WrongContentError(
-            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice with digest {wrong.digest}, "
-            f"the hub says {file.digest}: something between here and the hub changes it"
-        )
-
-    def _append(self, content: _Content) -> None:
-        """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
-        file, failures = self.file, 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with os.fdopen(os.open(self.partial, flags, 0o644), "ab", 0) as out:
-            while content.size < file.size:
-                before = content.size
-                try:
-                    self._receive(content, out)
-                except HubUnavailableError as error:
-                    gained = content.size - before
-                    failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
-                    if failures >= _ATTEMPTS:
-                        raise HubUnavailableError(
-                            f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to "
-                            "go on"
-                        ) from error
-                    _pause(error, failures, self.wait)
-            # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
-            os.fsync(out.fileno())
-
-    def _receive(self, content: _Content, out: BinaryIO) -> None:
-        """Write what one connection brings."""
-        file, since, arrived = self.file, self.clock(), 0
-        with self.api.open(self.listing, file, start=content.size) as pieces:
-            for piece in pieces:
-                out.write(piece)
-                content.add(piece)
-                self.received(len(piece))
-                if content.size > file.size:
-                    return
-                arrived += len(piece)
-                passed = self.clock() - since
-                if passed >= _PACE_SECONDS:
-                    if arrived < _LEAST_BYTES:
-                        raise HubUnavailableError(f"{file.path} came at {arrived} bytes in {passed:.0f} s")
-                    since, arrived = self.clock(), 0
-        if content.size < file.size:
-            raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
-
-
-def check_file(file: RemoteFile, path: Path) -> str | None:
-    """Return the sha256 of the file at `path` if its content is that of `file`, else None."""
-    if not path.is_file() or path.stat().st_size != file.size:
-        return None
-    content = _Content(file)
-    content.read(path)
-    return content.sha256 if content.is_right else None
-
-
-class _Content:
-    """The digests of what was received of a file: sha256 always, and git's if the hub knows no other."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
-        self._git: Any = None
-        if file.sha256 is None:
-            # Git names contents by SHA-1, or by SHA-256 in repositories of that format.
-            kind = "sha256" if len(file.digest) == 64 else "sha1"
-            self._git = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
-        self.size = 0
-
-    def add(self, data: bytes) -> None:
-        self._sha256.update(data)
-        if self._git is not None:
-            self._git.update(data)
-        self.size += len(data)
-
-    def read(self, path: Path) -> int:
-        """Add the content of a file, if it exists; return its size."""
-        if path.is_file():
-            with path.open("rb") as file:
-                while data := file.read(_READ_BYTES):
-                    self.add(data)
-        return self.size
-
-    @property
-    def sha256(self) -> str:
-        return self._sha256.hexdigest()
-
-    @property
-    def digest(self) -> str:
-        """The digest to compare with that of the hub's list."""
-        return self.sha256 if self._git is None else str(self._git.hexdigest())
-
-    @property
-    def is_right(self) -> bool:
-        return self.size == self._file.size and self.digest == self._file.digest
-
-
-def patiently(ask: Callable[[], _Answer], *, wait: Callable[[float], object]) -> _Answer:
-    """Return the result of `ask`, called again while the hub is overloaded. Raises what `ask` raises."""
-    for failures in range(1, _ATTEMPTS):
-        try:
-            return ask()
-        except HubUnavailableError as error:
-            if not error.answered:
-                raise
-            _pause(error, failures, wait)
-    return ask()
-
-
-def _pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:
+def pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:
+    """Wait before a retry: as long as the hub names, else twice as long after each failure."""
     seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
-    _log.warning("%s; trying again in %.0f s", error, seconds)
+    _log.warning("%s; retrying in %.0f s", error, seconds)
     wait(seconds)

@@ -2,7 +2,7 @@
 
 The cache is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has contents by
 digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. Manifests and partial
-files of this program are in `.megatron/` beside them.
+files of this program are in `.megatron/` beside them. A manifest is written when all its files are complete.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from megatron_runtime.checkpoints.hub import hf_home
 from megatron_runtime.checkpoints.hub.client import (
-    FileTransfer,
+    MAX_ATTEMPTS,
     HubApi,
     HubError,
+    HubUnavailableError,
     Listing,
     Reference,
     RemoteFile,
-    WrongContentError,
-    check_file,
-    patiently,
+    pause,
     read_token,
 )
 from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
@@ -46,14 +45,19 @@ _OWN_PREFIX = ".megatron-"
 MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
-_COMPLETE_FILE = ".megatron-complete"
-"""Written to the cache after the last file: from then on this commit needs no request to the hub."""
-_AT_ONCE = 4
-"""Files. One connection seldom saturates the network."""
+_CONCURRENT_FILES = 4
+"""One connection seldom saturates the network."""
+_LEAST_BYTES, _PACE_SECONDS = 1 << 16, 60.0
+"""A connection that transfers fewer bytes in that time is closed; an attempt that transfers fewer makes no progress."""
+_READ_BYTES = 1 << 20
 
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+class WrongContentError(HubError):
+    """The content of a file does not match the hub's list. The message names both digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class _Silent:
 
 
 class _Logged:
-    """Implements Progress with a log line per tenth: an engine that fetches would look idle without them."""
+    """Implements Progress; logs a line per tenth: an engine that fetches would look idle without them."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -98,53 +102,42 @@ class _Logged:
             _log.info("fetching %s: %d %% of %.1f GB", self._reference, tenths * 10, self._size / 1e9)
 
 
-def model_directory(model: str) -> Path:
-    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
-
-    Raises HubError, HubUnavailableError, ModelFileError, OSError.
-    """
-    return _snapshot(Reference.parse(model), tokenizer_only=False)
-
-
-def tokenizer_directory(model: str) -> Path:
-    """Return a directory with the tokenizer of `model`: of a repository with tokenizer.json no weights are fetched."""
-    return _snapshot(Reference.parse(model), tokenizer_only=True)
-
-
 def hub_cache() -> Path:
     """Return the directory of the cache that huggingface_hub uses."""
     return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub")
 
 
-def _snapshot(reference: Reference, *, tokenizer_only: bool) -> Path:
+def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
+    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
+
+    tokenizer_only: fetch only the tokenizer of a repository that has a tokenizer.json.
+
+    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    """
+    reference = Reference.parse(model)
     repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
     branch = repository.directory(f"refs/{reference.revision}").path
     with closing(HubApi(token=read_token())) as api:
-        listing = None if reference.commit else patiently(lambda: api.list(reference), wait=time.sleep)
+        listing = None if reference.commit else api.list(reference)
         commit = reference.revision if listing is None else listing.commit
         directory, whole, part, blobs = (
             repository.directory(name).path
             for name in (f"snapshots/{commit}", f".megatron/{commit}", f".megatron/{commit}-tokenizer", "blobs")
         )
         for own in (whole, part) if tokenizer_only else (whole,):
-            if _is_complete(own, directory):
+            manifest = read_manifest(own)
+            # Other programs delete from the cache as well.
+            if manifest is not None and all((directory / name).is_file() for name in manifest.files):
                 return directory
-        listing = listing or patiently(lambda: api.list(reference), wait=time.sleep)
+        listing = listing or api.list(reference)
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
         own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
-        progress = None if include else _Logged(reference)
-        _fetch(reference, _Place(directory, own, blobs), api, listing, include=include, progress=progress)
+        progress = _Silent() if include else _Logged(reference)
+        _Fetch(reference, _Place(directory, own, blobs), api, progress).run(include, listing)
     if not reference.commit:
         branch.parent.mkdir(parents=True, exist_ok=True)
         _write_own(branch, commit)
-    (own / _COMPLETE_FILE).touch()
     return directory
-
-
-def _is_complete(own: Path, directory: Path) -> bool:
-    """Whether everything was fetched and is still there: other programs delete from the cache as well."""
-    manifest = read_manifest(own) if (own / _COMPLETE_FILE).is_file() else None
-    return manifest is not None and all((directory / name).is_file() for name in manifest.files)
 
 
 def fetch(
@@ -163,8 +156,7 @@ def fetch(
 
     Raises HubError, HubUnavailableError, OSError.
     """
-    place = _Place(directory, directory)
-    return _fetch(reference, place, api, None, include=include, progress=progress, wait=wait)
+    return _Fetch(reference, _Place(directory, directory), api, progress or _Silent(), wait).run(include)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,74 +186,70 @@ class _Place:
             fresh.replace(path)
 
 
-def _fetch(
-    reference: Reference,
-    place: _Place,
-    api: HubApi,
-    listing: Listing | None,
-    *,
-    include: Sequence[str],
-    progress: Progress | None,
-    wait: Callable[[float], object] | None = None,
-) -> Manifest:
-    progress = progress or _Silent()
-    place.own.mkdir(parents=True, exist_ok=True)
-    with _locked(place.own):
-        listing = listing or patiently(lambda: api.list(reference), wait=wait or time.sleep)
-        wanted = choose(listing.files, include)
-        _require_apart(wanted, reference)
-        if not wanted:
-            names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
-            raise HubError(f"{reference} has no file that is wanted here: it has {names}")
-        manifest = read_manifest(place.own)
-        if manifest is not None and manifest.repository != listing.repository:
-            raise HubError(
-                f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
-            )
-        known = manifest.files if manifest is not None else {}
-        missing = [file for file in wanted if not _is_there(file, place.directory, known)]
-        progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
-        progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
-        needed = sum(file.size for file in missing if not place.content(file).is_file())
-        free = shutil.disk_usage(place.own).free
-        if needed > free:
-            raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
-        held = {file.path: known[file.path] for file in wanted if file not in missing}
-        _Transfers(api=api, listing=listing, place=place, held=held, progress=progress, wait=wait).run(missing)
-        found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
-        _write_manifest(place.own, found)
-        # A file of an earlier revision that this revision does not have would be taken for a part of the model.
-        for name in set(known) - {file.path for file in listing.files}:
-            _inside(place.directory, name).unlink(missing_ok=True)
-        shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
-        return found
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Fetches files, several at a time; the first that fails ends all.
 
+    wait: sleeps for a number of seconds; None: until another file fails.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Transfers:
-    """Transfers several files at a time; the first that fails ends all. held: sha256 and size by path, so far."""
-
-    api: HubApi
-    listing: Listing
+    reference: Reference
     place: _Place
-    held: dict[str, dict[str, Any]]
+    api: HubApi
     progress: Progress
-    wait: Callable[[float], object] | None
+    wait: Callable[[float], object] | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, files: Sequence[RemoteFile]) -> None:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
-            transfers = [pool.submit(self._get, file) for file in files]
+    def run(self, include: Sequence[str], listing: Listing | None = None) -> Manifest:
+        """Fetch the files that match `include`. listing: of the hub, if known. Raises as fetch() does."""
+        reference, place = self.reference, self.place
+        place.own.mkdir(parents=True, exist_ok=True)
+        with _locked(place.own):
+            listing = listing or self.api.list(reference, wait=self.wait or time.sleep)
+            wanted = choose(listing.files, include)
+            _require_apart(wanted, reference)
+            if not wanted:
+                names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
+                raise HubError(f"{reference} has no file that is wanted here: it has {names}")
+            manifest = read_manifest(place.own)
+            if manifest is not None and manifest.repository != listing.repository:
+                raise HubError(
+                    f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
+                )
+            known = manifest.files if manifest is not None else {}
+            missing = [file for file in wanted if not _is_there(file, place.directory, known)]
+            self.progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
+            self.progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
+            needed = sum(file.size for file in missing if not place.content(file).is_file())
+            free = shutil.disk_usage(place.own).free
+            if needed > free:
+                raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
+            held = known | self._get_all(missing, listing)
+            found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
+            _write_own(place.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
+            # A file of an earlier revision that this revision does not have would be taken for a part of the model.
+            for name in set(known) - {file.path for file in listing.files}:
+                _inside(place.directory, name).unlink(missing_ok=True)
+            shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
+            return found
+
+    def _get_all(self, files: Sequence[RemoteFile], listing: Listing) -> dict[str, dict[str, Any]]:
+        """Return sha256 and size by path."""
+        with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
+            transfers = {pool.submit(self._get, file, listing): file for file in files}
             try:
-                for transfer in as_completed(transfers):
-                    transfer.result()
+                return {
+                    transfers[done].path: {"sha256": done.result(), "size": transfers[done].size}
+                    for done in as_completed(transfers)
+                }
             except BaseException:
                 self.stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _get(self, file: RemoteFile) -> None:
+    def _get(self, file: RemoteFile, listing: Listing) -> str:
+        """Return the sha256 of a file, which is transferred unless its content is there."""
         target = self.place.content(file)
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial = _inside(self.place.own, f"{_PARTIAL_DIRECTORY}/{name}")
@@ -271,27 +259,127 @@ class _Transfers:
         if digest is not None:
             self._received(file.size)
         else:
-            transfer = FileTransfer(
-                api=self.api,
-                listing=self.listing,
-                file=file,
-                target=target,
-                partial=partial,
-                received=self._received,
-                wait=self.wait or self.stop.wait,
-            )
-            digest = transfer.run()
+            digest = self._transfer(file, listing, partial)
+            partial.replace(target)
         self.place.name(file, partial.with_suffix(".link"))
-        with self.lock:
-            self.held[file.path] = {"sha256": digest, "size": file.size}
-            # After every file, so that the next run need not read the files that are there.
-            _write_manifest(self.place.own, Manifest(self.listing.repository, self.listing.commit, self.held))
+        return digest
+
+    def _transfer(self, file: RemoteFile, listing: Listing, partial: Path) -> str:
+        """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred again once.
+
+        partial: holds the bytes received so far; bytes of an earlier process are not transferred again.
+        """
+        content = _Content(file)
+        self._received(content.read(partial))
+        for _ in range(2):
+            self._append(file, listing, content, partial)
+            if content.is_right:
+                return content.sha256
+            partial.unlink()
+            self._received(-content.size)
+            wrong, content = content, _Content(file)
+            _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
+        raise WrongContentError(
+            f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, "
+            f"the hub lists {file.digest}: a proxy or the network changes it"
+        )
+
+    def _append(self, file: RemoteFile, listing: Listing, content: _Content, partial: Path) -> None:
+        """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        failures = 0
+        with os.fdopen(os.open(partial, flags, 0o644), "ab", 0) as out:
+            while content.size < file.size:
+                before = content.size
+                try:
+                    self._receive(file, listing, content, out)
+                except HubUnavailableError as error:
+                    gained = content.size - before
+                    failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
+                    if failures >= MAX_ATTEMPTS:
+                        raise HubUnavailableError(
+                            f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to "
+                            "resume"
+                        ) from error
+                    pause(error, failures, self.wait or self.stop.wait)
+            # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
+            os.fsync(out.fileno())
+
+    def _receive(self, file: RemoteFile, listing: Listing, content: _Content, out: BinaryIO) -> None:
+        """Write what one connection transfers."""
+        clock = self.api.clock
+        since, arrived = clock(), 0
+        with self.api.open(listing, file, start=content.size) as pieces:
+            for piece in pieces:
+                out.write(piece)
+                content.add(piece)
+                self._received(len(piece))
+                if content.size > file.size:
+                    return
+                arrived += len(piece)
+                passed = clock() - since
+                if passed >= _PACE_SECONDS:
+                    if arrived < _LEAST_BYTES:
+                        raise HubUnavailableError(f"{file.path} came at {arrived} bytes in {passed:.0f} s")
+                    since, arrived = clock(), 0
+        if content.size < file.size:
+            raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
 
     def _received(self, count: int) -> None:
+        """Report `count` bytes, which is negative if bytes reported before were wrong."""
         if self.stop.is_set():
-            raise HubError("another file cannot be had")
+            raise HubError("the transfer of another file failed")
         with self.lock:
             self.progress.received(count)
+
+
+class _Content:
+    """The digests of the received bytes of a file: sha256 always, and git's if the hub knows no other."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._sha256 = self._listed = hashlib.sha256()
+        if file.sha256 is None:
+            # Git names contents by SHA-1, or by SHA-256 in repositories of that format.
+            kind = "sha256" if len(file.digest) == 64 else "sha1"
+            self._listed = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        self._sha256.update(data)
+        if self._listed is not self._sha256:
+            self._listed.update(data)
+        self.size += len(data)
+
+    def read(self, path: Path) -> int:
+        """Add the content of a file, if it exists; return its size."""
+        if path.is_file():
+            with path.open("rb") as file:
+                while data := file.read(_READ_BYTES):
+                    self.add(data)
+        return self.size
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """The digest to compare with that of the hub's list."""
+        return self._listed.hexdigest()
+
+    @property
+    def is_right(self) -> bool:
+        return self.size == self._file.size and self.digest == self._file.digest
+
+
+def check_file(file: RemoteFile, path: Path) -> str | None:
+    """Return the sha256 of the file at `path` if its content is that of `file`, else None."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return None
+    content = _Content(file)
+    content.read(path)
+    return content.sha256 if content.is_right else None
 
 
 def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
@@ -314,8 +402,8 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
         progress.received(file.size)
     if wrong:
         raise WrongContentError(
-            f"{len(wrong)} of {len(files)} files in {directory} are not what was fetched: {'; '.join(wrong)}: remove "
-            f"them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
+            f"{len(wrong)} of {len(files)} files in {directory} differ from the fetched ones: {'; '.join(wrong)}: "
+            f"remove them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
         )
     return manifest
 
@@ -399,10 +487,6 @@ def _locked(directory: Path) -> Iterator[None]:
     with os.fdopen(_open_own(directory / _LOCK_FILE, 0), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    _write_own(directory / MANIFEST_FILE, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
 def _write_own(path: Path, text: str) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from megatron_runtime.checkpoints.mapped import MappedFile
-from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
 from megatron_runtime.checkpoints.torch_dist.configuration import read_config
 from megatron_runtime.checkpoints.torch_dist.names import (
     HEAD,
@@ -22,14 +21,7 @@ from megatron_runtime.checkpoints.torch_dist.names import (
     pieces,
     stored_tensors,
 )
-from megatron_runtime.checkpoints.torch_dist.saved_files import (
-    Chunk,
-    DamagedFileError,
-    SavedTensor,
-    TensorIndex,
-    find_tensor,
-    read_index,
-)
+from megatron_runtime.checkpoints.torch_dist.saved_files import Chunk, SavedTensor, TensorIndex, find_tensor, read_index
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.tensors import Part, TensorKind
@@ -41,11 +33,11 @@ _MAX_PLACES = 1 << 20
 
 
 class TorchDistCheckpoint:
-    """Implements Checkpoint. The constructor reads the index and rejects missing, unknown and misshapen tensors.
+    """Implements Checkpoint. The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
 
     directory: has `.metadata`.
 
-    Raises UnsupportedModelError, DamagedFileError, UnsafePickleError.
+    Raises UnsupportedModelError, ModelFileError, UnsafePickleError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,12 +48,12 @@ class TorchDistCheckpoint:
         self.config = read_config(directory)
         stored = stored_tensors(self.config, layout)
         if self.config.tie_embeddings:
-            # Some programs save a tied head as well.
+            # Some programs save a head although it is tied to the embedding.
             weights.discard(layout.prefix + HEAD)
         _require_fit(stored, index, weights, directory)
         hf_name = FAMILIES[self.config.family].hf_name
         self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
-        self._cells = {key: _cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
+        self._chunks = {key: _chunks_by_place(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
         self._files: dict[str, MappedFile] = {}
         self._saved: dict[Chunk, SavedTensor] = {}
         self.kinds: Mapping[str, TensorKind] = {
@@ -74,9 +66,9 @@ class TorchDistCheckpoint:
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
         rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
         out = torch.empty(len(rows), len(columns[0]) if columns else 1, dtype=dtype)
-        filled = self._fill(out.view(torch.uint8), piece, rows=rows, columns=columns[0] if columns else range(1))
+        filled = self._fill(out, piece, rows=rows, columns=columns[0] if columns else range(1))
         if filled != out.nbytes:
-            raise DamagedFileError(
+            raise ModelFileError(
                 f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
             )
         return out if columns else out.view(-1)
@@ -85,52 +77,48 @@ class TorchDistCheckpoint:
         return None
 
     def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
-        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return the number of bytes."""
+        """Copy `rows` and `columns` of the piece to `out`; return the number of bytes."""
         filled = at = 0
-        size = out.shape[1] // len(columns) if columns else 0
+        size, data = out.itemsize, out.view(torch.uint8)
         for first, count in piece.rows:
-            # In the stored tensor, this run of the piece's rows begins `shift` rows later.
+            # In the stored tensor, these rows of the piece begin `shift` rows later.
             shift, own = first - at, _overlap(rows, range(at, at + count))
             at += count
-            for cell in self._cells[piece.key].get(piece.index, ()) if own else ():
-                down = _overlap(range(own.start + shift, own.stop + shift), cell.rows)
-                across = _overlap(columns, cell.columns)
+            for chunk in self._chunks[piece.key].get(piece.index, ()) if own else ():
+                # A vector has one column.
+                held_rows, held_columns, *_ = *chunk.box[len(piece.index) :], range(1)
+                down = _overlap(range(own.start + shift, own.stop + shift), held_rows)
+                across = _overlap(columns, held_columns)
                 if not down or not across:
                     continue
-                source = self._values(cell, piece.index)[
-                    down.start - cell.rows.start : down.stop - cell.rows.start,
-                    (across.start - cell.columns.start) * size : (across.stop - cell.columns.start) * size,
+                source = self._values(chunk, piece.index, out.dtype).view(len(held_rows), -1)[
+                    down.start - held_rows.start : down.stop - held_rows.start,
+                    (across.start - held_columns.start) * size : (across.stop - held_columns.start) * size,
                 ]
                 top, left = down.start - shift - rows.start, across.start - columns.start
-                out[top : top + len(down), left * size : (left + len(across)) * size] = source
+                data[top : top + len(down), left * size : (left + len(across)) * size] = source
                 filled += source.numel()
         return filled
 
-    def _file(self, name: str) -> MappedFile:
-        if name not in self._files:
-            found = ModelDirectory(self._directory).file(name)
+    def _values(self, chunk: Chunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of a chunk at one index of the leading axes. Raises ModelFileError for another type."""
+        if chunk.file not in self._files:
+            found = ModelDirectory(self._directory).file(chunk.file)
             if found is None:
-                raise DamagedFileError(f"{self._directory / name} is missing: copy the whole directory")
-            self._files[name] = MappedFile(found)
-        return self._files[name]
-
-    def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes."""
-        chunk = cell.chunk
-        file = self._file(chunk.file)
-        path = file.file.path
-        saved = self._saved.get(chunk)
-        if saved is None:
-            saved = self._saved[chunk] = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
-            wanted = (tuple(map(len, chunk.box)), cell.dtype)
-            if (saved.shape, saved.dtype) != wanted:
-                raise DamagedFileError(
-                    f"{path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
-                    f"the index says {wanted[0]} and {wanted[1]}"
+                raise ModelFileError(f"{self._directory / chunk.file} is missing: copy the whole directory")
+            self._files[chunk.file] = MappedFile(found)
+        file = self._files[chunk.file]
+        if chunk not in self._saved:
+            saved = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
+            shape = tuple(map(len, chunk.box))
+            if (saved.shape, saved.dtype) != (shape, dtype):
+                raise ModelFileError(
+                    f"{file.file.path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
+                    f"the index says {shape} and {dtype}"
                 )
-        values = saved.bytes_in(file)
+            self._saved[chunk] = saved
         place = tuple(at - axis.start for at, axis in zip(index, chunk.box, strict=False))
-        return values[place].view(len(cell.rows), -1)
+        return self._saved[chunk].bytes_in(file)[place]
 
 
 def _overlap(one: range, other: range) -> range:
@@ -138,28 +126,16 @@ def _overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """The part of a chunk at one index of the leading axes. A vector has one column."""
-
-    rows: range
-    columns: range
-    dtype: torch.dtype
-    chunk: Chunk
-
-
-def _cells(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[_Cell]]:
-    """Return the cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
-    found: dict[tuple[int, ...], list[_Cell]] = {}
-    places = 0
+def _chunks_by_place(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
+    """Return the chunks of a stored tensor by index on the leading axes; a chunk may span several indices."""
+    found: dict[tuple[int, ...], list[Chunk]] = {}
+    count = 0
     for chunk in index.chunks:
-        rows, *columns = chunk.box[axes:]
-        cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
-        places += math.prod(map(len, chunk.box[:axes]))
-        if places > _MAX_PLACES:
-            raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
+        count += math.prod(map(len, chunk.box[:axes]))
+        if count > _MAX_PLACES:
+            raise ModelFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
         for place in product(*chunk.box[:axes]):
-            found.setdefault(place, []).append(cell)
+            found.setdefault(place, []).append(chunk)
     return found
 
 

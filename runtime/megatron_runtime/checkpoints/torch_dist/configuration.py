@@ -15,7 +15,8 @@ from megatron_runtime.checkpoints.safe_unpickler import ordered_dict, read_pickl
 from megatron_runtime.checkpoints.safetensors import read_config as read_config_json
 from megatron_runtime.checkpoints.torch_dist.saved_files import saved_archive
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, UnsupportedModelError
-from megatron_runtime.models.families import Fields, config_from_hf
+from megatron_runtime.models.config_fields import Fields
+from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.protocol.text import shown
 
 CONFIG_FILE, COMMON_FILE = "config.json", "common.pt"
@@ -41,13 +42,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Arguments that change the model's computation, with their supported values."""
 
+_LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Megatron's `use_rope_scaling`."""
+
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 def read_config(directory: Path) -> ModelConfig:
     """Return the configuration: config.json in the directory or the one above takes precedence over arguments.
 
-    Raises UnsupportedModelError, UnsafePickleError, DamagedFileError.
+    Raises UnsupportedModelError, UnsafePickleError, ModelFileError.
     """
     for place in (directory, directory.parent):
         if ModelDirectory(place).file(CONFIG_FILE) is not None:
@@ -62,25 +66,23 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_arguments(common: ModelFile) -> dict[str, Any]:
-    """Return the arguments in a common.pt that are plain values. The rest is ignored, and no code is run."""
+    """Return the arguments in a common.pt that are scalars or flat lists. The rest is ignored, and no code is run."""
     path = common.path
-    with common.open() as file, saved_archive(file, where=str(path)) as archive:
+    with saved_archive(common, where=str(path)) as archive:
         pickled = archive.pickle()
-    # The arguments of a training name classes of arbitrary packages. None is needed, and none is imported.
+    # The arguments of a training contain objects of arbitrary packages. None is needed, and none is imported.
     found = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
     )
     arguments = found.get("args") if isinstance(found, dict) else None
     if not isinstance(arguments, Namespace):
         raise UnsupportedModelError(f"{path} holds no arguments of a training: put the model's {CONFIG_FILE} beside")
-    return {name: value for name, value in vars(arguments).items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether it is a scalar or a flat list of scalars: nested lists could exceed the memory."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_scalar, value))
-    return _is_scalar(value)
+    return {
+        name: value
+        for name, value in vars(arguments).items()
+        # Nested lists could exceed the memory.
+        if (all(map(_is_scalar, value)) if isinstance(value, list | tuple) else _is_scalar(value))
+    }
 
 
 def _is_scalar(value: Any) -> bool:
@@ -92,7 +94,7 @@ def _is_scalar(value: Any) -> bool:
 def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the fields of config.json for a model trained with `arguments`.
 
-    Raises UnsupportedModelError naming the argument, its value and what is supported.
+    Raises UnsupportedModelError naming the argument, its value and the supported value.
     """
     for name, allowed in _ONLY.items():
         if name in arguments and arguments[name] not in allowed:
@@ -107,10 +109,13 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
     fields = Fields(arguments, where=where)
     heads = fields.size("num_attention_heads")
     grouped = arguments.get("group_query_attention") and arguments.get("num_query_groups")
+    scaling: dict[str, Any] | None = None
+    if fields.flag("use_rope_scaling"):
+        scaling = {"rope_type": "llama3", "factor": float(fields.constant("rope_scaling_factor", 8.0)), **_LLAMA31}
     vocabulary = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if vocabulary is None:
         raise UnsupportedModelError(
-            f"{where} has no argument vocab_size or padded_vocab_size: write config.json beside"
+            f"{where} has no argument vocab_size or padded_vocab_size: put the model's config.json beside it"
         )
     return {
         "architectures": [_architecture(arguments, where)],
@@ -124,7 +129,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
         "hidden_act": "silu",
         "rms_norm_eps": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         "rope_theta": float(fields.constant("rotary_base", 10000)),
-        "rope_scaling": _rope_scaling(fields),
+        "rope_scaling": scaling,
         "max_position_embeddings": arguments["max_position_embeddings"],
         "tie_word_embeddings": not fields.flag("untie_embeddings_and_output_weights"),
         **_mixture(fields),
@@ -136,10 +141,12 @@ def arguments_of(config: ModelConfig) -> Namespace:
     if config.output_norms or config.norm_weight_offset or config.sliding is not None or config.activation != "silu":
         raise UnsupportedModelError(
             f"a model of family {config.family!r} with a sliding window, norms after its blocks or another activation "
-            "than silu has no torch_dist form here: convert it to safetensors"
+            "than silu cannot be written as torch_dist: convert it to safetensors"
         )
     scaling = config.rope_scaling
-    if scaling is not None and not (isinstance(scaling, Llama3Scaling) and _is_llama31(scaling)):
+    if scaling is not None and (
+        not isinstance(scaling, Llama3Scaling) or any(getattr(scaling, name) != _LLAMA31[name] for name in _LLAMA31)
+    ):
         raise UnsupportedModelError(f"{scaling} has no argument in Megatron-LM: convert the model to safetensors")
     found: dict[str, Any] = {
         "num_layers": config.num_layers,
@@ -186,20 +193,6 @@ def arguments_of(config: ModelConfig) -> Namespace:
     return Namespace(**found)
 
 
-_LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Megatron's `use_rope_scaling`."""
-
-
-def _is_llama31(scaling: Llama3Scaling) -> bool:
-    return all(getattr(scaling, name) == value for name, value in _LLAMA31.items())
-
-
-def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
-    if not fields.flag("use_rope_scaling"):
-        return None
-    return {"rope_type": "llama3", "factor": float(fields.constant("rope_scaling_factor", 8.0)), **_LLAMA31}
-
-
 def _architecture(arguments: Mapping[str, Any], where: str) -> str:
     mixture, bias, norm = (bool(arguments.get(name)) for name in ("num_experts", "add_qkv_bias", "qk_layernorm"))
     found = {
@@ -230,7 +223,7 @@ def _mixture(fields: Fields) -> dict[str, Any]:
         every = fields.size("moe_layer_freq", 1)
         sparse = [layer % every == 0 for layer in range(layers)]
     common = {"num_experts_per_tok": arguments.get("moe_router_topk", 2)}
-    # Without it the softmax is taken over the chosen experts alone, which is the same as a normalised one.
+    # Without it the softmax is taken over the selected experts only, which equals normalising all their weights.
     normalised = not arguments.get("moe_router_pre_softmax")
     if not arguments.get("qk_layernorm"):
         if not normalised or not all(sparse):

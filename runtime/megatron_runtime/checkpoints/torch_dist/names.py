@@ -2,7 +2,7 @@
 
 Megatron stores one tensor for all layers (axis 0), and one for all experts of all layers (axes 0 and 1). Queries, keys
 and values share `linear_qkv`: for each key-value head its query heads, then its key, then its value. Gate and up share
-`linear_fc1`, gate first. A tensor of the decoder is therefore a list of runs of rows at one index of the leading axes.
+`linear_fc1`, gate first. A tensor of the decoder is therefore a list of row ranges at one index of the leading axes.
 If layers differ, their numbers are in the names; newer files may also number experts, or separate gate and up.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_runtime.models.config import ModelConfig
 
 Rows = tuple[tuple[int, int], ...]
-"""Runs of rows, as (first, count), in the order of the decoder's tensor."""
+"""Row ranges, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY_KEYS = (EMBEDDING, HEAD)
@@ -62,7 +62,6 @@ class Piece:
 class Stored:
     """A stored tensor. grid: extents of the axes before the rows."""
 
-    key: str
     grid: tuple[int, ...]
     rows: int
     columns: int | None
@@ -108,13 +107,8 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
         place = f"{_LAYERS}{layer}." if at.numbered_layers else _LAYERS
         index = () if at.numbered_layers else (layer,)
         for piece in (*_attention(config, at), *_feed_forward(config, at, layer)):
-            yield Piece(
-                f"layers.{layer}.{piece.name}",
-                at.prefix + place + piece.key,
-                (*index, *piece.index),
-                piece.rows,
-                piece.columns,
-            )
+            name, key = f"layers.{layer}.{piece.name}", at.prefix + place + piece.key
+            yield replace(piece, name=name, key=key, index=(*index, *piece.index))
     yield Piece("norm", f"{at.prefix}decoder.final_layernorm.weight", (), ((0, config.hidden_size),), None)
     if not config.tie_embeddings:
         yield Piece("head", at.prefix + HEAD, (), table, config.hidden_size)
@@ -125,13 +119,11 @@ def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     for piece in pieces(config, at):
-        grid = (config.num_layers, experts)[: len(piece.index)]
-        if at.numbered_layers and piece.index:
-            grid = (experts,)
+        grid = (experts,) if at.numbered_layers else (config.num_layers, experts)
         rows = max(first + count for first, count in piece.rows)
         known = found.get(piece.key)
         if known is None or known.rows < rows:
-            found[piece.key] = Stored(piece.key, grid, rows, piece.columns)
+            found[piece.key] = Stored(grid[: len(piece.index)], rows, piece.columns)
     return found
 
 
@@ -173,12 +165,9 @@ def _feed_forward(config: ModelConfig, at: Layout, layer: int) -> Iterator[Piece
 
 
 def _gated(hidden: int, feed: int, at: Layout) -> Iterator[Piece]:
-    if at.split_gate:
-        yield Piece("gate", "linear_fc1.weight_w", (), ((0, feed),), hidden)
-        yield Piece("up", "linear_fc1.weight_v", (), ((0, feed),), hidden)
-    else:
-        yield Piece("gate", "linear_fc1.weight", (), ((0, feed),), hidden)
-        yield Piece("up", "linear_fc1.weight", (), ((feed, feed),), hidden)
+    gate, up, first_up = ("_w", "_v", 0) if at.split_gate else ("", "", feed)
+    yield Piece("gate", f"linear_fc1.weight{gate}", (), ((0, feed),), hidden)
+    yield Piece("up", f"linear_fc1.weight{up}", (), ((first_up, feed),), hidden)
     yield Piece("down", "linear_fc2.weight", (), ((0, hidden),), feed)
 
 

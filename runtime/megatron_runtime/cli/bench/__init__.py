@@ -1,1 +1,14 @@
-"""The benchmarks: each a command, its load, and a table of what was measured beside what was aimed at."""
+"""`megatron bench`."""
+
+from megatron_runtime.cli.options import LazyGroup
+
+bench = LazyGroup(
+    name="bench",
+    help="Measure one part by itself. Run it on an idle machine; compare only figures of the same run.",
+    package=__name__,
+    commands={
+        "coordinator": ("coordinator", "What a request costs in the coordinator."),
+        "engine": ("engine", "How fast one engine reads prompts and generates."),
+        "serve": ("serve", "How a running server answers many clients."),
+    },
+)

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, as a table on the terminal and as JSON in a file, and the options that all share."""
+"""The figures of a benchmark, as a table on the terminal and as JSON in a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 import megatron_runtime
+from megatron_runtime.cli.options import NEW_FILE
 
-json_file = click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file.")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. key: its name in the JSON. what: its name in the table. goal: the aim, for the reader."""
+    """One measured number. key: its name in the JSON. what: its name in the table. goal: shown in the table."""
 
     key: str
     what: str
@@ -33,28 +32,14 @@ class Figure:
     goal: str = ""
 
 
-class Counts(click.ParamType["tuple[int, ...]"]):
-    """Numbers from 1 up: `1,8,32`."""
-
-    name = "n,n,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = str(value).split(",")
-        if not all(part.isdecimal() and int(part) for part in parts):
-            self.fail(f"{value!r}: want numbers from 1 up with commas between, such as 1,8,32.", param, ctx)
-        return tuple(map(int, parts))
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of them do not exceed."""
+    """Return the smallest value that `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def machine() -> dict[str, Any]:
-    """The machine and software that the figures belong to."""
+    """Return the machine and the software of the measurement."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -69,7 +54,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
-    """Print the figures as a table and, if `path` is given, write them as JSON with machine and options."""
+    """Print the figures as a table. If `path` is given, write them as JSON with machine and options."""
     table = Table("measured", title=title, title_justify="left")
     table.add_column("", justify="right")
     table.add_column("unit")

@@ -1,4 +1,4 @@
-"""The input and output of one event: its time, the timers that it sets, and the effects that it causes.
+"""What every part of the core shares: settings, registered peers, counters, and the input and output of one event.
 
 The core reads no clock and sends nothing. The shell sets `now` before each event and performs `effects`, in order,
 after it. It calls run_timers() no later than `next_timer`.
@@ -7,20 +7,148 @@ after it. It calls run_timers() no later than `next_timer`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TypeAlias
 
-from megatron_runtime.protocol.messages import Frames
+from megatron_runtime.coordinator.core.records import Client, Counters, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.protocol.headers import ErrorCode, Role
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.messages import Error, Frames
 
-PeerId: TypeAlias = tuple[int, bytes]
-"""Number of a port and routing id: one connection."""
 SHARED_PORT = 3
 """Port number in the single-port mode. The other port numbers are the values of Role."""
 COORDINATOR: PeerId = (-1, b"")
 """Closing this peer ends the coordinator."""
+REMEMBERED_ANSWERS = 4096
 
 Effect: TypeAlias = tuple[PeerId, Frames | None]
 """Send these frames to the peer; None: close its connection when everything before has been sent."""
+
+_RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
+
+
+class ClientRegistry:
+    """The registered clients and administrators."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[Role, str], Client] = {}
+        self._by_peer: dict[PeerId, Client] = {}
+        self._by_route: dict[int, Client] = {}
+        self.routes = count(1)
+        """The route numbers of the clients to come."""
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def named(self, role: Role, name: str) -> Client | None:
+        return self._by_name.get((role, name))
+
+    def at(self, peer: PeerId) -> Client | None:
+        return self._by_peer.get(peer)
+
+    def routed(self, route: int) -> Client | None:
+        return self._by_route.get(route)
+
+    def add(self, client: Client) -> None:
+        self._by_name[client.role, client.name] = self._by_peer[client.peer] = self._by_route[client.route] = client
+
+    def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
+        """The client has a new connection. Everything that it has not received is sent there."""
+        self._by_peer.pop(client.peer, None)
+        client.peer, client.key, client.incarnation = peer, key, incarnation
+        client.answered.clear()
+        client.reachable, client.stuck_since = True, None
+        self._by_peer[peer] = client
+        for entry in client.open.values():
+            # Tokens sent on the old connection may not have arrived. The client drops those that it has already.
+            entry.forwarded = entry.held
+            client.behind = client.behind or entry.meta.streaming
+
+    def remove(self, client: Client) -> None:
+        if self._by_name.get((client.role, client.name)) is client:
+            del self._by_name[client.role, client.name]
+        if self._by_peer.get(client.peer) is client:
+            del self._by_peer[client.peer]
+        self._by_route.pop(client.route, None)
+        client.outbox.clear()
+
+    def check_integrity(self) -> None:
+        registered = set(self._by_name.values())
+        assert registered == set(self._by_peer.values()) == set(self._by_route.values()), "a client is half registered"
+
+
+class EngineRegistry:
+    """The registered engines.
+
+    stopped: all engines were sent STOP and none has registered since: there is nothing to wait for.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Engine] = {}
+        self._by_peer: dict[PeerId, Engine] = {}
+        self.indices = count()
+        """The numbers of the registrations to come."""
+        self.stopped = False
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def named(self, name: str) -> Engine | None:
+        return self._by_name.get(name)
+
+    def at(self, peer: PeerId) -> Engine | None:
+        return self._by_peer.get(peer)
+
+    def is_registered(self, engine: Engine) -> bool:
+        return self._by_name.get(engine.name) is engine
+
+    def serving(self) -> list[Engine]:
+        return [engine for engine in self._by_name.values() if engine.serving]
+
+    def with_room(self) -> list[Engine]:
+        # Engine.available() spelled out: this runs for every request.
+        return [
+            engine
+            for engine in self._by_name.values()
+            if engine.serving
+            and engine.state is _RUNNING
+            and not (engine.draining or engine.suspect or engine.full or engine.reserved)
+            and len(engine.in_flight) < engine.max_requests
+        ]
+
+    def available(self) -> list[Engine]:
+        """Engines that take work, whether they have room or queue it."""
+        return [engine for engine in self._by_name.values() if engine.available() and not engine.reserved]
+
+    def dispatched(self) -> Iterator[tuple[int, Entry]]:
+        """Every request that an engine has, with its dispatch id."""
+        for engine in self:
+            yield from list(engine.in_flight.items())
+
+    def in_flight(self) -> int:
+        return sum(len(engine.in_flight) for engine in self._by_name.values())
+
+    def add(self, engine: Engine) -> None:
+        self.stopped = False
+        self._by_name[engine.name] = self._by_peer[engine.peer] = engine
+
+    def remove(self, engine: Engine) -> None:
+        if self._by_name.get(engine.name) is engine:
+            del self._by_name[engine.name]
+        if self._by_peer.get(engine.peer) is engine:
+            del self._by_peer[engine.peer]
+        engine.serving = False
+
+    def check_integrity(self) -> None:
+        assert set(self._by_name.values()) == set(self._by_peer.values()), "an engine is half registered"
 
 
 class Context:
@@ -30,12 +158,18 @@ class Context:
     wall_offset: seconds to add to `now` for seconds since 1970.
     next_timer:  when the earliest timer is due; infinite without one.
     randbits:    returns an integer of that many random bits.
+    incarnation: the random number by which peers detect a restart of the coordinator.
     """
 
-    def __init__(self, *, now: float, randbits: Callable[[int], int]) -> None:
+    def __init__(self, settings: CoordinatorSettings, *, now: float, randbits: Callable[[int], int]) -> None:
+        self.settings = settings
         self.now = now
         self.wall_offset = 0.0
         self.randbits = randbits
+        self.incarnation = randbits(64)
+        self.engines = EngineRegistry()
+        self.clients = ClientRegistry()
+        self.counters = Counters()
         self.effects: list[Effect] = []
         self.next_timer = math.inf
         self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
@@ -45,6 +179,27 @@ class Context:
 
     def close(self, peer: PeerId) -> None:
         self.effects.append((peer, None))
+
+    def reject(self, peer: PeerId, code: ErrorCode, message: str) -> None:
+        """Count a frame that is dropped, and send its sender an error, unless it speaks the Megatron protocol."""
+        self.counters.rejected[code.name.lower()] += 1
+        registered = self.clients.at(peer) or self.engines.at(peer)
+        if registered is None or not registered.plain:
+            self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
+
+    def answer(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
+        """Send now, or keep in the outbox if the client is behind. `uid`: the request that this message ends."""
+        if client.outbox or not client.reachable:
+            client.outbox.append((uid, frames))
+        else:
+            self.answer_now(client, frames, uid=uid)
+
+    def answer_now(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
+        self.effects.append((client.peer, frames))
+        if uid is not None:
+            client.answered[uid] = None
+            if len(client.answered) > REMEMBERED_ANSWERS:
+                client.answered.popitem(last=False)
 
     def set_timer(self, name: str, when: float, callback: Callable[[], None]) -> None:
         """Call `callback` at `when`, instead of what the timer of this name was set to."""

@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from megatron_runtime.coordinator.core import plain_protocol
-from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context, PeerId
+from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
 from megatron_runtime.coordinator.core.membership import Access, Membership
-from megatron_runtime.coordinator.core.records import Client, Counters, CrashEvidence, Engine
-from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
+from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Change, Evict, Verbs
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
-from megatron_runtime.protocol.lifecycle import CoordinatorState
 from megatron_runtime.protocol.messages import (
     CONTROL,
     ENGINE_FAILED,
@@ -58,7 +56,7 @@ logger = logging.getLogger(__name__)
 MAX_TEXT_CHARACTERS = 512 * 1024
 """Limit of a prompt that is sent as text: all other clients wait while it is tokenized."""
 
-_ADMIN = Role.ADMIN  # see registries.py
+_ADMIN = Role.ADMIN  # see context.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
 
 
@@ -90,11 +88,10 @@ class CoordinatorCore:
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
-        self.context = context = Context(now=now, randbits=randbits)
-        self.incarnation = randbits(64)
-        self.counters = Counters()
-        self.engines = EngineRegistry()
-        self.clients = ClientRegistry(context)
+        self.context = context = Context(settings, now=now, randbits=randbits)
+        self.engines = context.engines
+        self.clients = context.clients
+        self.counters = context.counters
         self.router = Router(
             settings.routing_policy,
             alpha=settings.alpha,
@@ -102,45 +99,17 @@ class CoordinatorCore:
             deterministic=settings.deterministic,
             record=settings.schedule_output_path is not None,
         )
-        self.verbs = Verbs(
-            context,
-            self.engines,
-            self.clients,
-            incarnation=self.incarnation,
-            heartbeat_seconds=settings.timing.heartbeat,
-            state=CoordinatorState.RECOVERING if settings.timing.recovery > 0 else CoordinatorState.RUNNING,
-        )
-        self.dispatcher = Dispatcher(
-            settings,
-            context,
-            engines=self.engines,
-            clients=self.clients,
-            router=self.router,
-            verbs=self.verbs,
-            counters=self.counters,
-        )
-        detokenize = getattr(tokenizer, "detokenize", None)
-        self.replies = Replies(context, self.dispatcher, self.clients, self.counters, detokenize=detokenize)
         self.access = access if access is not None else Access()
-        self.membership = Membership(
-            settings,
-            context,
-            incarnation=self.incarnation,
-            engines=self.engines,
-            clients=self.clients,
-            router=self.router,
-            verbs=self.verbs,
-            dispatcher=self.dispatcher,
-            replies=self.replies,
-            counters=self.counters,
-            access=self.access,
-        )
+        self.verbs = verbs = Verbs(context)
+        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs)
+        self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
+        self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
         self._of_clients: dict[type[Any], Handler] = {
             Submit: self._submit,
             Abort: self._abort,
             Heartbeat: lambda *_: None,
             Control: self._control,
-            Status: lambda client, *_: self.clients.send(client, self.status().to_frames()),
+            Status: lambda client, *_: self.context.answer(client, self.status().to_frames()),
             Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
             Plain: self._plain_of_client,
         }
@@ -175,7 +144,7 @@ class CoordinatorCore:
                 handler = self._of_engines.get(type(message), self._misplaced)
                 handler(engine, message, frames)
         except MalformedMessageError as error:
-            self._reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
+            self.context.reject(peer, ErrorCode.MALFORMED, str(error))
         verbs = self.verbs
         if self.dispatcher.needs_pump or verbs.consequences or verbs.current is not None:  # see _settle()
             self._settle()
@@ -186,15 +155,15 @@ class CoordinatorCore:
         self.membership.connection_lost(peer, by_peer=by_peer)
         self._settle()
 
-    def not_sent(self, refused: Sequence[tuple[PeerId, Frames, bool]], attempted: Counter[PeerId]) -> None:
-        """Part of the effects of the last event was not accepted by the connections.
+    def not_sent(self, rejected: Sequence[tuple[PeerId, Frames, bool]], attempted: Counter[PeerId]) -> None:
+        """Connections did not accept part of the effects of the last event.
 
-        refused:   peer, frames, and whether there is no such connection any more; in the order of the effects.
+        rejected:  peer, frames, and whether the connection has ended; in the order of the effects.
         attempted: number of messages of that event, accepted or not, by peer.
         """
-        counts = Counter(peer for peer, _, _ in refused)
+        counts = Counter(peer for peer, _, _ in rejected)
         unreachable: dict[PeerId, Engine] = {}
-        for peer, frames, is_gone in reversed(refused):
+        for peer, frames, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
             if client is not None:
                 is_stuck = counts[peer] == attempted[peer]
@@ -222,7 +191,7 @@ class CoordinatorCore:
             self._settle()
 
     def keys_changed(self, now: float) -> None:
-        """`access` admits other keys than before."""
+        """`access` accepts other keys than before."""
         self.context.now = now
         self.membership.keys_changed()
         self._settle()
@@ -233,7 +202,7 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Do what the event left to do, until nothing is left."""
+        """Carry out the consequences of the event, and dispatch, until nothing is left to do."""
         verbs, dispatcher = self.verbs, self.dispatcher
         while True:
             if verbs.consequences:
@@ -260,7 +229,7 @@ class CoordinatorCore:
     def status(self) -> StatusReply:
         peers = (*self.engines, *self.clients)
         return StatusReply(
-            incarnation=self.incarnation,
+            incarnation=self.context.incarnation,
             state=self.verbs.state,
             epoch=self.verbs.epoch,
             fence=self.verbs.fence,
@@ -268,14 +237,14 @@ class CoordinatorCore:
             in_flight=self.engines.in_flight(),
             engines=[engine.describe(self.context.now) for engine in self.engines],
             operations=self.verbs.operations(),
-            rejected_frames=self.counters.rejected_frames + self.access.rejected(),
+            rejected_frames=self.counters.rejected.total() + self.access.rejected(),
             drained_all=self.verbs.drained_all,
             keys=self.access.report({peer.key for peer in peers if peer.key}),
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
         )
 
     def check_integrity(self) -> None:
-        """Assert what must hold between events."""
+        """Assert the invariants that hold between events."""
         self.dispatcher.check_integrity()
         self.clients.check_integrity()
         self.engines.check_integrity()
@@ -296,25 +265,27 @@ class CoordinatorCore:
             handler(client, message, frames)
 
     def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
-        self._reject_role(sender.peer, message)
+        self.context.reject(sender.peer, ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
 
     def _unregistered(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        shared = peer[0] == SHARED_PORT
-        if shared and isinstance(message, Plain) and not message.items and len(frames) == 1:
-            self.membership.plain_engine(peer)
-        elif shared and isinstance(message, Plain) and message.items and message.items[0] == Header.CONNECT:
-            self.membership.plain_client(peer)
-        elif not self._late(peer, message, frames):
-            if shared or peer[0] == Role.ENGINE:
-                self.membership.recovery.heard_of(peer)
-            self._reject(peer, "unknown_peer", ErrorCode.UNKNOWN_PEER, "say HELLO")
+        is_shared = peer[0] == SHARED_PORT
+        match message:
+            case Plain(items=[]) if is_shared:
+                self.membership.plain_engine(peer)
+            case Plain(items=[Header.CONNECT, *_]) if is_shared:
+                self.membership.plain_client(peer)
+            case _ if not self._late(peer, message, frames):
+                if is_shared or peer[0] == Role.ENGINE:
+                    self.membership.recovery.heard_of(peer)
+                self.context.reject(peer, ErrorCode.UNKNOWN_PEER, "say HELLO")
 
     def _late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
-        """A message of an engine that was removed. True if it was the answer to an open request."""
-        if isinstance(message, Final):
-            return self.replies.late_final(peer, message, frames)
-        if isinstance(message, Plain) and message.items and message.items[0] == Header.ENGINE_REPLY:
-            return any([self._late_output(peer, output) for output in plain_protocol.read_outputs(message.items)])
+        """Handle the late answer of an engine that was removed. True if it answers an open request."""
+        match message:
+            case Final():
+                return self.replies.late_final(peer, message, frames)
+            case Plain(items=[Header.ENGINE_REPLY, *_]):
+                return any([self._late_output(peer, output) for output in plain_protocol.read_outputs(message.items)])
         return False
 
     def _late_output(self, peer: PeerId, output: plain_protocol.PlainOutput) -> bool:
@@ -325,17 +296,6 @@ class CoordinatorCore:
         final = plain_protocol.as_final(output, former.entry.uid, generated_before=before)
         return self.replies.late_final(peer, final, final.to_frames())
 
-    def _reject(self, peer: PeerId, reason: str, code: ErrorCode, message: str) -> None:
-        """Count a frame that is dropped, and send its sender an error, unless it speaks the plain protocol."""
-        self.counters.rejected[reason] += 1
-        registered = self.clients.at(peer) or self.engines.at(peer)
-        if registered is None or not registered.plain:
-            error = Error(code=code, message=message[:1000], incarnation=self.incarnation)
-            self.context.send(peer, error.to_frames())
-
-    def _reject_role(self, peer: PeerId, message: Message) -> None:
-        self._reject(peer, "wrong_role", ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
-
     # --- messages of clients ------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
@@ -345,29 +305,15 @@ class CoordinatorCore:
             except MalformedMessageError as error:
                 self.counters.refused += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
-                self.clients.send(client, rejection.to_frames(), answers=message.uid)
+                self.context.answer(client, rejection.to_frames(), uid=message.uid)
                 return
             message = message._replace(meta=message.meta._replace(text=False), prompt=prompt)
-        self._admit(client, message)
+        self._accept(client, message)
 
-    def _admit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
-        rejects = self.engines.stopped or (self.settings.pause_mode == "Reject" and self.verbs.holds)
-        if rejects and self.dispatcher.journal.get(message.uid) is None:
-            self._reject_held(client, message.uid, plain_id)
-            return
+    def _accept(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
         self.dispatcher.submit(client, message, plain_id=plain_id)
         if client.blocked:
             self.membership.catch_up(client)
-
-    def _reject_held(self, client: Client, uid: bytes, plain_id: int | None) -> None:
-        self.counters.refused += 1
-        state = "stopped" if self.engines.stopped else self.verbs.state.value.lower()
-        text = f"the engines are {state}: try again later"
-        if plain_id is not None:
-            self.clients.send(client, plain_protocol.failed_reply(plain_id, ErrorCode.UNAVAILABLE, text))
-            return
-        error = Error(code=ErrorCode.UNAVAILABLE, message=text, uid=uid, retry_after_seconds=RETRY_AFTER_SECONDS)
-        self.clients.send(client, error.to_frames(), answers=uid)
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -391,44 +337,44 @@ class CoordinatorCore:
         if entry is not None:
             self.dispatcher.abort([entry])
 
-    def _control(self, client: Client, message: Control, _: Frames) -> None:
+    def _control(self, client: Client, message: Control, frames: Frames) -> None:
         if client.peer[0] == Role.CLIENT:
-            self._reject_role(client.peer, message)
+            self._misplaced(client, message, frames)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"
-            self._reject(client.peer, "malformed", ErrorCode.MALFORMED, text)
+            self.context.reject(client.peer, ErrorCode.MALFORMED, text)
         else:
             self.verbs.handle(message, client)
 
-    def _plain_of_client(self, client: Client, message: Plain, _: Frames) -> None:
-        header = message.items[0] if message.items else None
-        if header == Header.SHUTDOWN and client.peer[0] == SHARED_PORT:
-            logger.info("a client requests the shutdown")
-            self.context.close(COORDINATOR)
-        elif not client.plain or header not in (Header.CONNECT, Header.SUBMIT_REQUEST):
-            self._reject_role(client.peer, message)
-        elif header == Header.CONNECT:
-            self.membership.plain_client(client.peer)
-        else:
-            self._plain_submit(client, message.items)
+    def _plain_of_client(self, client: Client, message: Plain, frames: Frames) -> None:
+        match message.items:
+            case [Header.SHUTDOWN, *_] if client.peer[0] == SHARED_PORT:
+                logger.info("a client requests the shutdown")
+                self.context.close(COORDINATOR)
+            case [Header.CONNECT, *_] if client.plain:
+                self.membership.plain_client(client.peer)
+            case [Header.SUBMIT_REQUEST, *_] if client.plain:
+                self._plain_submit(client, message.items)
+            case _:
+                self._misplaced(client, message, frames)
 
     def _plain_submit(self, client: Client, items: list[Any]) -> None:
         try:
-            request = plain_protocol.read_submit(items)
-            prompt = self._tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            number, prompt, params = plain_protocol.read_submit(items)
+            tokens = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         except MalformedMessageError as error:
             self.counters.rejected["malformed"] += 1
-            number = items[1] if len(items) > 1 and isinstance(items[1], int) else None
-            if number is not None:
-                self.clients.send(client, plain_protocol.failed_reply(number, ErrorCode.INVALID_REQUEST, str(error)))
+            if len(items) > 1 and isinstance(items[1], int):
+                frames = plain_protocol.failed_reply(items[1], ErrorCode.INVALID_REQUEST, str(error))
+                self.context.answer(client, frames)
             return
         randbits = self.context.randbits
         uid = randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
-        client.plain_ids[request.id] = uid
-        meta = request.meta(default_seed=randbits(64))
-        self._admit(client, Submit(uid, meta, tokens_to_bytes(prompt), b"", pack(request.params)), plain_id=request.id)
+        client.plain_ids[number] = uid
+        meta = plain_protocol.meta_of(params, default_seed=randbits(64))
+        self._accept(client, Submit(uid, meta, tokens_to_bytes(tokens), b"", pack(params)), plain_id=number)
         if uid not in client.open:
-            client.plain_ids.pop(request.id, None)
+            client.plain_ids.pop(number, None)
 
     # --- messages of engines ------------------------------------------------------------------------------------
 
@@ -448,29 +394,31 @@ class CoordinatorCore:
         self.router.evicted(engine, hashes)
 
     def _plain_of_engine(self, engine: Engine, message: Plain, frames: Frames) -> None:
-        if not message.items and engine.plain and len(frames) == 1:
-            self.membership.plain_engine(engine.peer)
-            return
-        replies = (Header.ENGINE_REPLY, Header.ENGINE_REPLY_PARTIAL)
-        if not message.items or not engine.plain or message.items[0] not in replies:
-            self._reject_role(engine.peer, message)
-            return
-        for output in plain_protocol.read_outputs(message.items):
-            entry = engine.in_flight.get(output.dispatch_id)
-            if entry is None:
-                self.counters.stale += 1
-            elif output.reply is None:
-                route, offset = entry.client.route, entry.tokens_so_far
-                partial = plain_protocol.as_partial(output, entry.uid, route=route, offset=offset)
-                self.replies.partial(engine, partial, partial.to_frames())
-            else:
-                before = bytes(entry.generated[: entry.dispatched_bytes])
-                final = plain_protocol.as_final(output, entry.uid, generated_before=before)
-                self.replies.final(engine, final, final.to_frames())
+        match message.items:
+            case [] if engine.plain:
+                self.membership.plain_engine(engine.peer)
+            case [Header.ENGINE_REPLY | Header.ENGINE_REPLY_PARTIAL, *_] if engine.plain:
+                for output in plain_protocol.read_outputs(message.items):
+                    self._plain_output(engine, output)
+            case _:
+                self._misplaced(engine, message, frames)
+
+    def _plain_output(self, engine: Engine, output: plain_protocol.PlainOutput) -> None:
+        entry = engine.in_flight.get(output.dispatch_id)
+        if entry is None:
+            self.counters.stale += 1
+        elif output.reply is None:
+            route, offset = entry.client.route, entry.tokens_so_far
+            partial = plain_protocol.as_partial(output, entry.uid, route=route, offset=offset)
+            self.replies.partial(engine, partial, partial.to_frames())
+        else:
+            before = bytes(entry.generated[: entry.dispatched_bytes])
+            final = plain_protocol.as_final(output, entry.uid, generated_before=before)
+            self.replies.final(engine, final, final.to_frames())
 
 
 def _is_for_admins(message: Message) -> bool:
-    """Control, and the canary of one engine; requests of users come by the client port."""
+    """Whether an administrator may send it. Requests of users use the client port; a canary names its one engine."""
     if isinstance(message, Submit):
         return bool(message.meta.engine)
     return type(message) in _ADMIN_MESSAGES

@@ -1,4 +1,4 @@
-"""The life of a request at the coordinator: admitted, queued, dispatched, dispatched again, ended.
+"""The life of a request at the coordinator: accepted, queued, dispatched, dispatched again, ended.
 
 An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work
 and one that leaves has little to hand over.
@@ -16,13 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_runtime.coordinator.core import plain_protocol
-from megatron_runtime.coordinator.core.context import Context, PeerId
+from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Action, Quarantine
-from megatron_runtime.coordinator.core.records import Client, Counters, Engine, Entry
-from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
+from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import Router
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
@@ -30,7 +28,6 @@ from megatron_runtime.protocol.messages import (
     Dispatch,
     Error,
     MalformedMessageError,
-    RequestMeta,
     Submit,
     dispatch_frames,
 )
@@ -63,33 +60,22 @@ class Dispatcher:
     needs_pump: engines may have room, or requests wait: the coordinator calls pump() before the event ends.
     """
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        context: Context,
-        *,
-        engines: EngineRegistry,
-        clients: ClientRegistry,
-        router: Router,
-        verbs: Verbs,
-        counters: Counters,
-    ) -> None:
-        self.journal = Journal(limit_bytes=settings.journal_bytes)
+    def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
+        self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
-        self.quarantine = Quarantine(context, engines, counters)
+        self.quarantine = Quarantine(context)
         self.needs_pump = False
         self.next_search = 0.0
-        # Never used twice, not even by the next coordinator: an engine may still answer the one before.
+        # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
-        self._settings = settings
+        self._settings = context.settings
         self._context = context
-        self._engines = engines
-        self._clients = clients
+        self._engines = context.engines
         self._router = router
         self._verbs = verbs
-        self._counters = counters
+        self._counters = context.counters
         self._former: dict[int, FormerDispatch] = {}
 
     @property
@@ -97,15 +83,15 @@ class Dispatcher:
         """Requests without an engine."""
         return self.queue.length + len(self.quarantine)
 
-    # --- admission ---------------------------------------------------------------------------------------------
+    # --- arrival -----------------------------------------------------------------------------------------------
 
-    def submit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
-        """Admit a request, or reject it.
+    def submit(self, client: Client, submit: Submit, *, plain_id: int | None = None) -> None:
+        """Accept a request, or reject it.
 
         A uid that is open already is the same request on another connection. A uid that was answered on this very
         connection was sent before the client read the answer.
         """
-        uid, meta, prompt, generated, params = message
+        uid, meta, prompt, generated, params = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -126,6 +112,11 @@ class Dispatcher:
             client.model,
             plain_id=plain_id,
         )
+        if self._engines.stopped or (self._settings.pause_mode == "Reject" and self._verbs.holds):
+            state = "stopped" if self._engines.stopped else self._verbs.state.value.lower()
+            message = f"the engines are {state}: try again later"
+            self._answer_error(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+            return
         if generated:
             entry.forwarded = entry.held = entry.tokens_so_far
         if self.queue.length >= self._settings.max_queued and not self._drop_for(entry, by_bytes=False):
@@ -145,7 +136,7 @@ class Dispatcher:
             self._offer(entry, candidates)  # a request that need not wait does not pass through the queue
             if entry.engine is not None or not entry.is_open:
                 return
-        self._enqueue(entry)
+        self._wait(entry)
 
     def _reject_full(self, entry: Entry, reason: str) -> None:
         if self.journal.get(entry.uid) is entry:
@@ -201,7 +192,7 @@ class Dispatcher:
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Give engines what they have room for. Suspects come before all others."""
+        """Dispatch requests to engines with room. Suspects come before all others."""
         self.needs_pump = False
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
@@ -212,27 +203,30 @@ class Dispatcher:
         if self.queue.length and len(self.tenants) > 1:
             self._balance()
 
-    def _enqueue(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+    def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        """Queue a request (arguments as of WaitingQueue.add), or hold it back as a suspect.
+
+        If an engine had it, the caller has taken it from that engine's table.
+        """
         self._leave_engine(entry)
-        self.queue.add(entry, first=first, moved=moved)
-        self._limit_wait(entry)
+        if entry.crashes and self.quarantine.suspects(entry):
+            self.quarantine.add(entry)
+        else:
+            self.queue.add(entry, first=first, moved=moved)
+        until = self._context.now + self._settings.max_wait_seconds
+        self.deadlines.set(entry, until if entry.deadline is None else min(until, entry.deadline))
         self.needs_pump = True
 
     def _leave_engine(self, entry: Entry) -> None:
-        """The request has no engine any more. The caller takes it out of the engine's own table."""
         if entry.engine is not None:
             self.tenants.returned(entry)
             entry.engine, entry.dispatch_id = None, 0
-
-    def _limit_wait(self, entry: Entry) -> None:
-        until = self._context.now + self._settings.max_wait_seconds
-        self.deadlines.set(entry, min(until, entry.deadline) if entry.deadline is not None else until)
 
     def _candidates(self) -> list[Engine]:
         return self._engines.available() if self._router.deterministic else self._engines.with_room()
 
     def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
-        """Dispatch, or reject, the first request of a line. False if it has to wait for an engine of its model."""
+        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine of its model."""
         fitting = [engine for engine in candidates if engine.runs(entry.model)] if entry.model else candidates
         if fitting:
             self._dispatch(entry, fitting)
@@ -254,7 +248,9 @@ class Dispatcher:
         engine = self._router.select(candidates, entry.hashes or ())
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
-        meta = entry.meta if entry.deadline is None else self._meta_now(entry, entry.deadline)
+        meta = entry.meta
+        if entry.deadline is not None:
+            meta = meta._replace(deadline_ms=max(0, int((entry.deadline - self._context.now) * 1000)))
         route = entry.client.route
         if engine.reserved and not meta.streaming:
             # The coordinator keeps these partials: they report the suspect's progress.
@@ -286,20 +282,15 @@ class Dispatcher:
     def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
         return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt)
 
-    def _meta_now(self, entry: Entry, deadline: float) -> RequestMeta:
-        return entry.meta._replace(deadline_ms=max(0, int((deadline - self._context.now) * 1000)))
-
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """The connection of `engine` did not accept a dispatch: the request waits again where it waited before."""
+        """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""
         entry = engine.in_flight.pop(dispatch_id, None)
         if entry is None:
             return
         if entry.meta.engine:
             self._reject_pinned(entry)
-        elif entry.crashes and self.quarantine.suspects(entry):
-            self._hold(entry)
         else:
-            self._enqueue(entry, first=entry.is_replay, moved=True)
+            self._wait(entry, first=entry.is_replay, moved=True)
 
     # --- shares of tenants -------------------------------------------------------------------------------------
 
@@ -326,9 +317,9 @@ class Dispatcher:
                 engine = other.engine
                 if engine is not None and self.may_move(other, engine, entry, now):
                     self._counters.moved += 1
-                    self._pull_back(other)
+                    self._take_back(other)
                     other.moved_at = now
-                    self._enqueue(other, moved=True)
+                    self._wait(other, moved=True)
                     self._dispatch(entry, [engine])
                     return True
         return False
@@ -358,32 +349,27 @@ class Dispatcher:
             if entry.meta.engine:
                 self._reject_pinned(entry)
             else:
-                self._replay(entry, engine)
+                self._remember(entry, engine)
+                self._replay(entry)
         self.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Give what a suspect engine has to others, as far as they have room. Its late answers are accepted."""
+        """Move the requests of a suspect engine to others with room. Late answers of the engine are accepted."""
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
                 return
             if entry.meta.engine or not any(other.runs(entry.model) for other in self._engines.with_room()):
                 continue
-            self.withdraw(entry)
-            del engine.in_flight[entry.dispatch_id]
+            self._take_back(entry)
             engine.relieved.append(entry)
-            self._replay(entry, engine)
+            self._replay(entry)
             self.pump()
 
-    def _replay(self, entry: Entry, engine: Engine) -> None:
-        """Queue a request that `engine` lost, or hold it back as a suspect."""
+    def _replay(self, entry: Entry) -> None:
         self._counters.replays += 1
-        self._remember(entry, engine)
-        if entry.crashes and self.quarantine.suspects(entry):
-            self._hold(entry)
-        else:
-            self._enqueue(entry, first=True)
+        self._wait(entry, first=True)
 
-    def _pull_back(self, entry: Entry) -> None:
+    def _take_back(self, entry: Entry) -> None:
         """Take an open request from the queue, or from its engine; the caller puts it somewhere else."""
         engine = entry.engine
         if engine is None:
@@ -401,17 +387,11 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> FormerDispatch | None:
-        """The dispatch of an open request to an engine that lost it, answered by that engine after all."""
+        """The dispatch of an open request to an engine that lost it since and now answers it."""
         former = self._former.get(dispatch_id)
         return former if former is not None and former.peer == peer else None
 
     # --- suspects ----------------------------------------------------------------------------------------------
-
-    def _hold(self, entry: Entry) -> None:
-        self._leave_engine(entry)
-        self.quarantine.add(entry)
-        self._limit_wait(entry)
-        self.needs_pump = True
 
     def _dispatch_suspect(self) -> None:
         trial = self.quarantine.next_trial()
@@ -422,8 +402,14 @@ class Dispatcher:
             if entry.engine is engine:
                 self.quarantine.begin(entry)
 
+    def check_trial(self, engine: Engine) -> None:
+        """A reserved engine has sent tokens, which may acquit its suspect."""
+        if self.quarantine.advanced(engine):
+            self.carry_out_decisions()
+            self.needs_pump = True
+
     def carry_out_decisions(self) -> None:
-        """Do what the quarantine decided."""
+        """Carry out the decisions of the quarantine."""
         decisions = self.quarantine.decisions
         while decisions:
             action, entry, message = decisions.popleft()
@@ -432,11 +418,8 @@ class Dispatcher:
             elif action is Action.REJECT_MODEL:
                 self._reject_model(entry, self._engines.serving())
             else:
-                self._pull_back(entry)
-                if action is Action.HOLD:
-                    self._hold(entry)
-                else:
-                    self._enqueue(entry, first=True)
+                self._take_back(entry)
+                self._wait(entry, first=True)
             self.needs_pump = True
 
     # --- ends --------------------------------------------------------------------------------------------------
@@ -448,7 +431,7 @@ class Dispatcher:
             entry.engine.unsettled = not entry.engine.plain
 
     def forget(self, entry: Entry) -> None:
-        """The request ended, whatever the reason."""
+        """Remove a request that ended from every table."""
         if self.queue.length:
             self.queue.discard(entry)
         if entry.slot is not None:
@@ -472,7 +455,7 @@ class Dispatcher:
             self.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """End requests that no client waits for, here and at their engines."""
+        """End requests that no client waits for, also at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry)
@@ -490,12 +473,12 @@ class Dispatcher:
             frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
         else:
             frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
-        self._clients.send(entry.client, frames, answers=entry.uid)
+        self._context.answer(entry.client, frames, uid=entry.uid)
 
     def _expire(self, entry: Entry) -> None:
         waited = self._context.now - entry.arrived
         where = "for an engine" if entry.engine is None else "to be finished"
-        self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: its time is up")
+        self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")
 
     def check_integrity(self) -> None:
         self.journal.check_integrity()

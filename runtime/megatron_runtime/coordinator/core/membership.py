@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from megatron_runtime.coordinator.core.context import SHARED_PORT, Context, PeerId
+from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
-from megatron_runtime.coordinator.core.records import Client, Counters, CrashEvidence, Engine
-from megatron_runtime.coordinator.core.registries import OUTBOX_MESSAGES, ClientRegistry, EngineRegistry
+from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.core.verbs import Change, Verbs
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
-from megatron_runtime.protocol.lifecycle import (
-    PASSING_STATES,
-    TRANSITIONS,
-    CoordinatorState,
-    EngineState,
-)
+from megatron_runtime.protocol.lifecycle import PASSING_STATES, TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     ControlCommit,
-    Error,
     Frames,
     Heartbeat,
     Hello,
-    HelloAck,
     KeyReport,
     pack,
 )
 
 logger = logging.getLogger(__name__)
 
+OUTBOX_MESSAGES = 100_000
+"""Answers kept for a client that does not read. One more and the client is removed."""
 HEAL_HEARTBEATS = 4
 """An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
 
@@ -52,30 +44,32 @@ _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
 _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
 
 
-@dataclass(frozen=True, slots=True)
 class Access:
-    """What the shell knows of keys; the defaults are those of a coordinator without encryption.
+    """What the shell knows of keys. This is the access to a coordinator without encryption; the shell overrides it."""
 
-    key_of:   public key of a connection.
-    admits:   whether a connection with this key may stay.
-    report:   the keys in use for STATUS, given those of registered peers; None without encryption.
-    rejected: number of connections whose keys were not admitted.
-    """
+    def key_of(self, peer: PeerId) -> bytes:
+        """Return the public key that the connection was accepted with."""
+        return b""
 
-    key_of: Callable[[PeerId], bytes] = lambda peer: b""
-    admits: Callable[[PeerId, bytes], bool] = lambda peer, key: True
-    report: Callable[[Iterable[bytes]], KeyReport | None] = lambda keys: None
-    rejected: Callable[[], int] = lambda: 0
+    def admits(self, peer: PeerId, key: bytes) -> bool:
+        """Whether a connection with this key may stay."""
+        return True
+
+    def report(self, connected: Iterable[bytes]) -> KeyReport | None:
+        """Return the keys in use, those of `connected` peers among them, for STATUS; None without encryption."""
+        return None
+
+    def rejected(self) -> int:
+        """Return the number of connections whose keys were not accepted."""
+        return 0
 
 
 class Recovery:
-    """A restarted coordinator takes state, epoch and fence from the engines that outlived the one before."""
+    """A restarted coordinator takes state, epoch and fence from the engines that outlived its predecessor."""
 
-    def __init__(self, context: Context, engines: EngineRegistry, verbs: Verbs, timing: Timing) -> None:
+    def __init__(self, context: Context, verbs: Verbs) -> None:
         self._context = context
-        self._engines = engines
         self._verbs = verbs
-        self._timing = timing
         self._adopted: CoordinatorState | None = None
         self._unregistered: set[PeerId] = set()
         self._settled = False
@@ -86,12 +80,13 @@ class Recovery:
 
     def start(self) -> None:
         if self.under_way:
-            now, settle = self._context.now, min(self._timing.recovery_settle, self._timing.recovery)
+            now, timing = self._context.now, self._context.settings.timing
+            settle = min(timing.recovery_settle, timing.recovery)
             self._context.set_timer("recovery settles", now + settle, self.settle)
-            self._context.set_timer("recovery ends", now + self._timing.recovery, self._end)
+            self._context.set_timer("recovery ends", now + timing.recovery, self._end)
 
     def heard_of(self, peer: PeerId) -> None:
-        """An engine that is not registered sent a message: recovery waits for it."""
+        """An engine that is not registered sent a message: recovery waits until it registers."""
         if self.under_way:
             self._unregistered.add(peer)
 
@@ -110,10 +105,10 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """No operation was begun since recovery ended.
+        """Take state and weights from an engine that registers after recovery ended. No operation was begun since.
 
-        If no engine registered in time, the first survivor determines the state. The newest weights win, whichever
-        engine came first: a confirmed update is kept.
+        If no engine registered in time, the first survivor determines the state. The newest weights win, so that a
+        confirmed update is kept.
         """
         if self._adopted is None:
             self._adopted = state
@@ -130,7 +125,7 @@ class Recovery:
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def settle(self) -> None:
-        """Every live engine was heard of by now."""
+        """Every live engine has sent a message by now."""
         self._settled = True
         self._end_if_complete()
 
@@ -148,40 +143,26 @@ class Recovery:
 
     def _announce(self) -> None:
         self._verbs.consequences += Change.WEIGHTS, Change.CONCLUDED
-        for engine in self._engines:
+        for engine in self._context.engines:
             self._verbs.welcome(engine)
 
 
 class Membership:
-    """Registers engines and clients, watches their heartbeats, and removes them."""
+    """Registers engines and clients, checks their heartbeats, and removes them."""
 
     def __init__(
-        self,
-        settings: CoordinatorSettings,
-        context: Context,
-        *,
-        incarnation: int,
-        engines: EngineRegistry,
-        clients: ClientRegistry,
-        router: Router,
-        verbs: Verbs,
-        dispatcher: Dispatcher,
-        replies: Replies,
-        counters: Counters,
-        access: Access,
+        self, context: Context, router: Router, verbs: Verbs, dispatcher: Dispatcher, replies: Replies, access: Access
     ) -> None:
-        self.recovery = Recovery(context, engines, verbs, settings.timing)
-        self._timing = settings.timing
-        self._max_clients = settings.max_clients
+        self.recovery = Recovery(context, verbs)
+        self._timing = context.settings.timing
         self._context = context
-        self._incarnation = incarnation
-        self._engines = engines
-        self._clients = clients
+        self._engines = context.engines
+        self._clients = context.clients
         self._router = router
         self._verbs = verbs
         self._dispatcher = dispatcher
         self._replies = replies
-        self._counters = counters
+        self._counters = context.counters
         self._access = access
         self._due = 0.0
 
@@ -193,32 +174,26 @@ class Membership:
 
     def hello(self, peer: PeerId, hello: Hello) -> None:
         if not self._access.admits(peer, self._access.key_of(peer)):
-            # Admitted once, with a key that has been revoked since.
-            self._reject(peer, ErrorCode.WRONG_ROLE, "the key of this connection is no longer admitted")
+            # The key was accepted and has been revoked since.
+            self._context.reject(peer, ErrorCode.WRONG_ROLE, "the key of this connection is no longer accepted")
             self._context.close(peer)
         elif not PROTOCOL_VERSION - 1 <= hello.version <= PROTOCOL_VERSION + 1:
             message = f"version {hello.version}: this coordinator speaks {PROTOCOL_VERSION}"
-            self._reject(peer, ErrorCode.VERSION, message)
+            self._context.reject(peer, ErrorCode.VERSION, message)
         elif peer[0] not in (SHARED_PORT, hello.role):
             message = f"HELLO of a {hello.role.name} on the {Role(peer[0]).name} port"
-            self._reject(peer, ErrorCode.WRONG_ROLE, message)
-        elif not self._may_change(peer, hello):
+            self._context.reject(peer, ErrorCode.WRONG_ROLE, message)
+        elif self._role_of(peer) not in (None, hello.role):
             message = f"this connection is registered in another role than {hello.role.name}: open a new one"
-            self._reject(peer, ErrorCode.WRONG_ROLE, message)
+            self._context.reject(peer, ErrorCode.WRONG_ROLE, message)
         elif hello.role is Role.ENGINE:
             self._hello_engine(peer, hello)
         else:
             self._hello_client(peer, hello)
 
-    def _may_change(self, peer: PeerId, hello: Hello) -> bool:
+    def _role_of(self, peer: PeerId) -> Role | None:
         client = self._clients.at(peer)
-        if hello.role is Role.ENGINE:
-            return client is None
-        return self._engines.at(peer) is None and (client is None or client.role is hello.role)
-
-    def _reject(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        self._counters.rejected[code.name.lower()] += 1
-        self._context.send(peer, Error(code=code, message=message, incarnation=self._incarnation).to_frames())
+        return client.role if client is not None else Role.ENGINE if self._engines.at(peer) is not None else None
 
     def _hello_engine(self, peer: PeerId, hello: Hello) -> None:
         engine = self._engines.named(hello.name)
@@ -227,19 +202,20 @@ class Membership:
             self.lose_engine(other, f"its connection now has the name {hello.name}")
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
-            # A live process serves, on whichever connection; a process that starts has to load first.
+            # A process that has just started is not serving yet, so a HELLO that is serving comes from a live one.
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
             self.lose_engine(engine, "it registered again", crash)
         if engine is None and not self._has_room_for_engine():
             message = f"{len(self._engines)} engines are registered already: at most {limits.MAX_ENGINES}"
-            self._reject(peer, ErrorCode.UNAVAILABLE, message)
+            self._context.reject(peer, ErrorCode.UNAVAILABLE, message)
             return
         if engine is None or not renewed:
             self._dispatcher.quarantine.returned(hello.name, has_outlived=hello.serving)
             self._dispatcher.carry_out_decisions()
             key, now = self._access.key_of(peer), self._context.now
-            engine = self._engines.add(hello.name, peer, incarnation=hello.incarnation, now=now, key=key)
+            engine = Engine(hello.name, peer, hello.incarnation, next(self._engines.indices), now, key=key)
+            self._engines.add(engine)
             logger.info("engine %s registered (serving: %s)", hello.name, hello.serving)
         engine.heard = self._context.now
         engine.learn(hello)
@@ -261,9 +237,9 @@ class Membership:
         if not self._has_room_for_engine():
             logger.warning("plain engine %s rejected: %d engines are registered already", name, len(self._engines))
             return
-        engine = self._engines.add(name, peer, incarnation=0, now=self._context.now, plain=True)
-        engine.serving = True
-        engine.state = EngineState.RUNNING
+        engine = Engine(name, peer, 0, next(self._engines.indices), self._context.now, plain=True)
+        engine.serving, engine.state = True, EngineState.RUNNING
+        self._engines.add(engine)
         logger.info("plain engine %s registered", name)
         self._dispatcher.needs_pump = True
 
@@ -279,20 +255,14 @@ class Membership:
         if client is None:
             if not self._has_room_for_client(peer):
                 return
-            client = self._clients.add(hello.name, peer, hello.role, incarnation=hello.incarnation, key=key)
+            route = next(self._clients.routes)
+            client = Client(hello.name, peer, hello.role, hello.incarnation, route, self._context.now, key=key)
+            self._clients.add(client)
         elif client.peer != peer or client.incarnation != hello.incarnation:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model = hello.model
-        ack = HelloAck(
-            incarnation=self._incarnation,
-            state=self._verbs.state,
-            epoch=self._verbs.epoch,
-            fence=self._verbs.fence,
-            route=client.route,
-            heartbeat_seconds=self._timing.heartbeat,
-        )
-        self._context.send(peer, ack.to_frames())
+        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route)
         if client.blocked:
             self.catch_up(client)
 
@@ -301,15 +271,17 @@ class Membership:
         if client is None:
             if not self._has_room_for_client(peer):
                 return
-            client = self._clients.add(f"plain-{peer[1].hex()}", peer, Role.CLIENT, incarnation=0, plain=True)
+            name, route = f"plain-{peer[1].hex()}", next(self._clients.routes)
+            client = Client(name, peer, Role.CLIENT, 0, route, self._context.now, plain=True)
+            self._clients.add(client)
         client.heard = self._context.now
         self._context.send(peer, [pack([int(Header.CONNECT_ACK)])])
 
     def _has_room_for_client(self, peer: PeerId) -> bool:
         """If there is none, `peer` is sent an error."""
-        if len(self._clients) < self._max_clients:
+        if len(self._clients) < self._context.settings.max_clients:
             return True
-        self._reject(peer, ErrorCode.UNAVAILABLE, f"{len(self._clients)} clients are registered already")
+        self._context.reject(peer, ErrorCode.UNAVAILABLE, f"{len(self._clients)} clients are registered already")
         return False
 
     # --- removal ------------------------------------------------------------------------------------------------
@@ -317,8 +289,8 @@ class Membership:
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
         """Remove an engine; its requests go elsewhere.
 
-        crash: whether its requests may have ended it. An engine that ran nothing, that was to leave, or that was
-               carrying out a verb may have ended for that reason instead: its end counts against no request.
+        crash: whether its requests may have ended it. The end of an engine that ran nothing, was draining, or was
+               carrying out a verb may have another reason: it counts against no request.
         """
         if not self._engines.is_registered(engine):
             return
@@ -334,10 +306,10 @@ class Membership:
         self._verbs.engine_lost(engine, reason)
 
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. A live engine comes back on another and registers again.
+        """A connection ended. A live engine connects and registers again.
 
-        A plain one would not: it is kept until something for it cannot be sent, unless it runs a suspect alone, when
-        nothing else is sent to it. A client gets its time to come back.
+        A plain engine would not: it is kept until a message to it cannot be sent. But if it runs a suspect alone, no
+        other message is sent to it, so it is removed at once. A client has `client_dead` seconds to register again.
 
         by_peer: the other side ended it, as the system does when a process ends.
         """
@@ -349,7 +321,7 @@ class Membership:
             self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
 
     def lose_unreachable(self, engine: Engine) -> None:
-        """Nothing can be sent to the engine. For a plain engine, this is how the end of its connection shows."""
+        """Remove an engine to which nothing can be sent. Only this shows the end of a plain engine's connection."""
         crash = CrashEvidence.CERTAIN if engine.was_cut else CrashEvidence.NONE
         self.lose_engine(engine, "its connection is gone", crash)
 
@@ -385,7 +357,7 @@ class Membership:
     def _tick(self) -> None:
         """Send heartbeats, remove silent peers, and send again to slow clients.
 
-        A tick that comes late shows that this process was stalled: no peer is blamed for that time.
+        A late tick shows that this process was stalled: that time does not count as silence of the peers.
         """
         now = self._context.now
         late = now - self._due
@@ -394,7 +366,7 @@ class Membership:
             for peer in [*self._engines, *self._clients]:
                 peer.heard += late
         self._schedule()
-        heartbeat = Heartbeat(incarnation=self._incarnation, state=self._verbs.state).to_frames()
+        heartbeat = Heartbeat(incarnation=self._context.incarnation, state=self._verbs.state).to_frames()
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
@@ -438,7 +410,7 @@ class Membership:
             engine.unsettled = False
             if self._dispatcher.quarantine.active:
                 self._dispatcher.needs_pump = True
-        # A passing state was sent on the way to a commit that was sent already, or is decided here.
+        # An engine in a passing state waits for a commit, which was sent already or is still to be decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
         if message.epoch is not None:
@@ -451,13 +423,14 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """No operation is under way. An engine that shows another state, epoch or weights than it was sent a while ago
-        missed a commit, or an answer to its HELLO: send it again.
+        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch or weights than it was sent.
+
+        No operation is in progress, and the engine has had HEAL_HEARTBEATS heartbeats to report them.
         """
         owed, engine.owed = engine.owed, None
         if owed is not None and _misses(message, owed):
             engine.welcomed = self._context.now
-            # The end of a STOP cannot be learned otherwise; another commit, if this one is lost too, by HELLO_ACK.
+            # Only the commit reports the end of a STOP. If another commit is lost too, HELLO_ACK replaces it.
             engine.owed = owed if owed.signal is Header.STOP else None
             self._context.send(engine.peer, owed.to_frames())
         elif engine.serving and message.state is not None and not self._agrees(engine, message):

@@ -1,11 +1,10 @@
 """Tables of the open requests: all of them, those that wait, their deadlines and their tenants.
 
-Nothing here decides or sends. An entry leaves every table when its request ends.
+Pure tables: no decisions, no sending. An entry leaves every table when its request ends.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ class Journal:
         return self._entries.get(uid)
 
     def add(self, entry: Entry) -> bool:
-        """False when the budget has no room. Tokens that come later are never rejected, only counted."""
+        """False if it would exceed the limit. Tokens that arrive later are never rejected, only counted."""
         cost = entry.cost()
         if self.bytes + cost > self._limit:
             return False
@@ -132,7 +131,7 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         waiting = 0
         for key, band in self._bands.items():
-            assert key == (band.priority, band.model), "a band is in the place of another"
+            assert key == (band.priority, band.model), "a band is under the key of another"
             assert band.replays or band.tenants, "an empty band is kept"
             tenants = list(band.tenants)
             band.tenants.check_integrity(tenants)
@@ -143,10 +142,10 @@ class WaitingQueue:
         assert waiting == self.length, "waiting requests are miscounted"
 
 
-def _place(entry: Entry) -> tuple[int, int, int, int, float]:
+def _place(entry: Entry) -> tuple[int, int, int, float]:
     if entry.is_replay:
-        return entry.meta.priority, 0, 0, 0, entry.arrived
-    return entry.meta.priority, 1, entry.tenant.load, entry.tenant.order, entry.arrived
+        return entry.meta.priority, 0, 0, entry.arrived
+    return entry.meta.priority, entry.tenant.load, entry.tenant.order, entry.arrived  # the order is 1 or more
 
 
 class Deadlines:
@@ -156,8 +155,8 @@ class Deadlines:
         self._context = context
         self._expire = expire
         self._slots: dict[int, dict[bytes, Entry]] = {}
-        self._order: list[int] = []
         self._armed = math.inf
+        """The slot that the timer is set to. It may be empty by then."""
 
     def __len__(self) -> int:
         return sum(map(len, self._slots.values()))
@@ -173,30 +172,23 @@ class Deadlines:
             if not waiting:
                 del self._slots[entry.slot]
         entry.slot = slot
-        if slot is None:
-            return
-        if slot not in self._slots:
-            self._slots[slot] = {}
-            heapq.heappush(self._order, slot)
-            if len(self._order) > 2 * len(self._slots) + 1024:
-                self._order = sorted(self._slots)
-        self._slots[slot][entry.uid] = entry
-        if slot < self._armed:
-            self._arm()
+        if slot is not None:
+            self._slots.setdefault(slot, {})[entry.uid] = entry
+            if slot < self._armed:
+                self._arm(slot)
 
-    def _arm(self) -> None:
-        while self._order and self._order[0] not in self._slots:
-            heapq.heappop(self._order)
-        self._armed = self._order[0] if self._order else math.inf
-        if self._order:
-            self._context.set_timer("deadlines", self._armed * GRAIN_SECONDS, self._fire)
+    def _arm(self, slot: int) -> None:
+        self._armed = slot
+        self._context.set_timer("deadlines", slot * GRAIN_SECONDS, self._fire)
 
     def _fire(self) -> None:
-        while self._order and self._order[0] * GRAIN_SECONDS <= self._context.now:
-            for entry in list(self._slots.get(heapq.heappop(self._order), {}).values()):
+        self._armed = math.inf
+        for slot in sorted(slot for slot in self._slots if slot * GRAIN_SECONDS <= self._context.now):
+            for entry in list(self._slots.get(slot, {}).values()):
                 self.set(entry, None)
                 self._expire(entry)
-        self._arm()
+        if self._slots:
+            self._arm(min(self._slots))
 
 
 class Tenants:

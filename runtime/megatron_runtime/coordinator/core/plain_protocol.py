@@ -19,11 +19,11 @@ from megatron_runtime.protocol.messages import (
     PartialEntry,
     RequestMeta,
     pack,
-    shown,
     tokens_from_bytes,
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.protocol.text import shown
 
 _MAX_TOKEN = (1 << 31) - 1
 
@@ -31,34 +31,27 @@ Detokenize: TypeAlias = Callable[[list[int]], str] | None
 """Returns the text of token ids; None without a tokenizer that can do it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlainSubmit:
-    id: int
-    prompt: str | list[int]
-    params: dict[Any, Any]
-
-    def meta(self, *, default_seed: int) -> RequestMeta:
-        seed = self.params.get("seed")
-        if type(seed) is not int or not 0 <= seed < 1 << 64:
-            seed = default_seed
-        priority, salt = self.params.get("priority"), self.params.get("cache_salt")
-        return RequestMeta(
-            streaming=bool(self.params.get("streaming")),
-            seed=seed,
-            priority=priority if type(priority) is int else 0,
-            cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
-        )
-
-
-def read_submit(items: list[Any]) -> PlainSubmit:
+def read_submit(items: list[Any]) -> tuple[int, str | list[int], dict[Any, Any]]:
+    """Return id, prompt and sampling parameters of SUBMIT_REQUEST. Raises MalformedMessageError."""
     match items:
         case [_, int(number), (str() | list()) as prompt, dict(params), *rest] if number >= 0:
             if rest and rest[0] is not None:
                 raise MalformedMessageError("SUBMIT_REQUEST with multimodal data: this coordinator takes text only")
             if isinstance(prompt, list):
                 _check_tokens(prompt)
-            return PlainSubmit(number, prompt, params)
+            return number, prompt, params
     raise MalformedMessageError("SUBMIT_REQUEST: want [20, id, prompt, params, multimodal]")
+
+
+def meta_of(params: dict[Any, Any], *, default_seed: int) -> RequestMeta:
+    """Return the fields of a request that the coordinator reads. A value of a wrong type is ignored."""
+    seed, priority, salt = params.get("seed"), params.get("priority"), params.get("cache_salt")
+    return RequestMeta(
+        streaming=bool(params.get("streaming")),
+        seed=seed if type(seed) is int and 0 <= seed < 1 << 64 else default_seed,
+        priority=priority if type(priority) is int else 0,
+        cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
+    )
 
 
 def _check_tokens(tokens: list[Any]) -> None:

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_runtime.coordinator.core.context import Context
-from megatron_runtime.coordinator.core.records import Counters, Crash, Engine, Entry
-from megatron_runtime.coordinator.core.registries import EngineRegistry
+from megatron_runtime.coordinator.core.records import Crash, Engine, Entry
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import FailedRequest, Partial
 
@@ -32,14 +31,13 @@ REMEMBERED_FAILURES = 16
 NAMED_ENGINES = 16
 """The last engines that a failed request ended, as STATUS and its error name them."""
 REMEMBERED_CUTS = 1024
-"""Engines whose cut connection may still prove to be no crash."""
+"""Engines whose connection was cut and that may still register again, which proves that they did not crash."""
 
 
 class Action(Enum):
-    HOLD = auto()
-    """Take the request from the queue or its engine, and hold it back as a suspect."""
-    FREE = auto()
-    """Take the request from where it is, and queue it before all others of its priority and model."""
+    REQUEUE = auto()
+    """Take the request from where it is, and hold it back if it is a suspect, or else queue it before all others of its
+    priority and model."""
     FAIL = auto()
     """End the request with ENGINE_FAILED and this message."""
     REJECT_MODEL = auto()
@@ -60,12 +58,12 @@ class Quarantine:
     failures: the last requests that were failed, oldest first.
     """
 
-    def __init__(self, context: Context, engines: EngineRegistry, counters: Counters) -> None:
+    def __init__(self, context: Context) -> None:
         self.failures: deque[FailedRequest] = deque(maxlen=REMEMBERED_FAILURES)
         self.decisions: deque[Decision] = deque()
         self._context = context
-        self._engines = engines
-        self._counters = counters
+        self._engines = context.engines
+        self._counters = context.counters
         self._waiting: dict[bytes, Entry] = {}
         self._is_sorted = True
         """`_waiting` has the suspect that arrived last first."""
@@ -110,7 +108,7 @@ class Quarantine:
         for entry in entries:
             self._charge(entry, crash)
         self.decisions += [
-            Decision(Action.HOLD, entry) for entry in relieved if self.suspects(entry) and entry is not self._trial
+            Decision(Action.REQUEUE, entry) for entry in relieved if self.suspects(entry) and entry is not self._trial
         ]
         trial = self._trial
         if trial is not None and trial.engine is engine and entries == [trial]:
@@ -130,7 +128,7 @@ class Quarantine:
         entry.crash_position = entry.tokens_so_far if entry.meta.streaming else None
 
     def lost(self, engine: Engine) -> None:
-        """`engine` left, in whichever way. The caller queues its requests again."""
+        """`engine` was removed. The caller queues its requests again."""
         engine.relieved.clear()
         if self._trial is not None and self._trial.engine is engine:
             self._trial = None
@@ -156,7 +154,7 @@ class Quarantine:
             self._convict(self._accused)
 
     def _convict(self, entry: Entry) -> None:
-        """Fail a request that ended an engine alone. It explains the crashes that it was in flight at."""
+        """Fail a request that ended an engine alone. The crashes that it was in flight at count no longer."""
         names = [crash.engine[: limits.MAX_NAME_BYTES] for crash in entry.crashes if crash.counts][-NAMED_ENGINES:]
         uid, listed = entry.uid.hex(), ", ".join(names)
         logger.error("request %s is failed: it ended %d engines (%s)", uid, len(names), listed)
@@ -171,11 +169,11 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Suspects whose crashes are explained rejoin the others."""
+        """Queue suspects whose crashes no longer count with the other requests."""
         for entry in sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True):
             if not self.suspects(entry):
                 self.forget(entry)
-                self.decisions.append(Decision(Action.FREE, entry))
+                self.decisions.append(Decision(Action.REQUEUE, entry))
         if self._trial is not None and not self.suspects(self._trial):
             self._end_trial(self._trial)
 
@@ -237,13 +235,12 @@ class Quarantine:
         if engine is not None:
             engine.reserved = True
 
-    def note_progress(self, engine: Engine, message: Partial) -> bool:
-        """A reserved engine reports the progress of a suspect that does not stream. Returns as advanced()."""
+    def note_progress(self, engine: Engine, message: Partial) -> None:
+        """A reserved engine reports the progress of a suspect that does not stream."""
         for uid, dispatch_id, offset, count in message.entries:
             entry = engine.in_flight.get(dispatch_id)
             if entry is not None and entry.uid == uid:
                 entry.progress = offset + count
-        return self.advanced(engine)
 
     def advanced(self, engine: Engine) -> bool:
         """A reserved engine has sent tokens. True if that acquits its suspect: it is past its last crash."""
@@ -275,7 +272,7 @@ class Quarantine:
         """The request is no suspect any more. It stays at its engine if no other suspect needs that."""
         self._trial = None
         if self._waiting:
-            self.decisions.append(Decision(Action.FREE, entry))
+            self.decisions.append(Decision(Action.REQUEUE, entry))
 
     def _drop_accusation(self) -> None:
         self._accused = None

@@ -1,6 +1,6 @@
 """Clients, engines, open requests and tenants, and how they refer to each other.
 
-Plain data. The registries and tables in the modules beside this one keep the references consistent: an open request
+Plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent: an open request
 is known to its client, to its tenant and, once dispatched, to its engine.
 """
 
@@ -10,19 +10,20 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from megatron_runtime.coordinator.core.context import PeerId
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
 
 UNLIMITED_REQUESTS = 1 << 20
-"""Capacity of an engine that announced none: it queues by itself."""
+"""Capacity of an engine that announced none: it has a queue of its own."""
 ENTRY_OVERHEAD_BYTES = 1024
 """Estimate of what an open request costs beside its bodies."""
 TOKEN_BYTES = 4
 
+PeerId: TypeAlias = tuple[int, bytes]
+"""Number of a port and routing id: one connection."""
 TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
 
@@ -39,7 +40,7 @@ class Client:
     answered:  uids whose final answer was sent on the present connection; the last few thousand.
     outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers. While it
                is not empty, no partials are sent: the tokens stay in the journal and are sent as one partial later.
-    behind:    partials are owed.
+    behind:    some of its tokens were not sent to it.
     stuck_since: since when its connection has accepted nothing; None while it accepts messages.
     retry:     when messages were last sent again, and `stuck_since` before that.
     """
@@ -68,12 +69,12 @@ class Client:
 
 
 class CrashEvidence(Enum):
-    """How an engine ended, as far as that says something about the requests that it ran."""
+    """Whether the way in which an engine ended is evidence against the requests that it ran."""
 
     NONE = auto()
     """It left, was removed, or sent no heartbeats."""
     CUT = auto()
-    """Its side ended the connection without a message: the process ended, or the network between."""
+    """Its side ended the connection without a message: the process ended, or the network failed."""
     CERTAIN = auto()
     """It reported a failure, or a new process uses its name."""
 
@@ -338,37 +339,28 @@ class Band:
     tenants: Levels = field(default_factory=Levels)
 
 
+def _counter(metric: str, description: str) -> Any:
+    """A field of Counters, with the name (after `megatron_coordinator_`) and the description of its metric."""
+    return field(default=0, metadata={"metric": metric, "description": description})
+
+
 @dataclass(slots=True)
 class Counters:
     """Event counts for metrics. Plain integers: they cost little on the request path."""
 
     rejected: Counter[str] = field(default_factory=Counter)
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
-    stale: int = 0
-    """Answers of engines that are not the current dispatch of their request, or not its next tokens."""
-    late: int = 0
-    """Final answers of engines that had been removed, delivered all the same."""
-    evicted_blocks: int = 0
-    """Prefix blocks that engines reported as evicted."""
-    replays: int = 0
-    """Requests dispatched again because their engine was lost."""
-    moved: int = 0
-    """Requests taken from an engine to make room for another tenant."""
-    completed: int = 0
-    refused: int = 0
-    """Requests answered with an error by the coordinator."""
-    aborted: int = 0
-    partials: int = 0
-    engines_lost: int = 0
-    engine_crashes: int = 0
-    """Engines lost by a crash while they had requests."""
-    suspects: int = 0
-    """Requests held back after a second crash, to run alone."""
-    acquitted: int = 0
-    """Suspects that ran alone past the point of the last crash."""
-    poison_requests: int = 0
-    """Requests failed because they end engines."""
-
-    @property
-    def rejected_frames(self) -> int:
-        return self.rejected.total()
+    replays: int = _counter("replays", "Requests dispatched again because their engine was lost.")
+    moved: int = _counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
+    stale: int = _counter("stale_answers", "Answers of engines that were not the next of their request.")
+    late: int = _counter("late_answers", "Final answers of engines that had been removed, delivered.")
+    evicted_blocks: int = _counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
+    completed: int = _counter("completed_requests", "Requests that got their final answer from an engine.")
+    refused: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
+    aborted: int = _counter("aborted_requests", "Requests aborted by their client, or because it left.")
+    partials: int = _counter("partials", "Partial answers received from engines.")
+    engines_lost: int = _counter("engines_lost", "Engines removed because they left, failed or sent no heartbeat.")
+    engine_crashes: int = _counter("engine_crashes", "Engines that crashed while they had requests.")
+    suspects: int = _counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
+    acquitted: int = _counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
+    poison_requests: int = _counter("poison_requests", "Requests failed because they end engines.")

@@ -1,4 +1,4 @@
-"""Output of engines on its way to clients: partials in order and once, finals, and catch-up for slow readers."""
+"""Output of engines for clients: partials in order and once, finals, and catch-up for clients that read slowly."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 from typing import Any
 
 from megatron_runtime.coordinator.core import plain_protocol
-from megatron_runtime.coordinator.core.context import Context, PeerId
+from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Counters, Engine, Entry
-from megatron_runtime.coordinator.core.registries import ClientRegistry
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, PeerId
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     PLAIN,
@@ -39,30 +38,21 @@ _PER_TOKEN = ("log_probs", "top_n_logprobs")
 class Replies:
     """A token enters the journal only from the current dispatch and only as the next one, so none is doubled."""
 
-    def __init__(
-        self,
-        context: Context,
-        dispatcher: Dispatcher,
-        clients: ClientRegistry,
-        counters: Counters,
-        *,
-        detokenize: plain_protocol.Detokenize,
-    ) -> None:
+    def __init__(self, context: Context, dispatcher: Dispatcher, *, detokenize: plain_protocol.Detokenize) -> None:
         self._context = context
         self._dispatcher = dispatcher
         self._journal = dispatcher.journal
         self._quarantine = dispatcher.quarantine
-        self._clients = clients
-        self._counters = counters
+        self._clients = context.clients
+        self._counters = context.counters
         self._detokenize = detokenize
 
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
-        """Take new tokens; forward `frames` as they came if one client wants all of them."""
+        """Take new tokens. Forward `frames` unchanged if one client is to get all of them."""
         self._counters.partials += 1
         if not message.route:
-            if self._quarantine.note_progress(engine, message):
-                self._dispatcher.carry_out_decisions()
-                self._dispatcher.needs_pump = True
+            self._quarantine.note_progress(engine, message)
+            self._dispatcher.check_trial(engine)
             return
         client = self._clients.routed(message.route)
         accepted: list[Entry] = []
@@ -100,9 +90,8 @@ class Replies:
                 entry.client.behind = True
             for owner in {id(entry.client): entry.client for entry in accepted}.values():
                 self.catch_up(owner)
-        if engine.reserved and self._quarantine.advanced(engine):
-            self._dispatcher.carry_out_decisions()
-            self._dispatcher.needs_pump = True
+        if engine.reserved:
+            self._dispatcher.check_trial(engine)
 
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
@@ -112,10 +101,10 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
-        """An engine that lost its requests, by removal or silence, answers one after all.
+        """An engine that lost its requests, by removal or silence, answers one of them.
 
-        The answer counts if it goes on from what the client was sent, and ends the request wherever it is now. False
-        if it belongs to no open request, or differs.
+        The answer is delivered if it begins with the tokens that the client was sent, and ends the request, wherever it
+        is now. False if it belongs to no open request, or differs.
         """
         former = self._dispatcher.former(message.dispatch_id, peer)
         if former is None or former.entry.uid != message.uid:
@@ -123,7 +112,7 @@ class Replies:
         entry = former.entry
         if not message.tokens.startswith(bytes(entry.generated)) or not _completed(message):
             return False
-        logger.warning("an engine that was given up answered a request after all; its answer is delivered")
+        logger.warning("a removed or silent engine answered a request; its answer is delivered")
         self._counters.late += 1
         self._dispatcher.withdraw(entry)
         self._deliver(entry, message, frames)
@@ -136,23 +125,23 @@ class Replies:
         self._counters.completed += 1
         self._dispatcher.forget(entry)
         if not client.reachable:
-            # What was sent last may have been lost with the connection, and cannot be requested after the final.
+            # The last tokens may have been lost with the connection, and a client cannot request them after the final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-            self._clients.send(client, _owed(entry))
-        self._clients.send(client, frames, answers=entry.uid)
+            self._context.answer(client, _owed(entry))
+        self._context.answer(client, frames, uid=entry.uid)
 
     # --- clients that read slowly -------------------------------------------------------------------------------
 
     def catch_up(self, client: Client) -> None:
-        """Send what `client` is owed in as few messages as possible, up to CATCH_UP_BYTES."""
+        """Send `client` its outbox and missing tokens in as few messages as possible, up to CATCH_UP_BYTES."""
         room = CATCH_UP_BYTES
         if client.stuck_since is not None:
             client.retry = self._context.now, client.stuck_since
             client.stuck_since = None
         while client.reachable and client.outbox and room > 0:
-            answers, frames = client.outbox.popleft()
-            self._clients.send_now(client, frames, answers=answers)
+            uid, frames = client.outbox.popleft()
+            self._context.answer_now(client, frames, uid=uid)
             room -= sum(map(len, frames))
         if not client.reachable or client.outbox:
             return
@@ -162,7 +151,7 @@ class Replies:
                     client.behind = True
                     return
                 frames = _owed(entry)
-                self._clients.send_now(client, frames)
+                self._context.answer_now(client, frames)
                 entry.forwarded = entry.tokens_so_far
                 room -= sum(map(len, frames))
         client.behind = False
@@ -189,24 +178,23 @@ class Replies:
             now = self._context.now
             retried_at, before = client.retry
             client.stuck_since = before if is_stuck and retried_at == now else now
-        owed: list[tuple[bytes | None, int]] = []
-        if isinstance(message, Partial):
-            owed = [(entry.uid, entry.offset) for entry in message.entries]
-        elif isinstance(message, Plain) and message.items[0] == Header.ENGINE_REPLY_PARTIAL:
-            uid = client.plain_ids.get(message.items[1])
-            known = client.open.get(uid) if uid is not None else None
-            if known is not None:
-                owed = [(uid, known.forwarded - len(message.items[2]["new_tokens"]))]
-        entries = [(client.open.get(uid), offset) for uid, offset in owed if uid is not None]
-        for entry, offset in entries:
+        unsent: list[tuple[Entry | None, int]] = []
+        match message:
+            case Partial():
+                unsent = [(client.open.get(uid), offset) for uid, _, offset, _ in message.entries]
+            case Plain(items=[Header.ENGINE_REPLY_PARTIAL, number, {"new_tokens": tokens}]):
+                known = client.open.get(client.plain_ids.get(number, b""))
+                unsent = [(known, known.forwarded - len(tokens))] if known is not None else []
+        is_open = False
+        for entry, offset in unsent:
             if entry is not None:
                 entry.forwarded = min(entry.forwarded, offset)
-                client.behind = True
-        if not any(entry for entry, _ in entries):
-            answers = getattr(message, "uid", None)
-            if answers is not None:
-                client.answered.pop(answers, None)
-            client.outbox.appendleft((answers, frames))
+                client.behind = is_open = True
+        if not is_open:
+            uid = getattr(message, "uid", None)
+            if uid is not None:
+                client.answered.pop(uid, None)
+            client.outbox.appendleft((uid, frames))
 
 
 def _completed(message: Final) -> bool:

@@ -1,4 +1,4 @@
-"""Routing policies: the engine for a request, by load, by turn or by cached prefix."""
+"""Routing policies: the engine for a request, by load, rotation or cached prefix."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Timing:
     recovery: float = limits.RECOVERY_SECONDS
     """0 starts RUNNING at once."""
     recovery_settle: float = 1.5
-    """Live engines are heard of within this time: they reconnect once a second and send two heartbeats."""
+    """Live engines send a message within this time: they reconnect once a second and send two heartbeats."""
     slow_client: float = 30.0
     """A client whose buffer has been full for this long is removed."""
     key_check: float = 2.0

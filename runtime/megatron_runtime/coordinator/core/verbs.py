@@ -1,6 +1,6 @@
 """Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time.
 
-Where each message is legal and what it does stands in protocol/lifecycle.py.
+protocol/lifecycle.py says in which states each message is legal and what it does.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.core.context import Context
-from megatron_runtime.coordinator.core.records import Client, Engine
-from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
+from megatron_runtime.coordinator.core.records import Client, Engine, PeerId
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
@@ -47,7 +46,7 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
 }
 
-_RUNNING = CoordinatorState.RUNNING  # see registries.py
+_RUNNING = CoordinatorState.RUNNING  # see context.py
 
 
 class Evict(NamedTuple):
@@ -75,7 +74,7 @@ class PendingOperation:
 
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
-    failed:  engines that did not carry it out and serve on all the same; the operation has then failed.
+    failed:  engines that did not carry it out and keep serving; the operation has then failed.
     """
 
     control: Control
@@ -89,19 +88,15 @@ class PendingOperation:
     failed: list[str] = field(default_factory=list)
     total_ranks: int = 0
 
-    def answer(
-        self, *, ok: bool, state: CoordinatorState, code: ErrorCode | None = None, error: str | None = None
-    ) -> ControlAck:
+    def answer(self, **fields: Any) -> ControlAck:
+        """Return CONTROL_ACK with the outcomes so far and these fields: ok, state, code, error, fence."""
         return ControlAck(
             operation_id=self.operation_id,
-            ok=ok,
-            state=state,
             ranks=sum(outcome.ranks for outcome in self.outcomes.values() if outcome.ok),
             total_ranks=self.total_ranks,
             engines=self.outcomes,
             evicted=self.evicted,
-            code=int(code) if code is not None else None,
-            error=error,
+            **fields,
         )
 
 
@@ -114,17 +109,8 @@ class Verbs:
     consequences: what the other parts of the coordinator have to do, in order.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        engines: EngineRegistry,
-        clients: ClientRegistry,
-        *,
-        incarnation: int,
-        heartbeat_seconds: float,
-        state: CoordinatorState,
-    ) -> None:
-        self.state = state
+    def __init__(self, context: Context) -> None:
+        self.state = CoordinatorState.RECOVERING if context.settings.timing.recovery > 0 else _RUNNING
         self.epoch = 0
         self.fence = 0
         self.source: str | None = None
@@ -133,10 +119,7 @@ class Verbs:
         self.settled = False
         self.consequences: deque[Consequence] = deque()
         self._context = context
-        self._engines = engines
-        self._clients = clients
-        self._incarnation = incarnation
-        self._heartbeat_seconds = heartbeat_seconds
+        self._engines = context.engines
         self._source_revisions: set[str] = set()
         self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
         self._deferred: deque[tuple[Control, Client]] = deque()
@@ -200,18 +183,21 @@ class Verbs:
         return self.source if engine.revision in self._source_revisions else None
 
     def welcome(self, engine: Engine) -> None:
-        """Send an engine the state to be in."""
+        """Send an engine the state, epoch and weights that it has to enter."""
         engine.welcomed = self._context.now
+        size, source = limits.MAX_ENGINE_MESSAGE_BYTES, self.source_for(engine)
+        self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
+
+    def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
+        """Send HELLO_ACK with these fields and those that are the same for all peers."""
         ack = HelloAck(
-            incarnation=self._incarnation,
-            state=self.target_state,
+            incarnation=self._context.incarnation,
             epoch=self.epoch,
             fence=self.fence,
-            heartbeat_seconds=self._heartbeat_seconds,
-            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
-            source=self.source_for(engine),
+            heartbeat_seconds=self._context.settings.timing.heartbeat,
+            **fields,
         )
-        self._context.send(engine.peer, ack.to_frames())
+        self._context.send(peer, ack.to_frames())
 
     # --- a control message arrives ------------------------------------------------------------------------------
 
@@ -225,26 +211,24 @@ class Verbs:
             self._answer(client, self._ended[operation_id][1], control)
             return
         if self.current is not None and client.plain and len(self._deferred) < MAX_DEFERRED:
-            # It gets no answer, so it can neither wait for the end nor try again.
+            # A plain client gets no answer, so it can neither wait for the end nor send the message again.
             self._deferred.append((control, client))
             return
+        operation = PendingOperation(control, operation_id, [client])
         rejection = self._rejection(control)
         if rejection is not None:
             code, message = rejection
             fence = self.fence if code is ErrorCode.STALE_FENCE else None
-            ack = ControlAck(
-                operation_id=operation_id, ok=False, state=self.state, code=int(code), error=message, fence=fence
-            )
+            ack = operation.answer(ok=False, state=self.state, code=int(code), error=message, fence=fence)
             self._answer(client, ack, control)
             return
         self.see_fence(control.fence or 0)
-        operation = PendingOperation(control, operation_id, [client])
         transition = TRANSITIONS.get(control.kind)
         ends_drain = self._ends_drain(control)
         if ends_drain:
             self._undrain()
         if ends_drain or (transition is not None and self.state in transition.idempotent_in):
-            self._conclude(operation, ControlAck(operation_id=operation_id, ok=True, state=self.state))
+            self._conclude(operation, operation.answer(ok=True, state=self.state))
         else:
             self._start(operation)
 
@@ -281,9 +265,9 @@ class Verbs:
                 logger.warning("%s of a plain client rejected: %s", control.kind.name, ack.error)
         elif not ack.ok and control.operation_id is None:
             code = ErrorCode(ack.code) if ack.code is not None else ErrorCode.ENGINE_FAILED
-            self._clients.send(client, Error(code=code, message=ack.error or "failed").to_frames())
+            self._context.answer(client, Error(code=code, message=ack.error or "failed").to_frames())
         else:
-            self._clients.send(client, ack.to_frames())
+            self._context.answer(client, ack.to_frames())
 
     # --- the two phases -----------------------------------------------------------------------------------------
 
@@ -309,7 +293,7 @@ class Verbs:
             elif control.kind is Header.UPDATE_WEIGHTS:
                 self._fail_engine(operation, engine, "a plain engine cannot update its weights")
             else:
-                # It acknowledges nothing: what was sent counts as done.
+                # A plain engine acknowledges nothing: the signal counts as carried out.
                 self._context.send(engine.peer, _plain_signal(control))
                 self._succeed(operation, engine, ranks=engine.ranks)
         if not self.check_drained():
@@ -435,7 +419,7 @@ class Verbs:
 
     def _fail(self, operation: PendingOperation, code: ErrorCode, message: str) -> None:
         error = f"{operation.control.kind.name}: {message}"
-        self._conclude(operation, operation.answer(ok=False, state=self.state, code=code, error=error))
+        self._conclude(operation, operation.answer(ok=False, state=self.state, code=int(code), error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
         """Remember the answer, send it, and begin the next operation."""

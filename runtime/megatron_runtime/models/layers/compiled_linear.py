@@ -1,8 +1,8 @@
-"""Linears and embeddings on packed matrices, and the factory that a model's weights are made by."""
+"""Packed linear layers and embeddings for compiled code on the CPU, and their factory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +16,8 @@ from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pa
 from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
-from megatron_kernels.quantized import QuantizedTensor, concatenate
-from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
+from megatron_kernels.quantized import QuantizedTensor
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -47,15 +47,14 @@ class NativeLinear(Linear):
         return self.matrix.data.nbytes
 
     def dense(self) -> torch.Tensor:
-        """weight_NK in float32, as it was rounded."""
+        """Return weight_NK in float32, as it was rounded."""
         return _rows(self._record, torch.arange(self.out_features), self.in_features)
 
 
 class NativeEmbedding(Embedding):
-    """x_TD of a packed table, float32."""
+    """x_TD = weight_VD[ids_T] of a packed table, float32."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
-        self.num_rows = matrix.outputs
         self.matrix = matrix
         self._record = matrix.record
 
@@ -63,7 +62,7 @@ class NativeEmbedding(Embedding):
         return _rows(self._record, ids_T, self.matrix.inputs)
 
     def dense(self) -> torch.Tensor:
-        return self(torch.arange(self.num_rows))
+        return self(torch.arange(self.matrix.outputs))
 
 
 def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.Tensor:
@@ -73,60 +72,36 @@ def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.T
     return torch.from_numpy(y_TK)
 
 
-class NativeLinears:
-    """Implements LinearFactory. A matrix whose size cannot be packed stays dense.
+class NativeLinears(LinearFactory):
+    """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
 
-    format: of dense weights. Quantised weights keep their blocks if the format is an integer one, else they are
+    format: of dense weights. Quantized weights keep their blocks if the format is an integer one, else they are
             unpacked into the format.
     """
 
-    dtype = torch.float32
-
     def __init__(self, format: Format) -> None:
-        self._format = format
+        # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
+        self._format, self._table_format = format, "int8" if format == "int4" else format
         self.quantized_kinds = QUANTIZED_KINDS
-        self._dense = DenseLinears(self.dtype)
         self._memory = WeightMemory()
 
     def settle(self) -> None:
-        """Call it after the last matrix: join the pages of the weights into larger ones."""
+        """Join the pages of the weights into larger ones, after the last matrix."""
         if is_on(Switch.LARGE_PAGES):
             self._memory.join_pages()
 
     def linear(self, weight_NK: Weight) -> Linear:
-        if fits(*weight_NK.shape):
-            return NativeLinear(self._pack(weight_NK, self._format))
-        return self._dense.linear(_dense(weight_NK))
-
-    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        return tuple(map(self.linear, weights))
-
-    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
-        if all(fits(*part.shape) for part in parts):
-            return NativeLinear(self._pack(parts, self._format))
-        return self.linear(concatenate(parts))
+        matrix = self._pack(weight_NK, self._format)
+        return super().linear(weight_NK) if matrix is None else NativeLinear(matrix)
 
     def embedding(self, weight_VD: Weight) -> Embedding:
-        return (
-            NativeEmbedding(self._pack(weight_VD, self._table_format))
-            if fits(*weight_VD.shape)
-            else self._dense.embedding(_dense(weight_VD))
-        )
+        matrix = self._pack(weight_VD, self._table_format)
+        return super().embedding(weight_VD) if matrix is None else NativeEmbedding(matrix)
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        if not fits(*weight_VD.shape):
-            return self._dense.tied(_dense(weight_VD))
         matrix = self._pack(weight_VD, self._table_format)
-        return NativeEmbedding(matrix), NativeLinear(matrix)
+        return super().tied(weight_VD) if matrix is None else (NativeEmbedding(matrix), NativeLinear(matrix))
 
-    def _pack(self, weight: Weight | Sequence[QuantizedTensor], format: Format) -> PackedMatrix:
-        return pack(weight, format, self._memory)
-
-    @property
-    def _table_format(self) -> Format:
-        """Four bits are too few for embeddings, whose values are less evenly distributed than other weights."""
-        return "int8" if self._format == "int4" else self._format
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+    def _pack(self, weight: Weight, format: str) -> PackedMatrix | None:
+        parts: Sequence[torch.Tensor | QuantizedTensor] = [weight] if isinstance(weight, torch.Tensor) else weight
+        return pack(weight, format, self._memory) if all(fits(*part.shape) for part in parts) else None

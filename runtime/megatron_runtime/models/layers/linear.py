@@ -1,9 +1,8 @@
-"""Linear layers without bias, embeddings, and the factory that a model's matrices are made by."""
+"""Linear layers without bias, embeddings, and the factory that creates a model's matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +10,15 @@ import torch.nn.functional as F
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.quantized import QuantizedTensor
 
-Weight = torch.Tensor | QuantizedTensor
+Weight = torch.Tensor | Sequence[QuantizedTensor]
+"""A dense matrix, or quantized matrices of one GGML type whose rows form one matrix."""
 
 
 class Linear:
     """y_TN = x_TK @ weight_NK.T
 
-    On the CPU the weight is packed once for oneDNN's matrix product. `packed=False` keeps the dense weight, for a
-    weight that is used as a table too.
+    On the CPU the weight is packed once for oneDNN's matrix product. packed: False keeps the dense weight, for a weight
+    that is also an embedding table.
     """
 
     def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
@@ -37,82 +37,55 @@ class Linear:
         return self.out_features * self.in_features * self._weight.dtype.itemsize
 
     def dense(self) -> torch.Tensor:
-        """weight_NK as it was given; a copy where it is packed."""
+        """Return weight_NK; a copy if it is packed."""
         return self._weight.to_dense() if self._packed else self._weight
 
 
 class Embedding:
-    """x_TD = weight_VD[ids_T], of type `dtype`. A quantised table stays quantised: a lookup decodes only its rows."""
+    """x_TD = weight_VD[ids_T]"""
 
-    def __init__(self, weight_VD: Weight, dtype: torch.dtype) -> None:
-        self.num_rows = weight_VD.shape[0]
+    def __init__(self, weight_VD: torch.Tensor) -> None:
         self._weight = weight_VD
-        self._dtype = dtype
 
     def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._weight, QuantizedTensor):
-            return self._weight.rows(ids_T).dequantize().to(self._dtype)
         return F.embedding(ids_T, self._weight)
 
     def dense(self) -> torch.Tensor:
-        """The whole table, of type `dtype`."""
-        if isinstance(self._weight, QuantizedTensor):
-            return self._weight.dequantize().to(self._dtype)
+        """Return weight_VD."""
         return self._weight
 
 
-class LinearFactory(Protocol):
-    """Makes a model's matrices, one after the other while weights are loaded.
+class LinearFactory:
+    """Creates a model's matrices, one after the other while weights are loaded. This base class creates dense ones.
 
-    dtype:           type of the activations and of dense weights.
-    quantized_kinds: GGML types whose blocks the factory takes as they are; it gets dense weights of all other types.
+    quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
 
-    Blocks may be a view of their file, and their rows need not be contiguous: the factory copies what it keeps.
+    Quantized weights may be a view of their file, and their rows need not be contiguous: the factory copies them.
     """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def quantized_kinds(self) -> frozenset[int]: ...
-
-    def linear(self, weight_NK: Weight) -> Linear: ...
-
-    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """`count` matrices of one shape, the experts of a layer: a device may keep them in one tensor."""
-
-    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
-        """One matrix of the rows of all parts, which have one GGML type."""
-
-    def embedding(self, weight_VD: Weight) -> Embedding: ...
-
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        """A table that is the head too."""
-
-
-class DenseLinears:
-    """Implements LinearFactory: every weight is dense."""
 
     quantized_kinds: frozenset[int] = frozenset()
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
     def linear(self, weight_NK: Weight) -> Linear:
-        assert isinstance(weight_NK, torch.Tensor), "quantized_kinds is empty"
-        return Linear(weight_NK)
+        return Linear(dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        """Return `count` matrices of one shape, the experts of a layer, which a device may keep in one tensor."""
         return tuple(map(self.linear, weights))
 
-    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
-        raise TypeError("quantized_kinds is empty: dense weights are fused before")
-
     def embedding(self, weight_VD: Weight) -> Embedding:
-        return Embedding(weight_VD, self.dtype)
+        return Embedding(dense(weight_VD))
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        assert isinstance(weight_VD, torch.Tensor), "quantized_kinds is empty"
-        return self.embedding(weight_VD), Linear(weight_VD, packed=False)
+        """Return a table that is also the head."""
+        table_VD = dense(weight_VD)
+        return Embedding(table_VD), Linear(table_VD, packed=False)
+
+
+def dense(weight: Weight) -> torch.Tensor:
+    """Return a weight as one dense matrix."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return torch.cat([part.dequantize() for part in weight])
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Attention of a mixed batch over a paged KV cache.
+"""Attention of a mixed batch over a paged KV cache, and the rotary position embedding.
 
 T tokens of the step, B sequences of a group, S cached tokens of a sequence (padded to whole pages), P pages of the
 cache, X tokens of a page, H query heads, K key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
@@ -6,22 +6,71 @@ cache, X tokens of a page, H query heads, K key-value heads, G = H / K, D size o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of a step's tokens, halves layout of transformers.
+
+    The first half of sin_T1D is negated.
+    """
+
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+
+    def apply_(self, x_THD: torch.Tensor) -> None:
+        """Rotate every head of `x_THD` in place."""
+        first, second = x_THD.chunk(2, dim=-1)
+        swapped_THD = torch.cat((second, first), dim=-1)
+        x_THD.mul_(self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
+
+
+def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
+    """Return the angle per position of each rotary pair, float32 [head_dim / 2]."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponent)
+    if isinstance(scaling, Llama3Scaling):
+        return _scale_llama3(frequencies, scaling)
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
+    return frequencies
+
+
+def rotation(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of tokens at `positions_T`, computed in float32."""
+    angles_T1F = (positions_T.float()[:, None] * frequencies)[:, None]
+    cos, sin = angles_T1F.cos(), angles_T1F.sin()
+    return Rotation(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
+
+
+def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Divide the frequency of slow rotations by `factor`, keep that of fast ones, and blend between them."""
+    wavelength = 2 * math.pi / frequencies
+    rotations = scaling.original_max_position_embeddings / wavelength
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of about one length with one new token each; their rows of the step are `rows`."""
+    """Sequences of similar length with one new token each; their rows of the step are `rows`.
+
+    pages:     [B * pages of the longest], int64; shorter sequences are padded with any valid page.
+    mask_B11S: 0 for a token that is attended to, -inf for padding.
+    """
 
     rows: slice
     pages: torch.Tensor
-    """[B * pages of the longest], int64; shorter sequences are padded with any valid page, which `mask_B11S` hides."""
     mask_B11S: torch.Tensor
-    """0 for a token that is attended to, -inf for padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +84,16 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the tokens of a step go in the cache, and what each attends to. The same for all layers of a kind."""
+    """The places of a step's tokens in the cache, and the tokens that each attends to. Equal for all layers of a kind.
+
+    cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.
+    local:        for layers with a sliding window; None if the window covers the context of every token.
+    """
 
     cache_rows_T: torch.Tensor
-    """The row of the cache, page * X + offset, of each token's keys and values."""
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillChunk]
     local: AttentionBatch | None = None
-    """For layers with a sliding window; None if the window covers the context of every token."""
 
 
 class PagedAttention:

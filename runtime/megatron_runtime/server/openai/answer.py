@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.openai.jobs import Job
 from megatron_runtime.tokenization import Tokenizer
 
 LOWEST = -9999.0
@@ -16,13 +17,14 @@ LOWEST = -9999.0
 TopTokens: TypeAlias = Sequence[tuple[int, float]]
 _Detail: TypeAlias = tuple[float, TopTokens]
 """Log-probability of a token, and the likeliest tokens at its place."""
+_Token: TypeAlias = tuple[int, _Detail | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProb:
     """One token of a choice.
 
-    log_prob: None for the first token of a prompt, which follows nothing.
+    log_prob: None for the first token of a prompt, which follows no other.
     top:      the likeliest tokens at this place and their log-probabilities, as many as the request asks for.
     offset:   characters before it in the text of the choice.
     """
@@ -34,104 +36,107 @@ class TokenLogProb:
 
 
 @dataclass(slots=True)
-class Fragment:
-    """Some text, and the tokens that it is made of: always their ids, and log-probabilities if the request wants them.
+class Piece:
+    """A part of one choice; the last one has the finish reason.
 
-    A token belongs to the fragment in which it was taken, which may be before its character is complete.
+    log_probs, token_ids: of the tokens that were taken for this part. The text of a token may follow in a later part,
+                          when its last character is complete.
+    generated: all generated tokens, with those that ended the answer; on the last part only.
+    generated_log_probs: of each of them, if they are known.
     """
 
+    index: int
     text: str = ""
+    finish_reason: str | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    generated: Sequence[int] = ()
+    generated_log_probs: Sequence[float] | None = None
 
 
-class Answer:
-    """Text of one choice as its tokens arrive.
+class Choice:
+    """One choice while it is generated: turns the engine's replies into pieces.
 
-    end_ids: tokens that may end the answer. One is held until the next token shows that the answer continued (below
-             min_tokens it may), because the token that ends an answer is not part of it.
-    visible: special tokens that the answer shows as text.
-    wants_log_probs: tokens without their log-probability wait for the final reply, which has it.
-    offset:  characters of the choice before this answer.
+    A token that may end the answer is held until the next token shows that the answer continued (below min_tokens it
+    may), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
+    without them wait for the final reply, which has them.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        end_ids: Iterable[int],
-        visible: Collection[int] = (),
-        wants_log_probs: bool = False,
-        offset: int = 0,
-    ) -> None:
-        self._detokenizer = tokenizer.detokenizer(visible=visible)
-        self._marker_length = {id_: len(tokenizer.token_bytes(id_).decode()) for id_ in visible}
-        self._end_ids = frozenset(end_ids)
-        self._wants_log_probs = wants_log_probs
-        self._is_plain = not wants_log_probs and not visible  # single tokens need no attention
-        self._held: tuple[int, _Detail | None] | None = None
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(visible=job.visible)
+        self._marker_length = {id_: len(tokenizer.token_bytes(id_).decode()) for id_ in job.visible}
+        self._wants_log_probs = job.params.return_log_probs
+        self._wants_prompt_log_probs = self._wants_log_probs and not job.params.skip_prompt_log_probs
+        self._has_begun = job.prompt.echoed is None
+        self._is_plain = not self._wants_log_probs and not job.visible  # tokens become text together
+        self._held: list[_Token] = []  # at most one
         self._received = 0  # tokens taken or held
         self._is_waiting = False  # a token came without its log-probability
-        self._offset = offset
-        self._plain = 0  # characters given out without markers: what the engine counts
+        self._offset = len(job.prompt.echoed or "")
+        self._plain = 0  # generated characters without markers: what the engine counts
 
-    def feed(
-        self,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
-        top: Sequence[TopTokens] | None = None,
-    ) -> Fragment:
-        """Return what these further tokens complete."""
-        fragment = Fragment()
-        if self._is_plain:
-            self._advance_all(tokens, fragment)
-            return fragment
-        details = _details(log_probs, top) if self._wants_log_probs else None
-        for place, token in enumerate(tokens):
-            self._is_waiting |= details is not None and place >= len(details)
-            if self._is_waiting:
-                break
-            self._advance(token, None if details is None else details[place], fragment)
-        return fragment
+    def begin(self) -> Piece | None:
+        """Return the echo of the prompt, unless it needs log-probabilities or is not wanted."""
+        if self._has_begun or self._wants_prompt_log_probs:
+            return None
+        piece = Piece(self._job.index)
+        self._echo({}, piece)
+        return piece
 
-    def finish(self, reply: Mapping[str, Any]) -> Fragment:
-        """Return the rest, from the authoritative reply.
+    def feed(self, partial: Mapping[str, Any]) -> Piece | None:
+        """Return what a partial answer completes. The echo of a prompt with log-probabilities comes first."""
+        piece = Piece(self._job.index)
+        if partial.get("prompt_log_probs") is not None:
+            self._echo(partial, piece)
+        if self._has_begun and not self._job.is_prompt_only:
+            tokens: list[int] = partial["new_tokens"]
+            details: Sequence[_Detail | None] = [None] * len(tokens)
+            if self._wants_log_probs:
+                details = _details(partial.get("new_log_probs"), partial.get("new_top_n_logprobs"))
+            if not self._is_waiting:
+                self._advance(list(zip(tokens, details, strict=False)), piece)
+            self._is_waiting |= len(details) < len(tokens)
+        return piece if piece.text or piece.token_ids else None
 
-        A reply with `generated_text` matched a stop string. The engine held back what might belong to it, so the text
-        given out so far is the beginning of `generated_text`.
+    def finish(self, reply: Mapping[str, Any]) -> Piece:
+        """Return the rest, from the final reply.
+
+        A reply with `generated_text` matched a stop string. The engine held back the text that could belong to it, so
+        the text so far is the beginning of `generated_text`.
         """
-        fragment = Fragment()
+        piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
+        self._echo(reply, piece)
+        if self._job.is_prompt_only:
+            piece.finish_reason = "length"
+            return piece
         rest = self._rest(reply)
         whole: str | None = reply.get("generated_text")
         if whole is not None:
-            self._finish_at(len(whole), rest, fragment)
-            self._give(whole[self._plain :], fragment)
-            return fragment
-        if self._is_plain:
-            self._advance_all([token for token, _ in rest], fragment)
+            self._finish_at(len(whole), rest, piece)
+            self._add(whole[self._plain :], piece)
         else:
-            for token, detail in rest:
-                self._advance(token, detail, fragment)
-        if self._held is not None and reply.get("finish_reason") != "stop":
-            self._take(*self._held, fragment)
-        self._held = None
-        self._give(self._detokenizer.finish(), fragment)
-        return fragment
+            self._advance(rest, piece)
+            if reply.get("finish_reason") != "stop":
+                self._take(self._held, piece)
+            self._add(self._detokenizer.finish(), piece)
+        piece.generated, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
+        # After a failover the reply may have only the log-probabilities since then.
+        if log_probs is not None and len(log_probs) == len(piece.generated):
+            piece.generated_log_probs = log_probs
+        return piece
 
-    def _finish_at(self, end: int, rest: Iterable[tuple[int, _Detail | None]], fragment: Fragment) -> None:
-        """Take the tokens that begin before, or end no later than, character `end`; cut the text there."""
-        held = () if self._held is None else (self._held,)
-        self._held = None
-        for token, detail in (*held, *rest):
-            before = self._plain
-            text = self._detokenizer.feed((token,))
-            after = before + len(text) - self._marker_length.get(token, 0)
-            if before >= end and after > end:
-                return
-            self._note(token, detail, fragment)
-            self._give(text[: len(text) - max(0, after - end)], fragment, plain=min(after, end) - before)
+    def _echo(self, reply: Mapping[str, Any], piece: Piece) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        piece.text = self._job.prompt.echoed or ""
+        piece.token_ids = list(self._job.prompt.tokens)
+        if self._wants_prompt_log_probs:
+            piece.log_probs = _prompt_log_probs(self._tokenizer, self._job.prompt.tokens, reply)
 
-    def _rest(self, reply: Mapping[str, Any]) -> list[tuple[int, _Detail | None]]:
+    def _rest(self, reply: Mapping[str, Any]) -> list[_Token]:
         tokens: Sequence[int] = reply["generated_tokens"][self._received :]
         if not self._wants_log_probs:
             return [(token, None) for token in tokens]
@@ -142,44 +147,46 @@ class Answer:
             raise ApiError(500, "The engine's answer lacks log-probabilities of some tokens: try again.")
         return list(zip(tokens, details[skipped:], strict=False))
 
-    def _advance(self, token: int, detail: _Detail | None, fragment: Fragment) -> None:
-        self._received += 1
-        if self._held is not None:
-            self._take(*self._held, fragment)
-            self._held = None
-        if token in self._end_ids:
-            self._held = (token, detail)
-        else:
-            self._take(token, detail, fragment)
+    def _finish_at(self, end: int, rest: Iterable[_Token], piece: Piece) -> None:
+        """Take the tokens that begin before, or end no later than, character `end`; cut the text there."""
+        for token, detail in (*self._held, *rest):
+            before = self._plain
+            text = self._detokenizer.feed((token,))
+            after = before + len(text) - self._marker_length.get(token, 0)
+            if before >= end and after > end:
+                return
+            self._note(token, detail, piece)
+            self._add(text[: len(text) - max(0, after - end)], piece, plain=min(after, end) - before)
 
-    def _advance_all(self, tokens: Sequence[int], fragment: Fragment) -> None:
-        """The same as _advance for each token, at the cost of one."""
-        if not tokens:
-            return
+    def _advance(self, tokens: list[_Token], piece: Piece) -> None:
         self._received += len(tokens)
-        ready = [*(() if self._held is None else self._held[:1]), *tokens]
-        self._held = (ready.pop(), None) if ready[-1] in self._end_ids else None
-        fragment.token_ids += ready
-        self._give(self._detokenizer.feed(ready), fragment)
+        ready = [*self._held, *tokens]
+        self._held = [ready.pop()] if ready and ready[-1][0] in self._job.end_ids else []
+        self._take(ready, piece)
 
-    def _take(self, token: int, detail: _Detail | None, fragment: Fragment) -> None:
-        self._note(token, detail, fragment)
-        text = self._detokenizer.feed((token,))
-        self._give(text, fragment, plain=len(text) - self._marker_length.get(token, 0))
+    def _take(self, tokens: Iterable[_Token], piece: Piece) -> None:
+        if self._is_plain:
+            ids = [token for token, _ in tokens]
+            piece.token_ids += ids
+            self._add(self._detokenizer.feed(ids), piece)
+            return
+        for token, detail in tokens:
+            self._note(token, detail, piece)
+            text = self._detokenizer.feed((token,))
+            self._add(text, piece, plain=len(text) - self._marker_length.get(token, 0))
 
-    def _note(self, token: int, detail: _Detail | None, fragment: Fragment) -> None:
-        fragment.token_ids.append(token)
+    def _note(self, token: int, detail: _Detail | None, piece: Piece) -> None:
+        piece.token_ids.append(token)
         if detail is not None:
-            fragment.log_probs.append(TokenLogProb(token, *detail, self._offset))
+            piece.log_probs.append(TokenLogProb(token, *detail, self._offset))
 
-    def _give(self, text: str, fragment: Fragment, *, plain: int | None = None) -> None:
-        fragment.text += text
+    def _add(self, text: str, piece: Piece, *, plain: int | None = None) -> None:
+        piece.text += text
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain
 
 
-def prompt_log_probs(tokenizer: Tokenizer, prompt: Sequence[int], reply: Mapping[str, Any]) -> list[TokenLogProb]:
-    """Return the tokens of a prompt that is echoed; the first follows nothing and has no log-probability."""
+def _prompt_log_probs(tokenizer: Tokenizer, prompt: Sequence[int], reply: Mapping[str, Any]) -> list[TokenLogProb]:
     details = _details(reply.get("prompt_log_probs"), reply.get("prompt_top_n_logprobs"))
     if len(details) != len(prompt) - 1:
         raise ApiError(500, "The engine's answer lacks log-probabilities of the prompt: try again.")
@@ -210,7 +217,7 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer) -> dict
 def completion_log_probs(tokens: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return `logprobs` of a completion choice. The token itself is among the likeliest, whether it is likely or not.
 
-    A token that is part of a character is shown as bytes, so that no two parts look alike.
+    A token that is a part of a character is written as bytes, so that different parts have different texts.
     """
 
     def text(token: int) -> str:

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
-from megatron_runtime.server.openai.answer import completion_log_probs
-from megatron_runtime.server.openai.generation import Piece
+from megatron_runtime.server.openai.answer import Piece, completion_log_probs
+from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
 from megatron_runtime.server.openai.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -20,7 +20,7 @@ from megatron_runtime.server.openai.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 _TEXTS_AT_ONCE = 1024
-"""Tokens; other requests are served before the next ones become texts."""
+"""Tokens that are decoded before other requests run."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -31,7 +31,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise invalid_value("max_tokens", "0 leaves no answer; use at least 1, or echo for the prompt alone")
-    service.check_choices(len(body.prompt) * (body.n or 1))
+    service.check_choices(len(body.prompt) * (body.n or 1), tenant=request.state.tenant)
     characters = sum(len(item) for item in body.prompt if isinstance(item, str))
     prompts = await service.while_connected(request, _prompts(service, body, characters), characters=characters)
     options = Options(
@@ -46,22 +46,13 @@ async def create_completion(service: Service, request: Request) -> Response:
         if body.logprobs is not None:
             log_probs = completion_log_probs(piece.log_probs, service.prompts.tokenizer)
         fields = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
-        return {**fields, "token_ids": list(piece.token_ids)} if body.return_token_ids else fields
+        return {**fields, "token_ids": piece.token_ids} if body.return_token_ids else fields
 
-    return await service.respond(
-        request,
-        service.generation(body, prompts, options),
-        body,
-        id_prefix="cmpl",
-        object_type="text_completion",
-        chunk_type="text_completion",
-        choice=choice,
-        chunks=lambda piece: (choice(piece),),
-    )
+    return await respond(service, request, body, prompts, options, choice=choice, chunks=lambda piece: (choice(piece),))
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:
-    """characters: of all texts together; they decide where the texts are tokenized."""
+    """characters: of all texts together. If they are few, the texts are tokenized on the event loop."""
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
     found = []
     given: Sequence[str | list[int]] = body.prompt
@@ -81,7 +72,7 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int) -
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids of a text or of a conversation, as a prompt of it would have them."""
+    """Answer with the token ids that a prompt of a text or of a conversation has."""
     body = await service.read(request, TokenizeRequest)
     service.check_model(body.model)
     prompts = service.prompts

@@ -1,4 +1,4 @@
-"""From a validated request to the jobs that an engine gets: sampling parameters, structured output, token budgets."""
+"""Turns a validated request into jobs for the engines: sampling parameters, structured output, token budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_runtime.tokenization import Tokenizer
 
 MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
-"""Of one request, over all its choices: each choice is sent to the coordinator with its prompt and parameters."""
+"""Of all choices of one request: each choice is sent to the coordinator with its prompt and parameters."""
 
 _PASSED_ON = {
     "repetition_penalty": "repetition_penalty",
@@ -32,7 +32,7 @@ _PASSED_ON = {
     "streaming": "stream",
     "streaming_interval": "streaming_interval",
 }
-"""Request fields by the sampling parameter that has the same value."""
+"""Request fields by the sampling parameter of the same value."""
 _FIELD_NAMES = {
     **_PASSED_ON,
     "num_tokens_to_generate": "max_tokens",
@@ -40,24 +40,20 @@ _FIELD_NAMES = {
     "return_log_probs": "logprobs",
 }
 """Request fields by sampling parameter, for errors."""
-_KIND_OF_FIELD = {
+_GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
-    "json_": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
 }
+"""Kinds of structured output by request field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenized prompt.
 
-    param:  the field that it came from, for errors.
+    param:  the request field that has it, for errors.
     echoed: its text, if the answer begins with it.
     """
 
@@ -67,36 +63,12 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One choice to generate.
-
-    index:  its place in the answer.
-    end_ids: tokens that may end the answer and are not part of its text.
-    visible: special tokens that the answer shows as text.
-    counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
-    prefix: text put before the generated text (echo); None for none.
-    prompt_only: what is generated is not part of the answer.
-    tenant: the tenant that it counts against; empty: this server.
-    """
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    end_ids: frozenset[int]
-    visible: frozenset[int] = frozenset()
-    counts_prompt: bool = True
-    prefix: str | None = None
-    prompt_only: bool = False
-    tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the endpoints derive from their own fields.
+    """Options of a generation that come from fields of one endpoint.
 
     max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
     log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
-    forced_format: the structured output that tool_choice needs; None means the one that the request asks for.
+    forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
     tenant:        the tenant that the jobs count against, and whose part of the prefix cache they use.
     """
@@ -107,6 +79,30 @@ class Options:
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
     tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice to generate.
+
+    index:   its place in the answer.
+    end_ids: tokens that may end the answer and are not part of its text.
+    visible: special tokens that the answer shows as text.
+    counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
+    """
+
+    index: int
+    prompt: Prompt
+    params: SamplingParams
+    options: Options
+    end_ids: frozenset[int]
+    visible: frozenset[int]
+    counts_prompt: bool
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the generated tokens are not part of the answer."""
+        return self.options.max_tokens == 0
 
 
 def jobs_of(
@@ -121,8 +117,8 @@ def jobs_of(
     """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
 
     sequence_limit: most tokens of prompt and answer together.
-    cache_salt:     the salt of the prefix cache; that of the request itself is not used.
-    Raises ApiError 400 for a prompt that is too long, and for sampling parameters that are wrong.
+    cache_salt:     the salt of the prefix cache, in place of that of the request.
+    Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
     """
     choices = request.n or 1
     own_format = structured_output(request)
@@ -144,30 +140,27 @@ def jobs_of(
     for place, prompt in enumerate(prompts):
         budget = _budget(prompt, options.max_tokens, limit=sequence_limit)
         for choice in range(choices):
-            # The copy shares the lists and maps, which were validated once.
+            # The copies share the lists and maps, which are validated once.
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
             params.seed = choice_seed(request.seed, choice=choice)
-            jobs.append(
-                Job(
-                    index=place * choices + choice,
-                    prompt=prompt.tokens,
-                    params=params,
-                    end_ids=end_ids,
-                    visible=visible,
-                    counts_prompt=choice == 0,
-                    prefix=prompt.echoed,
-                    prompt_only=options.max_tokens == 0,
-                    tenant=options.tenant,
-                )
+            job = Job(
+                index=place * choices + choice,
+                prompt=prompt,
+                params=params,
+                options=options,
+                end_ids=end_ids,
+                visible=visible,
+                counts_prompt=choice == 0,
             )
+            jobs.append(job)
     return jobs, field_names
 
 
 def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] | None:
     """Return the output format as SamplingParams has it, and the request field that asks for it; None for free text.
 
-    Raises ApiError 400 for a format that no grammar can be made of.
+    Raises ApiError 400 for a format without a grammar.
     """
     response_format, outputs = request.response_format, request.structured_outputs
     if response_format is not None and response_format.type != "text":
@@ -175,13 +168,14 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
         kind = "json_object" if schema is None else "json_schema"
         return _checked_format(kind, schema, "response_format"), "response_format"
     if outputs is not None:
-        given = [name for name in type(outputs).model_fields if getattr(outputs, name) not in (None, False)]
+        given = {name: value for name, value in outputs if value not in (None, False)}
         if len(given) != 1:
             raise invalid_value("structured_outputs", "give exactly one of json, regex, choice, grammar, json_object")
-        value = getattr(outputs, given[0])
-        return _checked_format(_KIND_OF_FIELD[given[0]], value, "structured_outputs"), "structured_outputs"
-    for name, kind in _KIND_OF_FIELD.items():
-        if (value := getattr(request, name, None)) is not None:
+        ((name, value),) = given.items()
+        kind = "json_schema" if name == "json_" else name
+        return _checked_format(kind, value, "structured_outputs"), "structured_outputs"
+    for name, kind in _GUIDED_FIELDS.items():
+        if (value := getattr(request, name)) is not None:
             return _checked_format(kind, value, name), name
     return None
 
@@ -210,7 +204,7 @@ def _checked_format(kind: str, value: Any, field: str) -> dict[str, Any]:
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
-    """Return the 64-bit seed of one of n choices: the given one for the first, derived and independent for the rest."""
+    """Return the 64-bit seed of one of n choices: the given seed for the first, an independent one for each other."""
     if seed is None:
         return None
     seed &= (1 << 64) - 1
@@ -221,7 +215,7 @@ def choice_seed(seed: int | None, *, choice: int) -> int | None:
 
 
 def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others: Any) -> SamplingParams:
-    """Return the parameters that all choices share. What the request leaves out has the default of SamplingParams.
+    """Return the parameters that all choices share. A field that the request omits has the default of SamplingParams.
 
     others: sampling parameters that do not follow from the request alone.
     """
@@ -246,31 +240,30 @@ def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others:
     try:
         return SamplingParams(**{name: value for name, value in chosen.items() if value not in (None, [], {})})
     except InvalidSamplingParamsError as error:
-        raise ApiError(
-            400, f"{error}.", param=_FIELD_NAMES.get(error.field, error.field), code="invalid_value"
-        ) from error
+        param = _FIELD_NAMES.get(error.field, error.field)
+        raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:
-    """Raise ApiError 400 that names the first token id outside the vocabulary."""
+    """Raise ApiError 400 with the first token id outside the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
         outside = next(token for token in tokens if not 0 <= token < tokenizer.vocab_size)
         raise invalid_value(param, f"token id {outside} is not in 0..{tokenizer.vocab_size - 1}")
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
-    """Most tokens to generate: at least one, so that an engine has something to do."""
+    """Return the most tokens to generate: at least one, because an engine takes no request for none."""
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted
-    room = limit - len(prompt.tokens)
-    if room < 1:
+    available = limit - len(prompt.tokens)
+    if available < 1:
         raise context_length_error(prompt_length=len(prompt.tokens), limit=limit, param=prompt.param)
-    return room if wanted is None else min(wanted, room)
+    return available if wanted is None else min(wanted, available)
 
 
 def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, format_field: str) -> None:
-    """Raise ApiError 400 for a small body that would become a large amount of work."""
+    """Raise ApiError 400 for a small body whose jobs together are large."""
     try:
         each = len(pack(shared.serialize()))
     except OverflowError as error:

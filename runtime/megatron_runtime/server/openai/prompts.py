@@ -1,7 +1,7 @@
-"""Prompts as tokens: tokenization and rendering beside the event loop, with bounds on what runs and what waits.
+"""Tokenization of prompts and rendering of conversations, off the event loop and with bounded queues.
 
-The work runs in threads of three lanes, first in, first out: rendering of conversations, tokenization of texts up to
-MAX_MEDIUM_BYTES, and of longer ones. So a text of a few kilobytes never waits for megabytes.
+The work runs in three thread pools ("lanes"), first in, first out: rendering of conversations, tokenization of texts up
+to MAX_MEDIUM_BYTES, and tokenization of longer texts. So a text of a few kilobytes never waits for megabytes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusabl
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
 TEXT_TOKENIZED_IN_PLACE = 4096
-"""Characters; longer texts are tokenized in a thread of `TextWork`, while the event loop serves other requests."""
+"""Characters. Longer texts are tokenized in a thread of `TextWork`, while the event loop serves other requests."""
 MAX_MEDIUM_BYTES = 64 * 1024
 """A text of this length is tokenized in about 50 ms."""
 MAX_HELD_BYTES = 64 * 1024 * 1024
-"""Text that is being tokenized or rendered, or waits for it, in a server process; beyond that 503."""
+"""Text of a server process that is tokenized or rendered now, or waits for it; beyond that 503."""
 MAX_WAIT_SECONDS = 30.0
-"""A request that has not been tokenized by then is answered with 503."""
+"""A request that has not been tokenized after this time is answered with 503."""
 _DECODED_AT_ONCE = 256
-"""Tokens; other requests are served before the next ones are decoded."""
+"""Tokens that are decoded before other requests run."""
 
 _T = TypeVar("_T")
 
 
 class Lane(Enum):
-    """Value: how many run at once."""
+    """A thread pool. Value: its number of threads."""
 
     RENDER = RENDERERS
     MEDIUM = 3
@@ -53,24 +53,20 @@ class TextWork:
         self._max_held_bytes = max_held_bytes
         self._max_wait_seconds = max_wait_seconds
         self._lock = threading.Lock()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._threads = {lane: ThreadPoolExecutor(lane.value, f"text-{lane.name.lower()}") for lane in Lane}
 
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
     async def run(self, lane: Lane, size: int, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, called in a thread of `lane`. A caller that leaves removes work that waits.
+        """Return the result of `work`, called in a thread of `lane`. A cancelled caller removes work that waits.
 
         size: bytes of text that it holds.
-        Raises ApiError 503 when too much is held already, or the wait was too long, and what `work` raises.
+        Raises ApiError 503 if too much text is held already or the wait was too long, and what `work` raises.
         """
         with self._lock:
-            if self._held_bytes and self._held_bytes + size > self._max_held_bytes:
+            if self.held_bytes and self.held_bytes + size > self._max_held_bytes:
                 message = f"This server has {self._max_held_bytes} bytes of text to tokenize already: try again."
                 raise try_again(503, message, code="too_much_text")
-            self._held_bytes += size
+            self.held_bytes += size
         future = self._threads[lane].submit(work)
         future.add_done_callback(lambda _: self._release(size))
         try:
@@ -86,7 +82,7 @@ class TextWork:
 
     def _release(self, size: int) -> None:
         with self._lock:
-            self._held_bytes -= size
+            self.held_bytes -= size
 
 
 class Prompts:
@@ -106,10 +102,10 @@ class Prompts:
     ) -> list[int]:
         """Return the tokens of a text.
 
-        param:    the field that it came from, for errors.
-        in_place: on the event loop; None means for a short text.
-        Raises ApiError 400 for a text that cannot be tokenized, or that is longer than the sequence limit whatever its
-        tokens are, and 503 if too much text waits to be tokenized.
+        param:    the request field that has it, for errors.
+        in_place: tokenize on the event loop; None means if the text is short.
+        Raises ApiError 400 for a text that cannot be tokenized or whose least number of tokens exceeds the sequence
+        limit, and 503 if too much text waits to be tokenized.
         """
         encode = partial(self._encode, text, param=param, add_special=add_special)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
@@ -140,7 +136,7 @@ class Prompts:
         return await self.encode(text, param="messages", add_special=False)
 
     async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of tokens, however many there are, between other requests."""
+        """Return the text of tokens. Other requests run in between, however many tokens there are."""
         detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
         parts = []
         for start in range(0, len(tokens), _DECODED_AT_ONCE):

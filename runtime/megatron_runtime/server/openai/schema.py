@@ -1,4 +1,4 @@
-"""Request bodies as the OpenAI API defines them, with what this server adds and what it does not offer.
+"""Request bodies of the OpenAI API, with the fields that this server adds and those that it does not offer.
 
 A field that would change the answer and is not offered is rejected by name. A field that only annotates is accepted.
 Every list and map has a maximum length, and validation stops at its first wrong element.
@@ -7,9 +7,10 @@ Every list and map has a maximum length, and validation stops at its first wrong
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,7 +44,7 @@ MAX_TEMPLATE_VARIABLES = 64
 MAX_SCHEMA_KEYS = 4096
 
 FREE_JSON = "bounded by JsonScan"
-"""Marks JSON of any shape: JsonScan bounds its depth and size before the body is parsed."""
+"""Marks JSON of any structure: JsonScan limits its depth and size before the body is parsed."""
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 NonEmpty = Annotated[StrictStr, Field(min_length=1)]
@@ -53,28 +54,38 @@ Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-"""Ids of any sign: the check against the vocabulary names those that are out of range."""
+"""Ids of any sign: the check against the vocabulary reports those that are out of range."""
 JsonValue = Annotated[Any, FREE_JSON]
 JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
 JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
 Discarded = Annotated[Any, BeforeValidator(lambda _: None)]
-"""A field that is accepted without effect: its value is dropped, whatever it is."""
+"""A field that is accepted without effect: its value, of any type, is dropped."""
 
 
 def only(*neutral: Any) -> BeforeValidator:
-    """Return a validator for a field that is not offered: only null and `neutral`, which ask for nothing, pass."""
+    """Return a validator for a field that is not offered. It accepts null and `neutral`, which change nothing."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
-        if value is None or any(
-            value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-        ):
+        # True equals 1 in Python.
+        if value is None or any(value == item and (value is True) == (item is True) for item in neutral):
             return value
         remedy = " or use " + " or ".join(map(repr, neutral)) if neutral else ""
         raise ValueError(f"{info.field_name} is not offered by this server: leave it out{remedy}")
 
     return BeforeValidator(check)
+
+
+def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
+    """Return a validator that rejects a value unless the field `other`, which is above this one, is `wanted`."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get(other) != wanted:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
 class Body(BaseModel):
@@ -115,7 +126,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The same formats under one field. Exactly one is given."""
+    """The formats of the guided_ fields under one field. Exactly one is given."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
@@ -125,7 +136,14 @@ class StructuredOutputs(Body):
 
 
 class GenerationRequest(Body):
-    """The fields of completions and chat completions. A validator sees the fields above its own."""
+    """The common fields of completions and chat completions. A validator has access to the fields above its own.
+
+    answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
+    """
+
+    answer_id: ClassVar[str]
+    answer_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     model: Name
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -133,14 +151,16 @@ class GenerationRequest(Body):
     top_p: Probability | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[
+        StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
+    ] = None
     stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
     seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
 
-    # Beyond OpenAI, under the names that other servers use.
+    # Additions to OpenAI's fields, under the names that other servers use.
     top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
@@ -155,15 +175,15 @@ class GenerationRequest(Body):
     priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = None
 
-    # At most one of these.
+    # At most one of these is given.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | StrictBool | StrictStr | None = None
+    guided_json: JsonSchema | StrictStr | None = None
     guided_regex: NonEmpty | None = None
     guided_choice: GuidedChoice | None = None
     guided_grammar: NonEmpty | None = None
 
-    # Annotations: accepted, without effect on the answer.
+    # Annotations, without effect on the answer.
     user: Discarded = None
     metadata: Discarded = None
     store: Discarded = None
@@ -195,13 +215,6 @@ class GenerationRequest(Body):
             raise ValueError(f"each string needs 1 to {MAX_STOP_CHARACTERS} characters")
         return strings
 
-    @field_validator("stream_options")
-    @classmethod
-    def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("stream_options is allowed only with stream: true")
-        return value
-
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
@@ -218,7 +231,9 @@ class GenerationRequest(Body):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. max_tokens may be 0 with echo: the prompt alone, for its log-probabilities."""
+    """POST /v1/completions. With echo max_tokens may be 0, for the prompt and its log-probabilities alone."""
+
+    answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     prompt: (
@@ -233,7 +248,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """One prompt or several, as text or as token ids: always a list of prompts afterwards."""
+        """Return a list of prompts, from one prompt or several, as text or as token ids."""
         prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
         if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
             raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
@@ -247,7 +262,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class Function(Body):
-    """One function. `strict` is accepted: arguments follow the schema whenever the call itself is forced."""
+    """One function. `strict` changes nothing: arguments follow the schema if tool_choice forces the call."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
     description: str | None = None
@@ -286,7 +301,7 @@ class NamedTool(Body):
 
 
 class CalledFunction(BaseModel):
-    """A call as a conversation carries it."""
+    """The function of a call in a conversation."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -316,7 +331,7 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Templates write arguments out themselves, so they get them as an object."""
+        """Return the call with its arguments as an object, which templates format themselves."""
         arguments = load_json(self.function.arguments or "{}")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -325,11 +340,14 @@ _ABSENT = object()
 
 
 class ChatMessage(Body):
-    """One message of a conversation. Fields that SDKs echo back from an answer (`refusal`, …) are dropped."""
+    """One message of a conversation. Fields that SDKs copy from an answer (`refusal`, …) are dropped."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None,
+        only_with("role", "assistant", "only messages of role 'assistant' have tool_calls: leave it out"),
+    ] = None
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
     function_call: Annotated[Any, FREE_JSON, only()] = None
@@ -357,13 +375,6 @@ class ChatMessage(Body):
             return "\n".join(_text_of_part(part) for part in value)
         raise ValueError("expected a string or a non-empty list of text parts")
 
-    @field_validator("tool_calls")
-    @classmethod
-    def _is_of_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("role") != "assistant":
-            raise ValueError("only messages of role 'assistant' have tool_calls: leave it out")
-        return value
-
     @field_validator("tool_call_id")
     @classmethod
     def _answers_a_call(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -374,7 +385,7 @@ class ChatMessage(Body):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; `developer` is the newer name of `system`."""
+        """Return the message as chat templates expect it; `developer` is the newer name of `system`."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
@@ -396,6 +407,8 @@ def _text_of_part(part: Any) -> str:
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -403,7 +416,10 @@ class ChatRequest(GenerationRequest):
     return_tokenized_data: StrictBool | None = None
     return_raw_text: StrictBool | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[
+        Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+        only_with("logprobs", True, "top_logprobs is allowed only with logprobs: true"),
+    ] = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -417,13 +433,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[Any, FREE_JSON, only()] = None
     verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
     moderation: Annotated[Any, FREE_JSON, only()] = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise ValueError("top_logprobs is allowed only with logprobs: true")
-        return value
 
     @field_validator("tools")
     @classmethod
@@ -448,14 +457,14 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model may call."""
+        """Return the tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(Body):
-    """POST /v1/tokenize: either `prompt`, or `messages` with what belongs to them.
+    """POST /v1/tokenize: either `prompt`, or `messages` and their options.
 
-    add_special_tokens: put what the model expects before a prompt, such as its begin-of-sequence token.
+    add_special_tokens: add the special tokens that the model expects, such as its begin-of-sequence token.
     return_token_strs:  answer with the text of each token too.
     """
 

@@ -1,31 +1,27 @@
-"""`Service`, the state that all routes share: admission, bodies, tenants, readiness."""
+"""`Service`, the state that all routes share: open requests, bodies, tenants, readiness."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
 
-from megatron_runtime.server.auth import ApiKeys, tenant_salt
-from megatron_runtime.server.errors import ApiError, from_validation, invalid_value, shown, try_again
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.server.auth import ApiKeys
+from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
-from megatron_runtime.server.openai.generation import Backend, Generation, Piece
-from megatron_runtime.server.openai.jobs import MAX_JOBS, Options, Prompt, jobs_of
+from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
-from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.streaming import EventStream, until_disconnect
+from megatron_runtime.server.streaming import until_disconnect
 from megatron_runtime.server.tools import ToolParser
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -36,11 +32,11 @@ _T = TypeVar("_T")
 class Service:
     """One per server process.
 
-    tool_parser: reads the calls in answers; None if tools are not offered.
+    tool_parser: parses the calls in answers; None if tools are not offered.
     """
 
     settings: ServerSettings
-    backend: Backend
+    client: InferenceClient
     prompts: Prompts
     metrics: ServerMetrics
     api_keys: ApiKeys
@@ -50,17 +46,17 @@ class Service:
     in_flight: int = 0
     """Open HTTP requests, probes included."""
     in_flight_by_tenant: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Open HTTP requests that carry an API key, or could."""
+    """Open HTTP requests of routes that check the API key."""
     body_bytes: int = 0
-    """Of request bodies that are not complete yet."""
+    """Of incomplete request bodies."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the drain time is over: what is still open is answered with an error."""
+    """Set when the drain time is over: requests that are still open are answered with an error."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def missing(self) -> list[str]:
-        """Return what keeps this server from being ready, one phrase each."""
+        """Return the reasons why this server is not ready, one phrase each."""
         missing = []
-        if not self.backend.connected:
+        if not self.client.connected:
             where = f" at {self.settings.coordinator}" if self.settings.coordinator else ""
             missing.append(f"connection to the coordinator{where}")
         if self.draining:
@@ -68,14 +64,10 @@ class Service:
         return missing
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for another model than the one served. None: the request names no model."""
+        """Raise ApiError 404 unless the model is the one served. None: the request names no model."""
         if name is not None and name != self.settings.served_name:
-            raise ApiError(
-                404,
-                f"The model {shown(name)} does not exist: this server offers {self.settings.served_name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"The model {shown(name)} does not exist: this server offers {self.settings.served_name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
         """Return the validated body. Raises ApiError 400, 413 or 415."""
@@ -88,7 +80,7 @@ class Service:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
     async def _body(self, request: Request, scan: JsonScan) -> bytes:
-        """Return the body. Bodies of all requests together are limited while they arrive."""
+        """Return the body. While bodies arrive, the total size of all of them is limited."""
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
         declared = request.headers.get("content-length", "")
@@ -113,88 +105,17 @@ class Service:
         return b"".join(chunks)
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
-        """Await work for a request. Tokenization of a long text is cancelled when the client disconnects.
+        """Await tokenization for a request. Tokenization of a long text is cancelled when the client disconnects.
 
-        characters: of text to tokenize.
+        characters: length of the text.
         """
         if characters <= TEXT_TOKENIZED_IN_PLACE:
             return await work
-        return await until_disconnect(request, work, expired=self.expired)
-
-    def generation(self, request: GenerationRequest, prompts: Sequence[Prompt], options: Options) -> Generation:
-        """Return the jobs of a request, ready to run.
-
-        Raises ApiError 400 for a prompt that is too long or wrong sampling parameters, 429 if too many are open.
-        """
-        choices = len(prompts) * (request.n or 1)
-        self.check_choices(choices)
-        self._check_room(self.metrics.open_requests, tenant=options.tenant, more=choices)
-        if request.priority and not self.settings.allow_priority:
-            problem = (
-                f"{request.priority} is not 0, and this server lets no request choose its priority. Leave the field "
-                "out, or start the server with --allow-priority (spec.server.allowPriority)"
-            )
-            raise invalid_value("priority", problem)
-        jobs, field_names = jobs_of(
-            request,
-            prompts,
-            options,
-            tokenizer=self.prompts.tokenizer,
-            sequence_limit=self.prompts.sequence_limit,
-            cache_salt=tenant_salt("" if self.settings.share_prefix_cache else options.tenant, request.cache_salt),
-        )
-        return Generation(
-            backend=self.backend,
-            tokenizer=self.prompts.tokenizer,
-            metrics=self.metrics,
-            jobs=jobs,
-            field_names=field_names,
-            coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
-        )
-
-    @staticmethod
-    def check_choices(choices: int) -> None:
-        """Raise ApiError 400 for more choices than one request may have."""
-        if choices > MAX_JOBS:
-            raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
-
-    async def respond(
-        self,
-        request: Request,
-        generation: Generation,
-        body: GenerationRequest,
-        *,
-        id_prefix: str,
-        object_type: str,
-        chunk_type: str,
-        choice: Callable[[Piece], dict[str, Any]],
-        chunks: Callable[[Piece], Iterable[dict[str, Any]]],
-    ) -> Response:
-        """Run the jobs and return the answer, whole or as a stream of events.
-
-        object_type, chunk_type: `object` of a whole answer and of an event.
-        choice, chunks: make the JSON of a choice of the whole answer from its only piece, of an event from one of many.
-        """
-        base = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
-        if body.stream:
-            events = _events({"object": chunk_type, **base}, generation, chunks, include_usage=body.include_usage)
-            return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
-        pieces = await until_disconnect(request, generation.collect(), expired=self.expired)
-        usage = generation.usage
-        fields = {"object": object_type, **base, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
-        encoded = []
-        for piece in pieces:
-            encoded.append(to_json(choice(piece)))
-            await asyncio.sleep(0)  # other requests run between the choices
-        content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
-        return Response(content, media_type="application/json")
+        return await until_disconnect(request.receive, work, expired=self.expired)
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Count one HTTP request as open.
-
-        state: of the request; identify() notes its tenant there.
-        """
+        """Count one HTTP request as open. state: of the request, with the tenant that identify() finds."""
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -209,7 +130,7 @@ class Service:
                     del self.in_flight_by_tenant[tenant]
 
     def identify(self, request: Request) -> None:
-        """Note the tenant of a request in its state. Raises ApiError 401 if it carries none of the API keys."""
+        """Write the tenant of a request into its state. Raises ApiError 401 if it carries none of the API keys."""
         tenant = self.api_keys.tenant(request.headers.get("authorization", ""))
         if tenant is None:
             message = "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'."
@@ -222,35 +143,23 @@ class Service:
             await self._idle.wait()
 
     def check_in_flight(self, *, tenant: str) -> None:
-        """Raise ApiError 429 for a new request if too many are open, those that wait for a coordinator included."""
-        self._check_room(self.in_flight_by_tenant, tenant=tenant, more=0)
+        """Raise ApiError 429 for a new request if too many are open, including those that wait for a coordinator."""
+        self._check_capacity(self.in_flight_by_tenant, tenant=tenant, more=0)
 
-    def _check_room(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
-        """Raise ApiError 429 if `more` would be too many beside those that are open.
+    def check_choices(self, choices: int, *, tenant: str) -> None:
+        """Raise ApiError 400 for more choices than one request may have, 429 if too many choices are open."""
+        if choices > MAX_JOBS:
+            raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
+        self._check_capacity(self.metrics.open_requests, tenant=tenant, more=choices)
+
+    def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
+        """Raise ApiError 429 if `more` and the open ones together would be too many.
 
         A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
-        keeps others out, and at most twice the limit is open.
+        blocks others, and at most twice the limit is open.
         """
         limit = self.settings.max_open_requests
         share = limit // len({*open_by_tenant, tenant})
         if open_by_tenant.total() + more > limit and open_by_tenant[tenant] + more > share:
             message = f"This server has {limit} requests open, or would have: try again."
             raise try_again(429, message, code="too_many_requests")
-
-
-async def _events(
-    base: dict[str, Any],
-    generation: Generation,
-    chunks: Callable[[Piece], Iterable[dict[str, Any]]],
-    *,
-    include_usage: bool,
-) -> AsyncGenerator[dict[str, Any]]:
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    async with aclosing(generation.stream()) as pieces:
-        async for piece in pieces:
-            fingerprint = generation.usage.fingerprint
-            for chunk in chunks(piece):
-                yield {**base, "system_fingerprint": fingerprint, "choices": [chunk], **usage}
-    if include_usage:
-        fingerprint = generation.usage.fingerprint
-        yield {**base, "system_fingerprint": fingerprint, "choices": [], "usage": generation.usage.as_json()}

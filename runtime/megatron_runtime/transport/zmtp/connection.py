@@ -38,6 +38,9 @@ _HANDSHAKE_BYTES = 4096
 class Owner(Protocol):
     """The ROUTER or DEALER that a connection belongs to. Its methods are callbacks of the connection."""
 
+    handler_errors: int
+    """Messages on which received() raised an exception. They are dropped."""
+
     def opened(self, connection: Connection) -> None:
         """The connection exists; its handshake has not begun."""
 
@@ -45,10 +48,7 @@ class Owner(Protocol):
         """The handshake is over. Returns the name of the connection. Raises ViolationError."""
 
     def received(self, peer: PeerId, frames: Frames) -> None:
-        """A message arrived. If this raises an exception, failed() is called."""
-
-    def failed(self, frames: Frames) -> None:
-        """received() raised the exception that is being handled."""
+        """A message arrived."""
 
     def flush_soon(self, connection: Connection) -> None:
         """The connection has messages to send: call its flush() in this iteration of the loop."""
@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
                 try:
                     self._received(self.peer, message)
                 except Exception:
-                    self._owner.failed(message)
+                    self._handler_failed(message)
             else:
                 self._handle_frame(flags, body)
             if self._transport.is_closing():
@@ -218,7 +218,11 @@ class Connection(asyncio.Protocol):
         try:
             self._received(self.peer, message)
         except Exception:
-            self._owner.failed(message)
+            self._handler_failed(message)
+
+    def _handler_failed(self, message: Frames) -> None:
+        self._owner.handler_errors += 1
+        logger.exception("handler failed on a message of %d frames; the message is dropped", len(message))
 
     def _shake_hands(self, flags: int, command: bytes) -> None:
         if not flags & COMMAND:

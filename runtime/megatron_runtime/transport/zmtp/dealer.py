@@ -150,10 +150,6 @@ class Dealer:
         if self._connection is not None:
             self._on_message(message)
 
-    def failed(self, message: Frames) -> None:
-        self.handler_errors += 1
-        logger.exception("handler failed on a message of %d frames; the message is dropped", len(message))
-
     def flush_soon(self, connection: Connection) -> None:
         asyncio.get_running_loop().call_soon(connection.flush)
 

@@ -39,7 +39,7 @@ class Router:
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
                   peer ended it, by a FIN or RST, as the system sends for a process that ends.
-    on_refused:   called for each connection that ends because its keys do not open the port.
+    on_rejected:  called for each connection that ends because its keys do not open the port.
     check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
     type, last_endpoint: as those of a zmq.Socket.
     """
@@ -52,7 +52,7 @@ class Router:
         handshake: Callable[[bytes], Handshake],
         on_message: Callable[[PeerId, Frames], None],
         on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None,
-        on_refused: Callable[[], None] = lambda: None,
+        on_rejected: Callable[[], None] = lambda: None,
         max_message_bytes: int,
         send_buffer_bytes: int,
         check_seconds: float,
@@ -65,7 +65,7 @@ class Router:
         self._handshake = handshake
         self.received = on_message
         self._on_gone = on_gone
-        self._on_refused = on_refused
+        self._on_rejected = on_rejected
         self._max_message_bytes = max_message_bytes
         self._send_buffer_bytes = send_buffer_bytes
         self._check_seconds = check_seconds
@@ -187,10 +187,6 @@ class Router:
         self._connections[peer] = connection
         return peer
 
-    def failed(self, frames: Frames) -> None:
-        self.handler_errors += 1
-        logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
-
     def flush_soon(self, connection: Connection) -> None:
         if not self._unsent:
             self._loop.call_soon(self.flush)
@@ -209,7 +205,7 @@ class Router:
         if violation is not None:
             logger.debug("a connection on port %d was ended: %s", self._number, violation)
         if isinstance(violation, NotAdmittedError):
-            self._on_refused()
+            self._on_rejected()
         if not self._all:
             self._ended.set()
 

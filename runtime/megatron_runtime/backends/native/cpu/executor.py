@@ -1,15 +1,23 @@
-"""An executor that runs a model on the CPU, in compiled steps where they exist, else in torch operators."""
+"""An executor that runs a model on the CPU, in compiled steps if it has them, else in torch operators.
+
+T tokens, n rows, N tokens whose logits are needed, S cached tokens of the longest row of a group (whole pages),
+X tokens of a page.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from megatron_runtime.backends.native.cpu.forward import forward, lay_out, logits_of_step
-from megatron_runtime.backends.native.executor import StepPlan
+from megatron_kernels.cpu.sizes import UNIT
+from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
@@ -19,18 +27,23 @@ from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import select_numbers
-from megatron_runtime.models.native_decoder import build_decoder
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 ForwardPass = Callable[[StepPlan, torch.Tensor], ForwardStep]
+
+MAX_PADDED_TOKENS = 128
+"""A decode group is split if its padding costs more than the operations of another group. Measured with a 135M model in
+float32 on one thread, both cost the same between 64 and 256 padded tokens."""
 
 
 class CpuExecutor(TorchExecutor):
     """A TorchExecutor on the CPU.
 
-    dtype:           "auto" (bfloat16 where the CPU computes in it, else float32), "float32", "bfloat16"; "int8" and
-                     "int4" where steps run compiled.
-    batch_invariant: use the operators whose float32 results do not depend on what runs beside a request.
-    make_forward:    returns the forward pass of a model, in place of this module's own.
+    dtype:           "auto" (bfloat16 if the CPU has instructions for it, else float32), "float32", "bfloat16"; "int8"
+                     and "int4" in compiled steps.
+    batch_invariant: use the operators whose float32 results do not depend on the other requests of a step.
+    make_forward:    returns the forward pass of a model, instead of this module's forward().
     """
 
     def __init__(
@@ -49,7 +62,7 @@ class CpuExecutor(TorchExecutor):
         self._make_forward = make_forward
         self._run: ForwardPass | None = None
         if batch_invariant and dtype not in ("auto", "float32"):
-            raise ValueError(f"dtype={dtype!r}: batch_invariant=True is for float32: use float32 or auto")
+            raise ValueError(f"dtype={dtype!r}: batch_invariant=True needs float32: use float32 or auto")
         numbers = select_numbers("float32" if batch_invariant else dtype)
         super().__init__(
             source,
@@ -57,7 +70,7 @@ class CpuExecutor(TorchExecutor):
             device=torch.device("cpu"),
             dtype=numbers.activations,
             cache_dtype=numbers.cache,
-            linears=(lambda: BatchInvariantLinears(torch.float32)) if batch_invariant else numbers.linears,
+            linears=BatchInvariantLinears if batch_invariant else numbers.linears,
             require_memory=require_memory,
             kv_cache_memory=kv_cache_memory,
             **options,
@@ -73,20 +86,18 @@ class CpuExecutor(TorchExecutor):
         else:
             shard = groups.shard if groups is not None else None
             self.model = build_decoder(config, weights, shard=shard, collectives=groups)
-        if self._make_forward is not None:
-            self._run = self._make_forward(self.model, self.dtype)
+        make_forward = self._make_forward or (lambda model, dtype: partial(forward, model, dtype=dtype))
+        self._run = make_forward(self.model, self.dtype)
 
     def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        if self._run is not None:
-            return self._run(plan, cache_LPXE)
-        assert self.model is not None, "cache_LPXE is only there with the weights"
-        return forward(self.model, plan, cache_LPXE, dtype=self.dtype)
+        assert self._run is not None, "execute() checks that the weights are loaded"
+        return self._run(plan, cache_LPXE)
 
     def _forward_part(
         self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
     ) -> ForwardStep | None:
         model, shard, hidden = self.model, groups.shard, self.model_config.hidden_size
-        assert model is not None, "cache_LPXE is only there with the weights"
+        assert model is not None, "execute() checks that the weights are loaded"
         layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
         groups.begin(batch.tokens_of_experts)
         if shard.has_embedding:
@@ -100,9 +111,169 @@ class CpuExecutor(TorchExecutor):
         return logits_of_step(model, layout, x_TD)
 
     def _trim_memory(self) -> None:
-        """Only glibc must be asked: weights and cache are in no reference cycle, so the last reference frees them. A
-        garbage collection would stop the heartbeats of an engine in a program with a large heap.
+        """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
+        which would delay the heartbeats of an engine with a large heap.
         """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+@torch.inference_mode()
+def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
+    """Compute the plan's tokens and write their keys and values to the cache. dtype: of the model's activations."""
+    page_size = cache_LPXE.shape[2]
+    if isinstance(model, NativeDecoder) and page_size % UNIT == 0:  # compiled attention reads UNIT tokens at a time
+        return _forward_compiled(model, plan, cache_LPXE)
+    layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
+    x_TD = model.embed(layout.token_ids_T)
+    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+    return logits_of_step(model, layout, x_TD)
+
+
+def logits_of_step(model: DecoderModel, layout: StepLayout, x_TD: torch.Tensor) -> ForwardStep:
+    """Return the output of a step, given the hidden states after the last layer."""
+    sampled = len(layout.sampled_rows)
+    x_ND = model.finish(x_TD, layout.logit_rows_N)
+    logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+    return ForwardStep(layout.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, layout.targets)
+
+
+def _forward_compiled(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+    ends = plan.query_lengths.cumsum(dtype=np.int64)
+    sampled_rows = np.flatnonzero(plan.needs_sample)
+    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
+    x_ND, rows, targets, end = None, [], [], 0
+    for row, tokens in plan.sampling.prompt_targets.items():
+        rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
+        targets.append((row, slice(end, end + len(tokens))))
+        end += len(tokens)
+    if rows:
+        x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
+    return ForwardStep(sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model.logits, x_ND, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """The model's arguments for one step: rows with one new token in groups of similar length, then prompts.
+
+    logit_rows_N: tokens whose logits are needed: one for each of sampled_rows, then those of `targets`.
+    sampled_rows, targets: as in ForwardStep.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    logit_rows_N: torch.Tensor
+    attention: AttentionBatch
+    sampled_rows: Int64
+    targets: list[tuple[int, slice]]
+
+
+def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> StepLayout:
+    """Return the layout of `plan`.
+
+    dtype:  of the attention masks, the same as the model's.
+    window: tokens that a layer with a sliding window attends to; None for a model without such layers.
+    """
+    lengths = plan.context_lengths.astype(np.int64)
+    is_decode = plan.query_lengths == 1
+    decodes = np.flatnonzero(is_decode)
+    decodes = decodes[np.argsort(-lengths[decodes], kind="stable")]
+    rows = np.concatenate([decodes, np.flatnonzero(~is_decode)])
+    counts = plan.query_lengths[rows].astype(np.int64)
+    ends = counts.cumsum()
+    first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
+    order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(len(plan.token_ids))
+    groups = [slice(start, stop) for start, stop in _decode_groups(-(-lengths[decodes] // page_size), page_size)]
+
+    def attention(masks: _Masks, local: AttentionBatch | None) -> AttentionBatch:
+        decoded = [masks.decode_group(part, lengths[rows[part]], plan.block_tables[rows[part]]) for part in groups]
+        prefilled = [
+            masks.prefill_chunk(slice(ends[i] - counts[i], ends[i]), int(lengths[rows[i]]), plan.block_tables[rows[i]])
+            for i in range(len(decodes), len(rows))
+        ]
+        return AttentionBatch(cache_rows_T, decoded, prefilled, local)
+
+    cache_rows_T = torch.from_numpy(plan.slot_mapping[order_T])
+    local = None
+    if window is not None and lengths.max() > window:
+        local = attention(_Masks(page_size, dtype, window), None)
+    is_sampled = plan.needs_sample[rows]
+    logit_rows = [ends[is_sampled] - 1]
+    targets, end = [], int(is_sampled.sum())
+    if plan.sampling.prompt_targets:
+        firsts = dict(zip(rows.tolist(), (ends - counts).tolist(), strict=True))
+        for row, tokens in plan.sampling.prompt_targets.items():
+            logit_rows.append(firsts[row] + np.arange(len(tokens)))
+            targets.append((row, slice(end, end + len(tokens))))
+            end += len(tokens)
+    return StepLayout(
+        token_ids_T=torch.from_numpy(plan.token_ids[order_T]),
+        positions_T=torch.from_numpy(plan.positions[order_T]),
+        logit_rows_N=torch.from_numpy(np.concatenate(logit_rows)),
+        attention=attention(_Masks(page_size, dtype, None), local),
+        sampled_rows=rows[is_sampled],
+        targets=targets,
+    )
+
+
+def _decode_groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
+    """Split rows, given by their number of pages in descending order, into (start, stop) of similar length."""
+    groups, start, padding = [], 0, 0
+    for index, count in enumerate(pages):
+        padding += int(pages[start] - count) * page_size
+        if padding > MAX_PADDED_TOKENS:
+            groups.append((start, index))
+            start, padding = index, 0
+    if len(pages):
+        groups.append((start, len(pages)))
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """Masks by which each token attends to itself and the tokens before it, `window` at most; only over their pages."""
+
+    page_size: int
+    dtype: torch.dtype
+    window: int | None
+
+    def decode_group(self, rows: slice, lengths: Int64, block_tables: npt.NDArray[np.int32]) -> DecodeGroup:
+        first_B = self._first_visible(lengths - 1) // self.page_size
+        pages = int((-(-lengths // self.page_size) - first_B).max())
+        index_BP = first_B[:, None] + np.arange(pages)
+        tokens_BS = (first_B * self.page_size)[:, None] + np.arange(pages * self.page_size)
+        # A row with fewer pages is padded with the last page of its table, which the mask hides.
+        held_BP = np.take_along_axis(block_tables, np.minimum(index_BP, block_tables.shape[1] - 1), axis=1)
+        return DecodeGroup(
+            rows=rows,
+            pages=torch.from_numpy(held_BP.astype(np.int64).ravel()),
+            mask_B11S=self._mask(self._is_visible(lengths - 1, tokens_BS))[:, None, None],
+        )
+
+    def prefill_chunk(self, rows: slice, length: int, block_table: npt.NDArray[np.int32]) -> PrefillChunk:
+        count = rows.stop - rows.start
+        queries_T = np.arange(length - count, length)
+        if count == length:
+            if self.window is None or length <= self.window:
+                return PrefillChunk(rows, None, None)
+            return PrefillChunk(rows, None, self._mask(self._is_visible(queries_T, queries_T)))
+        first = int(self._first_visible(queries_T[:1])[0]) // self.page_size
+        pages = -(-length // self.page_size)
+        tokens_S = np.arange(first * self.page_size, pages * self.page_size)
+        table = torch.from_numpy(block_table[first:pages].astype(np.int64))
+        return PrefillChunk(rows, table, self._mask(self._is_visible(queries_T, tokens_S)))
+
+    def _first_visible(self, queries: Int64) -> Int64:
+        return np.zeros_like(queries) if self.window is None else np.maximum(queries - self.window + 1, 0)
+
+    def _is_visible(self, queries_N: Int64, tokens_S: Int64) -> npt.NDArray[np.bool_]:
+        queries_N1 = queries_N[:, None]
+        visible: npt.NDArray[np.bool_] = tokens_S <= queries_N1
+        if self.window is not None:
+            visible &= tokens_S > queries_N1 - self.window
+        return visible
+
+    def _mask(self, is_visible: npt.NDArray[np.bool_]) -> torch.Tensor:
+        hidden = torch.from_numpy(~is_visible)
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))

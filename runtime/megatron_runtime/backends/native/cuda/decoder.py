@@ -1,8 +1,8 @@
-"""The decoder on a GPU: nine launches a layer of a Llama, four of them torch's (cuBLAS) matrix products.
+"""The decoder on a GPU: nine launches per layer of a Llama, four of them matrix products of torch (cuBLAS).
 
-Shapes: T tokens of a step, N rows of them, D hidden, V vocabulary, L layers, P pages, X tokens of a page, E = keys and
-values of one token, H query heads, K key-value heads, C size of a head, S longest sequence, F = C / 2 rotary pairs.
-In a mixture of experts: A tokens of all expert ranks' steps, Y experts of this rank.
+Shapes: T tokens of a step, N some of these, D hidden size, V vocabulary, L layers, P pages, X tokens of a page, E keys
+and values of one token, H query heads, K key-value heads, C head size, S longest sequence, F = C / 2 rotary pairs.
+In a mixture of experts: A tokens of the steps of all expert ranks, Y experts of this rank.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
 class StackedLinear(Linear):
-    """Matrix `number` of several that lie in `stack_YNK`, one after the other."""
+    """Matrix `number` of `stack_YNK`."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
         super().__init__(stack_YNK[number], packed=False)
         self.stack_YNK = stack_YNK
 
 
-class DeviceLinears(DenseLinears):
-    """Implements LinearFactory: dense matrices, each copied to the device as soon as it is read."""
+class DeviceLinears(LinearFactory):
+    """Creates dense matrices, each copied to the device as soon as it is read."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype)
+        self._dtype = dtype
         self._device = device
 
     def linear(self, weight_NK: Weight) -> Linear:
@@ -46,10 +46,10 @@ class DeviceLinears(DenseLinears):
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         stack_YNK: torch.Tensor | None = None
-        for number, weight_NK in enumerate(weights):
+        for number, weight_NK in enumerate(map(_dense, weights)):
             if stack_YNK is None:
-                stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self.dtype, device=self._device)
-            stack_YNK[number].copy_(_dense(weight_NK))
+                stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self._dtype, device=self._device)
+            stack_YNK[number].copy_(weight_NK)
         assert stack_YNK is not None, "a layer has experts"
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
 
@@ -60,7 +60,7 @@ class DeviceLinears(DenseLinears):
         return super().tied(self._moved(weight_VD))
 
     def _moved(self, weight: Weight) -> torch.Tensor:
-        return _dense(weight).to(self._device, self.dtype)
+        return _dense(weight).to(self._device, self._dtype)
 
 
 class DeviceMixture:
@@ -73,7 +73,7 @@ class DeviceMixture:
         self._first = weights.first
 
     def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> torch.Tensor:
-        """What this rank's experts add to y_AD."""
+        """Return the sum of this rank's experts, y_AD."""
         places = expert_places(tokens=len(x_AD), top_k=moe.experts_per_token, num_experts=moe.num_experts)
         routing = kernels.moe_routing(
             F.linear(x_AD, self._router_ND), top_k=moe.experts_per_token, normalize=moe.normalize, alignment=places
@@ -84,9 +84,9 @@ class DeviceMixture:
 
 
 class KernelDecoder(Decoder):
-    """A function of weights and cache, made of the operations in `kernels`. No launch depends on a step's contents.
+    """A decoder that runs the operations in `kernels`. No launch depends on the contents of a step.
 
-    weights:    matrices and tables on the device already; norms and biases are copied there.
+    weights:    matrices and tables must be on the device; norms and biases are copied there.
     max_length: tokens of the longest sequence.
     """
 
@@ -117,7 +117,7 @@ class KernelDecoder(Decoder):
         return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE)
 
     def run_layers(self, residual_TD: torch.Tensor, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Hidden states after this rank's layers. Overwrites `residual_TD`."""
+        """Return the hidden states after this rank's layers. Overwrites `residual_TD`."""
         kernels, config = self._kernels, self.config
         rotated = local_rotated = _rotation(self._cos_sin_S2F, step)
         if self._local_cos_sin_S2F is not self._cos_sin_S2F:
@@ -153,15 +153,15 @@ class KernelDecoder(Decoder):
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """logits_NV, in the type of the weights, of rows of what a step returned. Overwrites nothing."""
+        """Return logits_NV, in the type of the weights, of some hidden states of a step. Overwrites nothing."""
         norm_D, head_WD = self.weights.norm_D, self.weights.head_WD
         assert norm_D is not None and head_WD is not None, "this rank is of an earlier pipeline stage"  # noqa: PT018
         logits_NW = head_WD(self._norm(None, x_ND, norm_D))
         return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
 
-    def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int32 [B] as the step's parameters ask, and their log-probabilities."""
-        return self._kernels.sample(
+    def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """Return tokens int32 [B], drawn with the parameters of the step."""
+        tokens_B, _ = self._kernels.sample(
             logits_BV,
             temperature_N=step.temperature_B,
             top_k_N=step.top_k_B,
@@ -170,6 +170,7 @@ class KernelDecoder(Decoder):
             seeds_N=step.seeds_B,
             positions_N=step.sample_positions_B,
         )
+        return tokens_B
 
     def _attend(
         self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep, *, is_local: bool
@@ -200,7 +201,7 @@ class KernelDecoder(Decoder):
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
     def _norm(self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Adds to the residual in place."""
+        """Add to the residual in place, and return its norm."""
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
     def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
@@ -213,14 +214,14 @@ def _cos_sin(frequencies_F: torch.Tensor, max_length: int) -> torch.Tensor:
 
 
 def _rotation(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos_TF and sin_TF of the step's tokens."""
+    """Return cos_TF and sin_TF of the step's tokens."""
     cos_TF, sin_TF = cos_sin_S2F.index_select(0, step.positions_T).chunk(2, dim=1)
     return cos_TF, sin_TF
 
 
 def _stack(linears: list[Linear]) -> torch.Tensor:
     first = linears[0]
-    assert isinstance(first, StackedLinear), "made by DeviceLinears.several"
+    assert isinstance(first, StackedLinear), "DeviceLinears.several() returns these"
     return first.stack_YNK
 
 
@@ -230,7 +231,7 @@ def _dense(weight: Weight) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """With all plain tensors on the device. The factory of the matrices put the matrices where they belong."""
+    """Return `weights` with its tensor fields on the device. The matrices, of class Linear, are there already."""
     tensors: dict[str, Any] = {
         field.name: value.to(device)
         for field in fields(weights)

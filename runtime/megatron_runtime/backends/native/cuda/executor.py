@@ -1,4 +1,4 @@
-"""An executor that runs a model on a CUDA device, decode steps from graphs, and draws the tokens there."""
+"""An executor that runs a model on a CUDA device: it replays decode steps from graphs and draws tokens there."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ from megatron_runtime.models.decoder import DecoderWeights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARM_UP_RUNS = 2
-"""Before a capture, which must not compile kernels or initialise libraries."""
+"""Before a capture, because a capture must not compile kernels or initialise libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The output of a step on the device, by row.
 
-    logits_BV:   of each row's last token, in the model's type. tokens_B: int32, drawn from them.
-    log_probs_B: float32, of these tokens under the model's own logits.
-    x_TD:        last hidden states of all tokens; None in a graph, whose steps use no others than the last.
+    logits_BV: of the last token of each row, in the model's type.
+    tokens_B:  int32, drawn from them.
+    x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
     """
 
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
-    log_probs_B: torch.Tensor
     x_TD: torch.Tensor | None = None
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then steps of 8 to 128, of 16 to 256, of 32 beyond; the largest is `max_rows`. None for 0."""
+    """Return the sizes to capture: 1, 2, 4, then by 8 to 128, by 16 to 256, by 32 to `max_rows`; no sizes for 0."""
     if max_rows == 0:
         return ()
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_rows + 1, 32)]
@@ -53,17 +52,17 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
-    """The rows that a step of `rows` is padded to; None beyond the largest graph."""
+    """Return the number of rows that a step of `rows` is padded to; None beyond the largest graph."""
     index = bisect_left(sizes, rows)
     return sizes[index] if index < len(sizes) else None
 
 
 class DecodeGraphs:
-    """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, sampling included.
+    """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, including sampling.
 
-    There is a graph for each size, captured when the size is first needed. All graphs share their memory.
+    The graph of each size is captured when the size is first needed. All graphs share their memory.
 
-    run: computes a step of so many rows from buffers whose addresses do not change.
+    run: computes a step with the given number of rows from buffers whose addresses do not change.
     """
 
     def __init__(self, run: Callable[[int], StepOutput]) -> None:
@@ -72,7 +71,7 @@ class DecodeGraphs:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
 
     def replay(self, size: int) -> StepOutput:
-        """Compute the step from the buffers' contents. The next replay overwrites the output."""
+        """Compute a step from the contents of the buffers. The next replay overwrites the output."""
         if size not in self._captured:
             self._captured[size] = self._capture(size)
         graph, output = self._captured[size]
@@ -95,12 +94,13 @@ class DecodeGraphs:
 class CudaExecutor(TorchExecutor):
     """A TorchExecutor on one CUDA device, with the operations of megatron_kernels.
 
-    Every tensor rank draws the tokens, from the same gathered logits; those of the first one count. Expert ranks replay
-    graphs together, all of the size that the rank with the most rows needs, so that what they exchange has one size.
+    Every tensor rank draws the tokens from the same gathered logits; the tokens of the first tensor rank are used.
+    Expert ranks replay graphs of the same size, the one that the rank with the most rows needs, so that the tensors
+    that they exchange have one size.
 
     dtype:      "auto" (bfloat16), "bfloat16", "float16", "float32".
-    max_rows, max_tokens: of a step.
-    graph_rows: decode steps of up to so many rows are replayed from CUDA graphs; 0 uses none.
+    max_rows, max_tokens: limits of a step.
+    graph_rows: the most rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
     device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
     """
@@ -170,7 +170,7 @@ class CudaExecutor(TorchExecutor):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
         shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
-        # The same on every rank: each knows the whole plan.
+        # Equal on every rank, because each rank has the whole plan.
         size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
         groups.begin(tokens if size is None else (size,) * shard.expert_size)
         if shard.pipeline_size == 1:
@@ -183,33 +183,33 @@ class CudaExecutor(TorchExecutor):
             x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=cache_LPXE.dtype)
         x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
         if shard.has_head:
-            return _forward_step(model, batch.plan, staged, _finish(model, x_TD, staged))
+            return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged))
         groups.send_to_next_stage(x_TD)
         return None
 
     @property
     def _loaded(self) -> tuple[KernelDecoder, StepBuffers]:
-        assert self.model is not None, "cache_LPXE is only there with the weights"
-        assert self._buffers is not None, "made with the model"
+        assert self.model is not None, "execute() checks that the weights are loaded"
+        assert self._buffers is not None, "_use_model() allocates them with the model"
         return self.model, self._buffers
 
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
-        """The size of the graph for `rows` of the plan; None for a plan with more than decodes, or without a graph."""
+        """Return the size of the graph for `rows` of the plan; None if it has prompts or no graph is large enough."""
         is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
         return graph_size(rows, self._graph_sizes) if is_decodes else None
 
     def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> ForwardStep:
-        """size: of the graph to replay, at least the plan's rows; None runs the step launch by launch."""
+        """size: size of the graph to replay, at least the plan's rows; None launches each kernel of the step."""
         model, buffers = self._loaded
         staged = buffers.stage(plan, decode_size=size)
         if size is None:
-            return _forward_step(model, plan, staged, _finish(model, model(staged.step, cache_LPXE), staged))
+            return _forward_step(model, plan, staged, _sample(model, model(staged.step, cache_LPXE), staged))
         if self._graphs is None:
             self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
         return _forward_step(model, plan, staged, self._graphs.replay(size))
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
-        self._graphs = None  # captured with the address of the KV cache, which they keep
+        self._graphs = None  # they were captured with the address of the KV cache
         super().release_kv(keep_pages)
 
     def _trim_memory(self) -> None:
@@ -220,7 +220,7 @@ class CudaExecutor(TorchExecutor):
     def profile(self, active: bool) -> None:
         if self.device.type != "cuda":
             super().profile(active)
-        torch.cuda.synchronize(self.device)  # launches before the range do not count as part of it
+        torch.cuda.synchronize(self.device)  # earlier launches are not part of the range
         if active:
             torch.cuda.profiler.start()
         else:
@@ -228,26 +228,26 @@ class CudaExecutor(TorchExecutor):
 
 
 def _decode(model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, size: int) -> StepOutput:
-    """A step of `size` decodes, from the buffers: what a graph captures."""
+    """Compute a step of `size` decodes from the buffers. Graphs capture this function."""
     step = buffers.step(size, tokens=size, decodes=size)
     logits_BV = model.logits(model(step, cache_LPXE))
-    return StepOutput(logits_BV, *model.sample(logits_BV, step))
+    return StepOutput(logits_BV, model.sample(logits_BV, step))
 
 
-def _finish(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
+def _sample(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
     last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
     logits_BV = model.logits(x_TD.index_select(0, last_B))
-    return StepOutput(logits_BV, *model.sample(logits_BV, staged.step), x_TD=x_TD)
+    return StepOutput(logits_BV, model.sample(logits_BV, staged.step), x_TD)
 
 
 def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
     at = np.flatnonzero(plan.needs_sample[staged.rows])
-    where = {int(row): index for index, row in enumerate(staged.rows)}
     targets = []
     for row, tokens in plan.sampling.prompt_targets.items():
-        first = int(staged.ends[where[row]]) - int(plan.query_lengths[row])
+        end = int(staged.ends[np.flatnonzero(staged.rows == row)[0]])
+        first = end - int(plan.query_lengths[row])
         targets.append((row, slice(first, first + len(tokens))))
-    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model, output.x_TD, targets)
+    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model.logits, output.x_TD, targets)
 
 
 def _require_memory(device: torch.device, needed: int, *, what: str) -> None:

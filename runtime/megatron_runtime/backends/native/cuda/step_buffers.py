@@ -1,4 +1,4 @@
-"""A step plan on the device: two copies a step, to addresses that do not change, so that graphs can be replayed.
+"""A step plan on the device: two copies per step, to addresses that do not change, so that graphs can be replayed.
 
 T tokens, B sequences (rows), M pages of a block table.
 """
@@ -15,7 +15,7 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan
 
 _ALIGNMENT = 8
 _PADDING_SLOT = -1
-"""A token of padding is not written to the cache."""
+"""Keys and values of padding tokens are not written to the cache."""
 _BY_TOKEN = dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), torch.int64)
 _BY_ROW = {
     "lengths_B": torch.int32,
@@ -31,11 +31,11 @@ _BY_ROW = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """The tensors of one step. Rows with one new token, the decodes, come first; D of them.
+    """The tensors of one step. The D rows with one new token, the decodes, come first.
 
     token_ids_T, positions_T: int64; slots_T: int64, page · page_size + offset, −1 for padding.
-    block_table_BM, lengths_B: int32; length 0 is a row of padding.
-    prefill_starts:           int32 [B − D + 1]; where the tokens of each row after the decodes begin, from the first.
+    block_table_BM, lengths_B: int32; a padding row has length 0.
+    prefill_starts:           int32 [B − D + 1]; first token of each row after the decodes, counted from their end.
     temperature_B …:          as in SamplingBatch, by row of this step.
     """
 
@@ -56,7 +56,11 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """step: on the device. rows: the plan's row of each of the step's. ends: one past each row's last token."""
+    """A plan on the device.
+
+    rows: int64 [B]; the row of the plan for each row of the step.
+    ends: int64 [B]; one past the last token of each row.
+    """
 
     step: DeviceStep
     rows: Int64
@@ -64,9 +68,9 @@ class StagedStep:
 
 
 class StepBuffers:
-    """Room for the largest step, on the device and, pinned, on the host.
+    """Memory for the largest step, on the device and, pinned, on the host.
 
-    max_tokens, max_rows: of a step. max_pages: of a sequence.
+    max_tokens, max_rows: limits of a step. max_pages: limit of a sequence.
     """
 
     def __init__(self, *, max_tokens: int, max_rows: int, max_pages: int, device: torch.device) -> None:
@@ -87,12 +91,12 @@ class StepBuffers:
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        """Recorded after the copies of a step: until then its numbers on the host must not change."""
+        """Recorded after the copies of a step; before that, the host buffers must not change."""
 
     def stage(self, plan: StepPlan, *, decode_size: int | None = None) -> StagedStep:
         """Copy the plan to the device.
 
-        decode_size: pad a plan of decodes to so many rows; None does not pad.
+        decode_size: number of rows to pad a plan of decodes to; None does not pad.
         """
         if self._sent is not None:
             self._sent.synchronize()
@@ -132,7 +136,7 @@ class StepBuffers:
         return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends)
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
-        """The tensors of a step of this size, in the same memory each time, with its current contents."""
+        """Return the tensors of a step of this size: views of the buffers, with their current contents."""
         tensors = self._tensors
         return DeviceStep(
             decodes=decodes,
@@ -143,7 +147,7 @@ class StepBuffers:
         )
 
     def _pad(self, start: int, stop: int) -> None:
-        """Make rows of padding, which attend to nothing, write nothing, and sample greedily."""
+        """Add padding rows, which attend to nothing, write nothing, and sample greedily."""
         for name in ("token_ids_T", "positions_T", "lengths_B", "temperature_B"):
             self._numbers[name][start:stop] = 0
         self._numbers["slots_T"][start:stop] = _PADDING_SLOT

@@ -19,23 +19,23 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Chain:
-    """Complete blocks of a slot's prompt: `keys` of all blocks to cache, `blocks` of the first ones, already cached."""
+    """Complete blocks of a slot's prompt: `keys` of all blocks to cache, of which the first `num_cached` are cached."""
 
     keys: list[bytes]
-    blocks: list[CachedBlock]
+    num_cached: int
 
     def missing(self) -> list[bytes]:
-        return self.keys[len(self.blocks) :]
+        return self.keys[self.num_cached :]
 
 
 class DynamicInferenceContext:
     """Columns by slot. A slot is taken at admission and freed with its pages when the request ends or is preempted.
 
-    tokens:       int32 [slots, max_sequence_length]; prompt, then generated.
-    num_tokens:   int32 [slots]; how many of them there are.
-    num_computed: int32 [slots]; how many of them are in the KV cache.
+    tokens:       int32 [slots, max_sequence_length]; prompt, then generated tokens.
+    num_tokens:   int32 [slots]; number of these tokens.
+    num_computed: int32 [slots]; number of them in the KV cache.
     num_pages:    int32 [slots]; pages held.
-    block_tables: int32 [slots, pages per sequence]; the dummy page where nothing is held.
+    block_tables: int32 [slots, pages per sequence]; pages held, then the dummy page.
 
     A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
     """
@@ -45,8 +45,7 @@ class DynamicInferenceContext:
         self.block_size = config.block_size_tokens
         self.max_requests = slots = config.request_slots
         self.allocator = BlockAllocator(num_pages)
-        self.caches_prefixes = config.enable_prefix_caching
-        if self.caches_prefixes and self.block_size % page_size:
+        if config.enable_prefix_caching and self.block_size % page_size:
             raise InvalidConfigError(
                 "block_size_tokens", self.block_size, f"want a multiple of {page_size}, the tokens of a KV page"
             )
@@ -77,14 +76,14 @@ class DynamicInferenceContext:
 
     @property
     def usage(self) -> float:
-        """Share of the usable pages that requests hold, 0 to 1; a shared page counts once."""
+        """Fraction of the usable pages that requests hold, 0 to 1; a shared page counts once."""
         return self.allocator.num_held / self.allocator.num_usable
 
     def taken_slots(self) -> list[int]:
         return sorted(self._chains)
 
     def tokens_left(self, slots: Slots) -> Int32:
-        """Tokens of each slot that are not in the KV cache yet."""
+        """Return the number of tokens of each slot that are not in the KV cache yet."""
         left: Int32 = self.num_tokens[slots] - self.num_computed[slots]
         return left
 
@@ -92,36 +91,32 @@ class DynamicInferenceContext:
         tokens: Int32 = self.tokens[slot, : self.num_tokens[slot]]
         return tokens
 
-    def admit(self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int) -> int | None:
-        """Take a slot, with pages for all tokens of the request; the first pages are those of `matched`, from match().
-
-        Returns None, and takes nothing, if fewer than `spare_pages` would be left.
+    def admit(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> int:
+        """Take and return a slot, with pages for all tokens of the request; the first pages are those of `matched`, as
+        match() returned them. The caller must have called has_room().
         """
-        if not self.has_room(request, matched, spare_pages=spare_pages):
-            return None
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
         new = self.prefix_cache.allocate(-(-len(tokens) // self.page_size) - len(shared))
-        assert new is not None, "pages were counted before"
+        assert new is not None, "has_room() has counted the pages"
         slot = self._free_slots.pop()
         pages = np.concatenate([shared, new])
         self.block_tables[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
         self.tokens[slot, : len(tokens)] = tokens
         self.num_tokens[slot] = len(tokens)
-        self.num_computed[slot] = self.tokens_of_blocks(matched)
+        self.num_computed[slot] = len(matched) * self.block_size
         self.prompt_length[slot] = request.prompt_length
         self.sampling.admit(
             slot,
             request.params,
-            seed=request.seed,
+            seed=request.request.seed,
             prompt=tokens[: request.prompt_length],
             generated=tokens[request.prompt_length :],
             stop_ids=request.stop_ids,
             grammar=request.grammar,
         )
-        chain = _Chain(request.digests, list(matched))
-        self._chains[slot] = chain
+        self._chains[slot] = chain = _Chain(request.digests, len(matched))
         for digest in chain.missing():
             if digest not in self.prefix_cache:
                 self._computing.setdefault(digest, slot)
@@ -130,7 +125,10 @@ class DynamicInferenceContext:
     def has_room(
         self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
     ) -> bool:
-        """Whether admit() would take `request` after a release of the slots `without`."""
+        """Return whether admit() can take `request` after a release of the slots `without`.
+
+        spare_pages: pages that must be left.
+        """
         available = self.prefix_cache.num_available(matched)
         if without is not None and len(without):
             pages, owners = np.unique(
@@ -138,7 +136,7 @@ class DynamicInferenceContext:
                 return_counts=True,
             )
             freed = pages[self.allocator.references[pages] == owners]
-            # A matched block that only these slots hold is pinned then, or evicted and computed again.
+            # A matched block that only these slots hold is either pinned, or evicted and computed again.
             kept = [block.pages for block in matched]
             available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
         elif not self._free_slots:
@@ -147,7 +145,7 @@ class DynamicInferenceContext:
         return needed + spare_pages <= available
 
     def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Indices in `slots` of slots without a page for their newest token."""
+        """Return the indices in `slots` of slots without a page for their newest token."""
         return np.flatnonzero(self.num_tokens[slots] > self.num_pages[slots] * self.page_size)
 
     def grow(self, slot: int) -> bool:
@@ -180,37 +178,31 @@ class DynamicInferenceContext:
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
-    def tokens_of_blocks(self, blocks: Sequence[CachedBlock]) -> int:
-        return len(blocks) * self.block_size
-
-    def match(self, digests: Sequence[bytes], num_tokens: int) -> list[CachedBlock]:
-        """Cached blocks that a sequence of `num_tokens` begins with. At least two tokens are left to compute."""
-        return self.prefix_cache.find(self._usable(digests, num_tokens))
-
-    def is_being_computed(self, digests: Sequence[bytes], num_tokens: int, *, num_matched: int) -> bool:
-        """Whether a slot will cache the block after the matched ones, so that a request should wait for it."""
-        usable = self._usable(digests, num_tokens)
-        return num_matched < len(usable) and usable[num_matched] in self._computing
-
-    def _usable(self, digests: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
-        return digests[: max(0, num_tokens - 2) // self.block_size]
+    def match(self, request: OpenRequest) -> tuple[list[CachedBlock], bool]:
+        """Return the cached blocks that the request begins with, and whether a slot is computing the block after them,
+        so that the request should wait for it. At least two tokens are left to compute.
+        """
+        if not request.reads_cache:
+            return [], False
+        usable = request.digests[: max(0, len(request.tokens) - 2) // self.block_size]
+        matched = self.prefix_cache.find(usable)
+        return matched, len(matched) < len(usable) and usable[len(matched)] in self._computing
 
     def register_computed(self, slots: Slots) -> None:
         """Cache the complete prompt blocks of `slots`; call it after the step that computed them."""
         pages_per_block = self.prefix_cache.pages_per_block
         for slot in slots.tolist():
             chain = self._chains[slot]
-            while chain.missing() and (len(chain.blocks) + 1) * self.block_size <= self.num_computed[slot]:
-                first = len(chain.blocks) * pages_per_block
-                pages = self.block_tables[slot, first : first + pages_per_block]
-                key = chain.keys[len(chain.blocks)]
-                block = self.prefix_cache.register(key, pages, chain.blocks[-1] if chain.blocks else None)
+            while chain.missing() and (chain.num_cached + 1) * self.block_size <= self.num_computed[slot]:
+                first = chain.num_cached * pages_per_block
+                key = chain.keys[chain.num_cached]
+                is_cached = self.prefix_cache.register(key, self.block_tables[slot, first : first + pages_per_block])
                 if self._computing.get(key) == slot:
                     del self._computing[key]
-                if block is None:
+                if not is_cached:
                     self._stop_computing(slot)
                     break
-                chain.blocks.append(block)
+                chain.num_cached += 1
 
     def _stop_computing(self, slot: int) -> None:
         """Cache no more blocks of this slot."""
@@ -218,22 +210,22 @@ class DynamicInferenceContext:
         for digest in chain.missing():
             if self._computing.get(digest) == slot:
                 del self._computing[digest]
-        chain.keys = chain.keys[: len(chain.blocks)]
+        chain.keys = chain.keys[: chain.num_cached]
 
     def clear_prefix_cache(self) -> None:
         """Evict all blocks, because the weights have changed. Blocks under computation are not cached either."""
-        for slot in self._chains:
-            self._stop_computing(slot)
+        self._computing.clear()
+        self._chains = {slot: _Chain([], 0) for slot in self._chains}
         self.prefix_cache.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Pages whose KV may be read again: those of slots and of cached blocks."""
+        """Return the pages whose KV may be read again: those of slots and of cached blocks."""
         return np.flatnonzero((self.allocator.references > 0) | self.allocator.kept)
 
     # --- introspection ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Pages, slots and the prefix cache agree. Raises AssertionError."""
+        """Compare pages, slots and the prefix cache. Raises AssertionError."""
         held = [self.block_tables[slot, : self.num_pages[slot]] for slot in self._chains]
         self.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))
         self.prefix_cache.check_integrity()
@@ -243,10 +235,10 @@ class DynamicInferenceContext:
         for slot, chain in self._chains.items():
             if self.num_computed[slot] > self.num_pages[slot] * self.page_size:
                 raise AssertionError(f"slot {slot} computed {self.num_computed[slot]} tokens, more than its pages hold")
-            for index, block in enumerate(chain.blocks):
-                first = index * len(block.pages)
-                if (self.block_tables[slot, first : first + len(block.pages)] != block.pages).any():
-                    raise AssertionError(f"slot {slot} does not hold its cached block {index}")
+            cached = self.prefix_cache.find(chain.keys[: chain.num_cached])
+            pages = [page for block in cached for page in block.pages.tolist()]
+            if len(cached) != chain.num_cached or pages != self.block_tables[slot, : len(pages)].tolist():
+                raise AssertionError(f"slot {slot} does not hold its {chain.num_cached} cached blocks")
         for digest, slot in self._computing.items():
             if digest not in self._chains[slot].missing():
                 raise AssertionError(f"slot {slot} is registered to compute a block that it does not")

@@ -1,15 +1,15 @@
 """Pages of the KV cache: their owners, and the prefixes they hold, so that requests with equal prefixes share them.
 
 A usable page is free, held (by one owner or more), or idle: kept for the prefix cache while no request holds it. The
-last page is a dummy: padding points at it, and it has no owner.
+last page is the dummy page: padding refers to it, and it has no owner.
 
 A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is the digest of its
-tokens and all before them, so equal keys mean equal KV. A request that holds a block holds all blocks before it.
+tokens and all tokens before them, so equal keys mean equal KV. A request that holds a block holds all blocks before it.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ Pages = npt.NDArray[np.int32]
 
 
 class BlockAllocator:
-    """A last-in-first-out bag of page ids 0 … num_pages − 2; page num_pages − 1 is the dummy.
+    """Allocates the page ids 0 … num_pages − 2, last in, first out; page num_pages − 1 is the dummy page.
 
     references: int32 [num_pages]; owners of each page.
     kept:       bool [num_pages]; pages that do not become free when their last owner releases them.
@@ -45,7 +45,7 @@ class BlockAllocator:
         return self.num_usable - self.num_free - self.num_idle
 
     def allocate(self, count: int) -> Pages | None:
-        """`count` free pages, each with one owner; None, and no page taken, if there are too few."""
+        """Return `count` free pages, each with one owner; None, and take no page, if there are too few."""
         if count > self.num_free:
             return None
         self.num_free -= count
@@ -54,12 +54,12 @@ class BlockAllocator:
         return pages
 
     def pin(self, pages: Pages) -> None:
-        """Add an owner to each of `pages`, which are distinct and held or idle."""
+        """Add an owner to each of `pages`, which must be distinct and held or idle."""
         self.num_idle -= int((self.references[pages] == 0).sum())
         self.references[pages] += 1
 
     def release(self, pages: Pages) -> Pages:
-        """Remove an owner for each entry of `pages`. Returns the pages without an owner, each once."""
+        """Remove an owner for each entry of `pages`. Return the pages left without an owner, each once, in order."""
         np.subtract.at(self.references, pages, 1)
         unowned: Pages = pages[self.references[pages] <= 0]
         if not len(unowned):
@@ -74,7 +74,7 @@ class BlockAllocator:
         return unowned
 
     def keep(self, pages: Pages) -> None:
-        """Make held pages idle, not free, when their last owner releases them."""
+        """Make these held pages idle, not free, when their last owner releases them."""
         self.kept[pages] = True
 
     def unkeep(self, pages: Pages) -> None:
@@ -90,7 +90,7 @@ class BlockAllocator:
         self.num_free = end
 
     def check_integrity(self, held: Pages) -> None:
-        """`held` names each page once for each owner. Raises AssertionError if the counts differ."""
+        """Compare the counts with `held`, which has each page once for each owner. Raises AssertionError."""
         owners = np.bincount(held, minlength=self.num_pages)
         wrong = np.flatnonzero(owners != self.references)
         if len(wrong):
@@ -108,24 +108,27 @@ class BlockAllocator:
             raise AssertionError(f"{int(idle.sum())} pages are idle, counted {self.num_idle}")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CachedBlock:
-    """children: blocks that continue this one. last_used: ticks of the cache, not seconds."""
+    """A complete block in the prefix cache."""
 
     key: bytes
     pages: Pages
-    parent: CachedBlock | None
-    children: int = 0
-    last_used: int = 0
 
     @property
     def id(self) -> int:
+        """The first page."""
         return int(self.pages[0])
 
 
 @dataclass(slots=True)
 class BlockEvents:
-    """Keys that were cached and still are, and keys that were evicted. `cleared`: all earlier keys were evicted."""
+    """Changes of the prefix cache since the last report.
+
+    stored:  keys that were cached and still are.
+    evicted: keys that were evicted and are not cached again.
+    cleared: all keys from before the last report were evicted.
+    """
 
     stored: list[bytes] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
@@ -138,8 +141,8 @@ class BlockEvents:
 class PrefixCache:
     """Allocates the pages of `allocator`, and finds complete blocks by their keys.
 
-    A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the least
-    recently used leaf first, never a block before its continuations, and never a block with an owner.
+    A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the block
+    that has been idle for longest, never a block with an owner, and never a block before its continuations.
     """
 
     def __init__(self, allocator: BlockAllocator, policy: PrefixCachingEvictionPolicy, *, pages_per_block: int) -> None:
@@ -148,9 +151,9 @@ class PrefixCache:
         self._policy = policy
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
-        self._leaves: list[tuple[int, int]] = []
-        """(last_used, id) of idle leaves; outdated entries are skipped."""
-        self._clock = 0
+        self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
+        """Idle blocks by id, in the order of eviction. A continuation comes before the blocks that it continues:
+        requests release it no later than these, and release() adds the blocks of one request in reverse."""
         self._events = BlockEvents()
 
     def __len__(self) -> int:
@@ -160,7 +163,7 @@ class PrefixCache:
         return key in self._by_key
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """Blocks of the longest prefix of `keys` that is cached."""
+        """Return the blocks of the longest prefix of `keys` that is cached."""
         found = []
         for key in keys:
             block = self._by_key.get(key)
@@ -170,112 +173,83 @@ class PrefixCache:
         return found
 
     def num_available(self, matched: Sequence[CachedBlock] = ()) -> int:
-        """Pages that allocate() can return once `matched` are pinned."""
+        """Return how many pages allocate() can return once `matched` are pinned."""
         allocator = self.allocator
         to_pin = sum(int(allocator.references[block.id]) == 0 for block in matched)
         return allocator.num_free + allocator.num_idle - to_pin * self.pages_per_block
 
     def pin(self, blocks: Sequence[CachedBlock]) -> Pages:
-        """Add an owner to `blocks`, as find() returned them. Returns their pages in order."""
+        """Add an owner to `blocks`, as find() returned them. Return their pages in order."""
         if not blocks:
             return np.empty(0, np.int32)
+        for block in blocks:
+            self._idle.pop(block.id, None)
         pages = np.concatenate([block.pages for block in blocks])
         self.allocator.pin(pages)
         return pages
 
     def allocate(self, count: int) -> Pages | None:
-        """`count` pages, evicting idle blocks as needed; None, and nothing evicted, if there are too few."""
+        """Return `count` pages, evicting idle blocks as needed; None, and evict nothing, if there are too few."""
         missing = count - self.allocator.num_free
-        if missing > 0 and not self._evict(missing):
+        if missing > self.allocator.num_idle:
             return None
+        for _ in range(-(-missing // self.pages_per_block)):
+            self._evict(self._idle.popitem(last=False)[1])
         return self.allocator.allocate(count)
 
     def release(self, pages: Pages) -> None:
-        """Release pages that pin() or allocate() returned."""
-        self._clock += 1
-        unowned = self.allocator.release(pages).tolist()
-        for block in [self._by_id[page] for page in unowned if page in self._by_id]:
-            block.last_used = self._clock
+        """Release pages that pin() or allocate() returned: all those of a request, in order."""
+        for page in reversed(self.allocator.release(pages).tolist()):
+            block = self._by_id.get(page)
+            if block is None:
+                continue
             if self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
-                self._evict_block(block)
-            elif block.children == 0:
-                self._push(block)
+                self._evict(block)
+            else:
+                self._idle[page] = block
 
-    def register(self, key: bytes, pages: Pages, parent: CachedBlock | None) -> CachedBlock | None:
-        """Cache a computed block; the caller holds `pages` and `parent`. None if `key` has other pages."""
+    def register(self, key: bytes, pages: Pages) -> bool:
+        """Cache a computed block; the caller holds `pages`, and the blocks before. False if `key` has other pages."""
         known = self._by_key.get(key)
         if known is not None:
-            return known if known.id == pages[0] else None
+            return known.id == pages[0]
         owner = self._by_id.get(int(pages[0]))
         if owner is not None:
             raise AssertionError(f"page {owner.id} holds block {owner.key.hex()[:16]}: it cannot hold another")
-        self._clock += 1
-        block = CachedBlock(key, pages.copy(), parent, last_used=self._clock)
-        if parent is not None:
-            parent.children += 1
+        block = CachedBlock(key, pages.copy())
         self._by_key[key] = self._by_id[block.id] = block
         self.allocator.keep(block.pages)
         self._events.stored.append(key)
-        return block
+        return True
 
     def clear(self) -> None:
-        """Evict everything, as after a change of weights. Held pages stay held."""
+        """Evict all blocks, as after a change of weights. Held pages stay held."""
         for block in self._by_key.values():
             self.allocator.unkeep(block.pages)
         self._by_key.clear()
         self._by_id.clear()
-        self._leaves.clear()
+        self._idle.clear()
         self._events = BlockEvents(cleared=True)
 
     def take_events(self) -> BlockEvents:
-        """Changes since the last call."""
+        """Return the changes since the last call."""
         events, self._events = self._events, BlockEvents()
         if events:
             events.stored = [key for key in dict.fromkeys(events.stored) if key in self]
             events.evicted = [key for key in dict.fromkeys(events.evicted) if key not in self]
         return events
 
-    def _push(self, block: CachedBlock) -> None:
-        heapq.heappush(self._leaves, (block.last_used, block.id))
-        if len(self._leaves) > 64 + 2 * len(self._by_id):
-            self._leaves = sorted({entry for entry in self._leaves if self._is_idle_leaf(*entry)})
-
-    def _is_idle_leaf(self, last_used: int, block_id: int) -> bool:
-        block = self._by_id.get(block_id)
-        return (
-            block is not None
-            and block.last_used == last_used
-            and block.children == 0
-            and self.allocator.references[block_id] == 0
-        )
-
-    def _evict(self, pages: int) -> bool:
-        if self.allocator.num_idle < pages:
-            return False
-        while pages > 0:
-            entry = heapq.heappop(self._leaves)
-            if self._is_idle_leaf(*entry):
-                self._evict_block(self._by_id[entry[1]])
-                pages -= self.pages_per_block
-        return True
-
-    def _evict_block(self, block: CachedBlock) -> None:
+    def _evict(self, block: CachedBlock) -> None:
         del self._by_key[block.key]
         del self._by_id[block.id]
         self.allocator.unkeep(block.pages)
         self._events.evicted.append(block.key)
-        parent = block.parent
-        if parent is not None:
-            parent.children -= 1
-            if parent.children == 0 and self.allocator.references[parent.id] == 0:
-                self._push(parent)
 
     def check_integrity(self) -> None:
-        """Index, tree and pages agree. Raises AssertionError."""
+        """Compare the index, the idle blocks and the pages. Raises AssertionError."""
         allocator = self.allocator
-        children: dict[bytes, int] = {}
         kept = np.zeros(allocator.num_pages, dtype=int)
-        leaves = set(self._leaves)
+        idle = set()
         for key, block in self._by_key.items():
             if block.key != key or self._by_id.get(block.id) is not block:
                 raise AssertionError(f"block {block.id} is not indexed under its own key and id")
@@ -283,18 +257,9 @@ class PrefixCache:
             owners = allocator.references[block.pages]
             if len(block.pages) != self.pages_per_block or owners.min() != owners.max():
                 raise AssertionError(f"pages of block {block.id} do not share their owners: {owners.tolist()}")
-            parent = block.parent
-            if parent is not None:
-                if self._by_key.get(parent.key) is not parent:
-                    raise AssertionError(f"block {block.id} outlived block {parent.id} before it")
-                if allocator.references[parent.id] < owners[0]:
-                    raise AssertionError(f"block {block.id} is held more often than block {parent.id} before it")
-                children[parent.key] = children.get(parent.key, 0) + 1
-            if owners[0] == 0 and self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
-                raise AssertionError(f"block {block.id} is kept though it has no owner")
-            if owners[0] == 0 and block.children == 0 and (block.last_used, block.id) not in leaves:
-                raise AssertionError(f"idle leaf {block.id} cannot be found for eviction")
+            if owners[0] == 0:
+                idle.add(block.id)
+        if idle != set(self._idle) or (idle and self._policy is PrefixCachingEvictionPolicy.REF_ZERO):
+            raise AssertionError(f"blocks {sorted(idle)} have no owner, {sorted(self._idle)} can be evicted")
         if (kept != allocator.kept).any() or len(self._by_id) != len(self._by_key):
             raise AssertionError("kept pages are not those of the cached blocks, each of one block")
-        if any(block.children != children.get(block.key, 0) for block in self._by_key.values()):
-            raise AssertionError("a block counts continuations that there are not")

@@ -1,9 +1,10 @@
-"""The channel between rank 0 and the other ranks of an engine: numbered orders one way, answers the other. No torch.
+"""The channel between rank 0, the leader, and the other ranks of an engine, the followers. No torch.
 
-One PUSH and one PULL socket per direction and rank: an idle rank blocks in receive, and no message is lost to a rank
-that connects late. Each end has a thread that receives, sends heartbeats and finds lost ranks:
+The leader sends numbered orders, and the followers send answers. Every rank has one PULL socket, and a PUSH socket for
+each peer: an idle rank blocks in receive, and a rank that connects late gets every message. Each end has a thread that
+receives messages, sends heartbeats and finds lost ranks:
 
-- A process that has ended, is stopped or is cut off: ZeroMQ ends its connection.
+- A process that ended, was stopped or lost its network: ZeroMQ ends its connection.
 - An interpreter that hangs: its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
 - A step that makes no progress: rank 0 compares the progress reports in the heartbeats.
 """
@@ -40,22 +41,22 @@ from megatron_runtime.distributed.watch import (
 
 logger = logging.getLogger(__name__)
 
-DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE_SECONDS:g} s, or cut off"
+DISCONNECTED = f"its connection ended: the process has ended, was stopped for {SILENCE_SECONDS:g} s, or has no network"
 CLOSE_SECONDS = 2.0
 """How long close() waits for the other ranks to disconnect."""
 BLAME_SECONDS = 1.0
-"""After a failed collective, how long to wait for the news of the rank whose end made it fail."""
+"""After a failed collective, how long to wait for the loss of the rank that made it fail."""
 WATCHDOG_MARGIN_SECONDS = 5.0
-"""A hung process ends itself so long after the other ranks have lost it."""
+"""From the loss of a hung process, as the other ranks see it, to the moment when it ends itself."""
 WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
 class Kind(IntEnum):
-    """From rank 0: STEP, WARM_UP, COMMAND, LONG_COMMAND, END, BEAT, WELCOME.
-    To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+    """From rank 0: STEP, WARM_UP, COMMAND, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
 
-    WARM_UP:      a step of no request.
-    LONG_COMMAND: an order that may hold the interpreter, so that heartbeats cease until it is done.
+    WARM_UP: a step without requests.
+    COMMAND: an order that may hold the interpreter, such as releasing much memory: LONG_ORDER_SECONDS is the heartbeat
+             timeout until it is done.
     """
 
     STEP = 1
@@ -67,8 +68,7 @@ class Kind(IntEnum):
     ANSWER = 7
     FAILED = 8
     LEAVE = 9
-    LONG_COMMAND = 10
-    WARM_UP = 11
+    WARM_UP = 10
 
 
 STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
@@ -76,11 +76,11 @@ STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Between rank 0 and another rank. The body of a heartbeat is the silence in seconds that its sender may keep from
-    then on, and the sender's Report.
+    """A message between rank 0 and another rank.
 
     rank:   of the sender.
-    number: of the order that it is, which rises by one, or answers; else 0.
+    number: number of the order or of the answered order, counted from 1; 0 for other messages.
+    body:   of a heartbeat, the heartbeat timeout in seconds that applies until the next one, and the sender's Report.
     """
 
     kind: Kind
@@ -101,7 +101,7 @@ class _Peer:
 
 
 class _Channel:
-    """What both ends share: the sockets, the thread and the heartbeats. `_handlers` holds what the end does by kind."""
+    """The base class of both ends: the sockets, the thread and the heartbeats. `_handlers` has the handler by kind."""
 
     def __init__(
         self,
@@ -121,10 +121,11 @@ class _Channel:
         self._has_watchdog = has_watchdog
         self._watchdog_set: tuple[float, float] = (0.0, 0.0)
         self._handlers: dict[Kind, Callable[[Message], object]] = {Kind.BEAT: self._note_heartbeat}
-        self._long_orders: set[int] = set()
+        self._commands: set[int] = set()
+        """Numbers of the commands in progress."""
         self._number = 0
         self._sending = threading.RLock()
-        """Orders the messages, and lets sockets pass from thread to thread."""
+        """Held while a message is sent: it keeps messages in order and makes the sockets safe to use on any thread."""
         self._welcomed = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -138,12 +139,12 @@ class _Channel:
     def _dispatch(self, message: Message) -> None:
         handler = self._handlers.get(message.kind)
         if handler is None:
-            logger.warning("dropped %s of rank %d: rank %d takes none", message.kind.name, message.rank, self._rank)
+            logger.warning("rank %d sent %s to rank %d: message dropped", message.rank, message.kind.name, self._rank)
         else:
             handler(message)
 
-    def _look(self, now: float) -> None:
-        """Called with each heartbeat."""
+    def _check_peers(self, now: float) -> None:
+        """Find lost peers. Called with each heartbeat."""
         for rank, peer in self._peers.items():
             cause = peer.heartbeat.expired(now)
             if cause is not None and self._welcomed:
@@ -160,9 +161,9 @@ class _Channel:
                         peer.push.send_multipart(frames, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        """Send a heartbeat, and renew the watchdog, which works without the interpreter."""
+        """Send a heartbeat, and renew the watchdog, which needs no interpreter to end this process."""
         with self._sending:
-            allowed = LONG_ORDER_SECONDS if self._long_orders else HEARTBEAT_SECONDS
+            allowed = LONG_ORDER_SECONDS if self._commands else HEARTBEAT_SECONDS
             self._send(Kind.BEAT, 0, [allowed, self._progress.report().to_wire()])
             now, (was_allowed, set_at) = time.monotonic(), self._watchdog_set
             is_due = allowed != was_allowed or now - set_at > WATCHDOG_RENEWAL_SECONDS
@@ -170,16 +171,16 @@ class _Channel:
                 faulthandler.dump_traceback_later(allowed + WATCHDOG_MARGIN_SECONDS, exit=True)
                 self._watchdog_set = (allowed, now)
 
-    def _begin_long(self, number: int) -> None:
-        """Order `number` may hold the interpreter: announce it while this thread has it."""
+    def _begin_command(self, number: int) -> None:
+        """Announce the longer heartbeat timeout before command `number` can hold the interpreter."""
         with self._sending:
-            self._long_orders.add(number)
+            self._commands.add(number)
             self._beat()
 
-    def _end_long(self, number: int) -> None:
+    def _end_command(self, number: int) -> None:
         with self._sending:
-            if number in self._long_orders:
-                self._long_orders.discard(number)
+            if number in self._commands:
+                self._commands.discard(number)
                 self._beat()
 
     def _stop(self) -> None:
@@ -213,12 +214,12 @@ class _Channel:
                     self._disconnected(monitors[socket])
             now = time.monotonic()
             if now >= beat_at:
-                if now - beat_at > BEAT_SECONDS:  # this process itself was late: its peers may have been on time
+                if now - beat_at > BEAT_SECONDS:  # this process was late, and heartbeats may wait in its sockets
                     for peer in self._peers.values():
                         peer.heartbeat.restart(now)
                 beat_at = now + BEAT_SECONDS
                 self._beat()
-                self._look(now)
+                self._check_peers(now)
 
     def _receive(self) -> None:
         while True:
@@ -227,13 +228,13 @@ class _Channel:
             except zmq.Again:
                 return
             try:
-                head, body = map(unpack, frames)
-                kind, rank, number = head
+                header, body = map(unpack, frames)
+                kind, rank, number = header
                 message = Message(Kind(kind), rank, number, body)
                 if rank not in self._peers:
                     raise ValueError(f"rank {rank} is not a peer of rank {self._rank}")
             except (ValueError, TypeError) as error:
-                logger.warning("dropped a message that cannot be read: %s", error)
+                logger.warning("malformed message dropped: %s", error)
                 continue
             self._peers[rank].heartbeat.restart(time.monotonic())
             self._dispatch(message)
@@ -251,13 +252,13 @@ class _Pending:
 
 
 class LeaderChannel(_Channel):
-    """Rank 0's end. Orders may be posted and answers awaited from any thread.
+    """Rank 0's end. All public methods may be called on any thread.
 
     pull:         receives the messages of the other ranks.
     pushes:       by rank, connected to that rank's PULL socket.
-    progress:     of this rank's own steps.
+    progress:     of this rank's steps.
     has_watchdog: end this process if its interpreter hangs.
-    on_lost:      called once, on a thread of its own, with the RankError that ends the engine.
+    on_lost:      called once, on a separate thread, with the RankError that ends the engine.
     on_leave:     called on the channel's thread when another rank received SIGTERM.
     """
 
@@ -286,10 +287,12 @@ class LeaderChannel(_Channel):
         self._changed = threading.Condition()
         self._closing = False
         self._gone: set[int] = set()
+        """Ranks whose connection has ended."""
         self._suspect: tuple[int, str, float] | None = None
+        """The first rank that reported a failed collective, its cause, and when."""
 
     def start(self, *, timeout_seconds: float) -> None:
-        """Return when every rank has said HELLO and was welcomed. Raises RendezvousError naming one that has not."""
+        """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError naming a rank that is missing."""
 
         def missing() -> list[int]:
             return [rank for rank, peer in self._peers.items() if not peer.has_said_hello]
@@ -309,9 +312,9 @@ class LeaderChannel(_Channel):
         self._beat()
 
     def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = ()) -> int:
-        """Send an order to every rank, in the order of calls. Returns its number.
+        """Send an order to every rank, in the order of calls. Return its number.
 
-        answers: ranks that will answer; collect() must be called for the order then.
+        answers: ranks that will answer; if there are any, collect() must be called for the order.
         """
         missing = set(answers) - {0}
         with self._sending:
@@ -322,37 +325,37 @@ class LeaderChannel(_Channel):
                     self._pending[number] = _Pending(missing)
                 if kind in STEPS:
                     self._last_step = (number, kind)
-            if kind is Kind.LONG_COMMAND:
-                self._begin_long(number)
+            if kind is Kind.COMMAND:
+                self._begin_command(number)
             self._send(kind, number, body)
         return number
 
     def collect(self, number: int) -> dict[int, Any]:
-        """The answers to order `number`, by rank. Raises the RankError that ends the engine, if one comes first."""
+        """Wait for the answers to order `number`; return them by rank. Raises the RankError that ends the engine."""
         with self._changed:
             pending = self._pending.get(number, _Pending(set()))
             self._changed.wait_for(lambda: not pending.missing or self.failure is not None)
             self._pending.pop(number, None)
             if pending.missing and self.failure is not None:
                 raise self.failure
-        self._end_long(number)
+        self._end_command(number)
         return pending.answers
 
     def blame(self, number: int) -> RankError:
-        """The error of the rank that made a collective of order `number` fail: the rank that is lost, if the news of it
-        comes soon, else the rank that the others waited for.
+        """Return the error of the rank that made a collective of order `number` fail: the rank that is lost within
+        BLAME_SECONDS, else the rank that the others waited for.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
                 reports = self._reports()
                 rank = rank_behind(number, reports)
-                cause = f"the others waited for it in a collective that failed; it is in {reports[rank].place}"
+                cause = f"the other ranks waited for it in a collective that failed; it is in {reports[rank].place}"
                 self._lose(rank, cause, by_silence=True)
             assert self.failure is not None
             return self.failure
 
     def fail(self, rank: int, cause: str) -> None:
-        """End the other ranks with this cause. Waits a moment for it to reach them.
+        """End the other ranks with the cause of the failure, and wait up to BLAME_SECONDS for them to end.
 
         rank: the rank that failed, which may be 0.
         """
@@ -409,9 +412,9 @@ class LeaderChannel(_Channel):
                 self._lose(rank, DISCONNECTED)
             self._changed.notify_all()
 
-    def _look(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         with self._changed:
-            super()._look(now)
+            super()._check_peers(now)
             if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
                 self._lose(self._suspect[0], self._suspect[1], by_silence=True)
             number, kind = self._last_step
@@ -420,7 +423,7 @@ class LeaderChannel(_Channel):
                 self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        """`_changed` is held. Only the first loss counts: the others follow from it."""
+        """Record the first loss, with `_changed` held. Later losses are its consequences."""
         if self.failure is None:
             self.failure = RankLostError(rank, cause, by_silence=by_silence)
             logger.error("%s", self.failure)
@@ -429,12 +432,12 @@ class LeaderChannel(_Channel):
 
 
 class FollowerChannel(_Channel):
-    """The end of any other rank.
+    """The end of another rank.
 
     orders:       the orders of rank 0; get() blocks.
     progress:     of this rank's steps.
     has_watchdog: end this process if its interpreter hangs.
-    on_lost:      called once, on the channel's thread, when rank 0 is lost or reports why the engine ends.
+    on_lost:      called once, on the channel's thread, when rank 0 is lost or sends the cause of the engine's failure.
     """
 
     def __init__(
@@ -456,11 +459,11 @@ class FollowerChannel(_Channel):
             Kind.WELCOME: self._note_welcome,
             Kind.FAILED: lambda message: self._lose(*message.body),
             Kind.END: self._note_end,
-            **dict.fromkeys((*STEPS, Kind.COMMAND, Kind.LONG_COMMAND), self._note_order),
+            **dict.fromkeys((*STEPS, Kind.COMMAND), self._note_order),
         }
 
     def start(self, *, timeout_seconds: float) -> None:
-        """Return when rank 0 has welcomed this rank. Raises RendezvousError."""
+        """Send HELLO, and wait for WELCOME. Raises RendezvousError."""
         self._thread.start()
         self._send(Kind.HELLO, 0, None)
         if not self._has_welcome.wait(timeout_seconds):
@@ -468,14 +471,14 @@ class FollowerChannel(_Channel):
 
     def answer(self, order: Message, body: Any) -> None:
         self._send(Kind.ANSWER, order.number, body)
-        self._end_long(order.number)
+        self._end_command(order.number)
 
     def fail(self, cause: str, *, is_consequence: bool) -> None:
-        """Report that this rank cannot continue. is_consequence: the end of another rank may be the reason."""
+        """Report that this rank has failed. is_consequence: the end of another rank may be the cause."""
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 
     def leave(self) -> None:
-        """Ask rank 0 to drain and end the engine, with the next heartbeat. Takes no lock, so that a signal handler may
+        """Ask rank 0, with the next heartbeat, to drain and end the engine. Takes no lock, so that a signal handler can
         call it while this thread sends.
         """
         self._is_leaving = True
@@ -483,15 +486,15 @@ class FollowerChannel(_Channel):
     def close(self) -> None:
         self._stop()
 
-    def _look(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         if self._is_leaving and not self._has_said_leave:
             self._has_said_leave = True
             self._send(Kind.LEAVE, 0, None)
-        super()._look(now)
+        super()._check_peers(now)
 
     def _note_welcome(self, _message: Message) -> None:
         self._welcomed = True
-        self._beat()  # arms the watchdog before start() returns
+        self._beat()  # starts the watchdog before start() returns
         self._has_welcome.set()
 
     def _note_end(self, message: Message) -> None:
@@ -501,9 +504,9 @@ class FollowerChannel(_Channel):
     def _note_order(self, order: Message) -> None:
         self._number += 1
         if order.number != self._number:
-            self._lose(0, f"its order {self._number} is missing: order {order.number} came")
-        if order.kind is Kind.LONG_COMMAND:
-            self._begin_long(order.number)
+            self._lose(0, f"order {order.number} arrived, but order {self._number} is missing")
+        if order.kind is Kind.COMMAND:
+            self._begin_command(order.number)
         self.orders.put(order)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_runtime.backends.native.executor import Executor, Int64, StepPlan, StepResult
+from megatron_runtime.backends.native.backend import Ranks
+from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResult
 from megatron_runtime.backends.native.micro_batches import merge
 from megatron_runtime.backends.native.ranked.channel import Kind, LeaderChannel
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import GroupError
 from megatron_runtime.distributed.shard import ParallelSizes
@@ -23,21 +25,16 @@ from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.protocol.headers import Header
 
-_LONG = frozenset(
-    {"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged", "profile"}
-)
-"""Orders that may hold the interpreter for longer than a heartbeat may take, such as freeing much memory."""
-
-_AGREED = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
-"""What must be equal on all ranks."""
+_SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
+"""Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
 """From the loss of a rank to the end of this process: time to notify the coordinator and the other ranks."""
 
 
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
-    """End this process now: its threads may hang in a collective that no other rank will enter.
+    """End this process at once: its threads may hang in a collective that no other rank will enter.
 
-    own_rank: of this process. If it is the one that failed, standard error gets a traceback of every thread.
+    own_rank: rank of this process. If this rank failed, write a traceback of every thread to standard error.
     """
     print(f"the engine ends: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
@@ -46,49 +43,39 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
     os._exit(1)
 
 
-class PartExecutor(Executor, Protocol):
-    """An executor that holds a part of a model and runs it together with other ranks."""
-
-    @property
-    def has_cache(self) -> bool: ...
-
-    def execute_part(self, plan: StepPlan) -> list[tuple[Int64, StepResult]]:
-        """Run this rank's part of `plan`. Returns the results of the rows that this rank sampled, which may be none."""
-
-
 class EnginePart:
-    """Performs orders, the same on every rank. Only `stage_weights` may run beside another order."""
+    """Performs orders on one rank. Only `stage_weights` may run while another order runs."""
 
-    def __init__(self, executor: PartExecutor) -> None:
+    def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
         self._loaded: tuple[bool, bool] = (False, False)
-        """What the last load() loaded: weights, cache."""
+        """Whether the last load() loaded weights, and whether it allocated the cache."""
         self._kept_pages: Int64 | None = None
-        self._orders: dict[str, Callable[[Any], Any]] = {
-            "describe": lambda _: {name: getattr(executor, name) for name in _AGREED},
-            "load": lambda _: self._load(),
-            "unload": lambda _: self._unload(),
-            "release_weights": lambda _: executor.release_weights(),
+        self._orders: dict[str, Callable[..., Any]] = {
+            "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
+            "digest": lambda: executor.digest,
+            "load": self._load,
+            "unload": self._unload,
+            "release_weights": executor.release_weights,
             "release_kv": self._release_kv,
             "use_source": executor.use_source,
             "stage_weights": executor.stage_weights,
-            "swap_weights": lambda _: self._swap_weights(),
-            "drop_staged": lambda _: executor.drop_staged(),
+            "swap_weights": executor.swap_weights,
+            "drop_staged": executor.drop_staged,
             "profile": executor.profile,
-            "confirm": lambda _: None,
+            "confirm": lambda: None,
         }
 
-    def perform(self, name: str, argument: Any) -> Any:
+    def perform(self, name: str, *arguments: Any) -> Any:
         """Perform one order and return the answer."""
-        return self._orders[name](argument)
+        return self._orders[name](*arguments)
 
-    def _load(self) -> str:
+    def _load(self) -> None:
         executor = self.executor
         had_weights, had_cache = executor.has_weights, executor.has_cache
         self._loaded = (False, False)
         executor.load()
         self._loaded = (not had_weights, not had_cache)
-        return executor.digest
 
     def _unload(self) -> None:
         """Undo the last load, which failed on another rank."""
@@ -103,22 +90,21 @@ class EnginePart:
         self._kept_pages = keep_pages
         self.executor.release_kv(keep_pages)
 
-    def _swap_weights(self) -> str:
-        self.executor.swap_weights()
-        return self.executor.digest
 
+class RankedExecutor(Ranks):
+    """Implements Executor. Every rank acknowledges each order; an error names the rank that failed.
 
-class RankedExecutor:
-    """Implements Executor, and backend.Ranks: each rank acknowledges each order; what fails names the rank.
-
-    local:    rank 0's own part.
+    digest:   digest of the digests of all ranks.
+    local:    the executor of rank 0's part.
     progress: of rank 0's steps.
     warm_up:  steps to run once, after the first load.
+
+    Raises RankError if a rank was started with other sizes.
     """
 
     def __init__(
         self,
-        local: PartExecutor,
+        local: TorchExecutor,
         channel: LeaderChannel,
         sizes: ParallelSizes,
         *,
@@ -130,45 +116,38 @@ class RankedExecutor:
         self._channel = channel
         self._progress = progress
         self._warm_up = list(warm_up)
-        self._everyone = range(sizes.world)
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
-        self._digest = ""
+        self.digest = ""
         self.count = sizes.world
         self.vocab_size = local.vocab_size
         self.eos_ids = local.eos_ids
         self.max_sequence_length = local.max_sequence_length
         self.page_size = local.page_size
         self.num_pages = local.num_pages
-        described = self._everywhere("describe", None)
-        for rank, found in described.items():
-            for name, value in described[0].items():
-                if found[name] != value:
-                    raise RankError(rank, f"{name} is {found[name]} there, {value} on rank 0: start all ranks alike")
+        for rank, own in self._everywhere("sizes").items():
+            for name in _SIZES:
+                if own[name] != (value := getattr(local, name)):
+                    raise RankError(rank, f"{name} is {own[name]} there, {value} on rank 0: start all ranks alike")
 
     @property
     def has_weights(self) -> bool:
         return self._local.has_weights
 
-    @property
-    def digest(self) -> str:
-        """Of what the ranks hold, in their order."""
-        return self._digest
-
     def load(self) -> None:
         try:
-            digests = self._everywhere("load", None)
+            self._everywhere("load")
         except Exception:
             if self._channel.failure is None:
-                self._everywhere("unload", None)
+                self._everywhere("unload")
             raise
-        self._note_digests(digests)
+        self._update_digest()
         while self._warm_up:
             self._run(self._warm_up[0], Kind.WARM_UP)
             del self._warm_up[0]
 
     def release_weights(self) -> None:
-        self._everywhere("release_weights", None)
+        self._everywhere("release_weights")
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._everywhere("release_kv", keep_pages)
@@ -180,10 +159,11 @@ class RankedExecutor:
         self._everywhere("stage_weights", source)
 
     def swap_weights(self) -> None:
-        self._note_digests(self._everywhere("swap_weights", None))
+        self._everywhere("swap_weights")
+        self._update_digest()
 
     def drop_staged(self) -> None:
-        self._everywhere("drop_staged", None)
+        self._everywhere("drop_staged")
 
     def profile(self, active: bool) -> None:
         self._everywhere("profile", active)
@@ -200,7 +180,7 @@ class RankedExecutor:
         try:
             parts = self._local.execute_part(plan)
         except GroupError as error:
-            # A failed collective does not name the rank that is gone.
+            # A failed collective does not name the rank that made it fail.
             raise channel.blame(number) from error
         except RuntimeError as error:
             raise RankError(0, str(error)) from error
@@ -212,15 +192,15 @@ class RankedExecutor:
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Every rank has done all that came before: it takes orders one after the other."""
+        """Return when every rank has performed all earlier orders, which it takes one after the other."""
         try:
-            await asyncio.to_thread(self._everywhere, "confirm", signal.name)
+            await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:
             return RankResults.of_failure(error, ranks=self.count)
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """Set what happens when a rank is lost or is asked to end. Both are called on another thread.
+        """Set the reaction to a lost rank and to SIGTERM of a rank. Both are called on another thread.
 
         on_failure: called with the error; ENDING_SECONDS later this process ends, even if its threads hang.
         on_leave:   called when another rank received SIGTERM.
@@ -244,14 +224,13 @@ class RankedExecutor:
             rank, cause = (failure.rank, failure.cause) if isinstance(failure, RankError) else (0, str(failure))
             self._channel.fail(rank, cause)
 
-    def _everywhere(self, name: str, argument: Any) -> dict[int, Any]:
-        """Have every rank perform an order. Returns the answers by rank; raises the first error, naming its rank."""
-        kind = Kind.LONG_COMMAND if name in _LONG else Kind.COMMAND
-        number = self._channel.post(kind, [name, argument], answers=self._everyone)
+    def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
+        """Have every rank perform an order. Return the answers by rank; raise the first error, naming its rank."""
+        number = self._channel.post(Kind.COMMAND, [name, *arguments], answers=range(self.count))
         failure: Exception | None = None
         answers: dict[int, Any] = {}
         try:
-            answers[0] = self._part.perform(name, argument)
+            answers[0] = self._part.perform(name, *arguments)
         except Exception as error:
             failure = error
         for rank, (error_text, answer) in sorted(self._channel.collect(number).items()):
@@ -262,5 +241,6 @@ class RankedExecutor:
             raise failure
         return answers
 
-    def _note_digests(self, digests: dict[int, Any]) -> None:
-        self._digest = hashlib.sha256("".join(digests[rank] for rank in self._everyone).encode()).hexdigest()
+    def _update_digest(self) -> None:
+        digests = self._everywhere("digest")
+        self.digest = hashlib.sha256("".join(digests[rank] for rank in range(self.count)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Step plans and their results as bytes: msgpack, with arrays as raw bytes. Decoding never runs code of the sender."""
+"""Encodes step plans and their results: msgpack, with arrays as raw bytes. Decoding never runs code of the sender."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.protocol import codec
 from megatron_runtime.protocol.codec import MalformedMessageError, UnpackLimits
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 _ARRAY = 1
 _KINDS = frozenset("biuf")
@@ -26,59 +26,59 @@ _CLASSES: dict[int, type] = {
     6: Penalties,
     7: LogProbs,
 }
-"""By extension type: the fields of an object travel as a list, in the order of the class."""
+"""By extension type: an object is encoded as the list of its fields, in the order of the class."""
 _CODES = {cls: code for code, cls in _CLASSES.items()}
 _LEVELS = 5
-"""Extensions within each other: a plan, its batch, the edits of a row, their penalties, an array."""
+"""The most nested extensions: a plan, its batch, the edits of a row, their penalties, an array."""
 _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
-"""Of a message between ranks: a step has some values and arrays per row, and the arrays are bytes."""
+"""Limits of a message between ranks: a step has some values and arrays per row, and the arrays are bytes."""
 
 
 class MalformedPlanError(ValueError):
-    """The bytes are no message between ranks. The message says what is wrong."""
+    """The bytes are not a message between ranks. The text has the cause."""
 
 
 def pack(value: Any) -> bytes:
-    """msgpack of plain values, arrays, plans and results. Raises TypeError for anything else."""
+    """Encode plain values, arrays, plans and results. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
 
 
 def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
-    """The value that pack() was given; arrays are read-only.
+    """Decode the bytes of pack(); arrays are read-only.
 
-    levels: extensions that may contain each other. Raises MalformedPlanError.
+    levels: the most nested extensions. Raises MalformedPlanError.
     """
     try:
         return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
     except MalformedMessageError as error:
-        raise MalformedPlanError(f"{len(data)} bytes are no message between ranks: {error}") from error
+        raise MalformedPlanError(f"{len(data)} bytes are not a message between ranks: {error}") from error
 
 
 def _pack_object(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        head = msgpack.packb([value.dtype.str, value.shape])
-        return msgpack.ExtType(_ARRAY, bytes((len(head),)) + head + value.tobytes())
+        header = msgpack.packb([value.dtype.str, value.shape])
+        return msgpack.ExtType(_ARRAY, bytes((len(header),)) + header + value.tobytes())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
         return dict(value)
     code = _CODES.get(type(value))
     if code is None:
-        raise TypeError(f"{type(value).__name__} does not travel between ranks")
+        raise TypeError(f"{type(value).__name__} cannot be sent between ranks")
     return msgpack.ExtType(code, pack([getattr(value, field.name) for field in fields(value)]))
 
 
 def _unpack_extension(code: int, data: bytes, *, levels: int) -> Any:
     if levels == 0:
-        raise MalformedPlanError(f"more than {_LEVELS} extensions contain each other")
+        raise MalformedPlanError(f"more than {_LEVELS} nested extensions")
     if code in _CLASSES:
         cls, values = _CLASSES[code], unpack(data, levels=levels - 1)
         return cls(**dict(zip((field.name for field in fields(cls)), values, strict=True)))
     if code != _ARRAY:
         raise MalformedPlanError(f"extension type {code} is unknown")
-    begin = 1 + data[0] if data else 0
-    name, shape = codec.unpack(data[1:begin])
+    start = 1 + data[0] if data else 0
+    name, shape = codec.unpack(data[1:start])
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
-        raise MalformedPlanError(f"an array of {name} does not travel between ranks")
-    return np.frombuffer(data, dtype, offset=begin).reshape(shape)
+        raise MalformedPlanError(f"an array of {name} cannot be sent between ranks")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)

@@ -1,0 +1,113 @@
+"""`megatron bench engine`: one engine in this process, without sockets."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.cli.bench.report import Figure, json_file, report
+from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY, readable_errors
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
+
+PROBE_BYTES = 1 << 28
+"""Size of the probe of the memory bandwidth: far larger than any cache."""
+
+
+def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **settings: Any) -> Iterator[Figure]:
+    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early.
+
+    settings: of the engine.
+    """
+    core = build_native(
+        EngineSettings(
+            coordinator="tcp://127.0.0.1:0",  # never connected to
+            name="bench",
+            max_requests=max(batch),
+            max_tokens=max(2048, *batch),
+            max_sequence_length=prompt_tokens + new_tokens,
+            prefix_caching=False,
+            **settings,
+        )
+    ).core
+    executor = core.executor
+    assert isinstance(executor, TorchExecutor)
+    begun = time.perf_counter()
+    executor.load()
+    yield Figure("load_seconds", "weights loaded", time.perf_counter() - begun, "s")
+    bound = memory_bandwidth()
+    yield Figure("bandwidth_gb_per_s", "memory bandwidth, read", bound / 1e9, "GB/s")
+    _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles what the first use needs
+    for size in batch:
+        prefill, decode, steps = _generate(core, size, prompt_tokens, new_tokens)
+        rate = size * prompt_tokens / prefill
+        yield Figure(f"b{size}_prefill_tokens_per_s", f"batch {size}: prefill", rate, "tokens/s")
+        yield Figure(f"b{size}_first_token_ms", f"batch {size}: first token of every request", prefill * 1000, "ms")
+        if steps:
+            rate = size * (new_tokens - 1) / decode
+            # A step reads the weights once. At these lengths the KV cache is small in comparison.
+            achieved = executor.weight_bytes * steps / decode
+            yield Figure(f"b{size}_decode_tokens_per_s", f"batch {size}: decode", rate, "tokens/s")
+            yield Figure(f"b{size}_weights_gb_per_s", f"batch {size}: weights read", achieved / 1e9, "GB/s")
+            yield Figure(f"b{size}_percent_of_bound", f"batch {size}: of the bandwidth", 100 * achieved / bound, "%")
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, kibibytes on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    yield Figure("peak_memory_mib", "memory, peak", peak / (1 << 20), "MiB")
+
+
+def memory_bandwidth() -> float:
+    """Return the bytes per second that torch's threads read, the best of five measurements."""
+    data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
+    best = 0.0
+    for _ in range(5):
+        begun = time.perf_counter()
+        data.sum()
+        best = max(best, PROBE_BYTES / (time.perf_counter() - begun))
+    return best
+
+
+def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
+    """Return seconds until every request has its first token, seconds from there to the last token, decode steps."""
+    rng = np.random.default_rng(batch)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
+    nothing = np.empty(0, dtype=np.int32)
+    for number in range(batch):
+        prompt = rng.integers(1, core.executor.vocab_size, prompt_tokens, dtype=np.int32)
+        core.add_request(EngineRequest(number, prompt, nothing, params))
+    begun = time.perf_counter()
+    started: set[int] = set()
+    while len(started) < batch:
+        started.update(output.request_id for output in core.step() if output.new_tokens)
+    prefilled = time.perf_counter()
+    steps = 0
+    while core.has_work:
+        core.step()
+        steps += 1
+    return prefilled - begun, time.perf_counter() - prefilled, steps
+
+
+@click.command()
+@click.option("--model", default="builtin:smollm2-135m", help="builtin:NAME, a GGUF file or a directory.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
+@click.option("--batch", type=COUNTS, default="1,8,32", help="Requests at once, each size a run.")
+@click.option("--prompt-tokens", type=COUNT, default=64)
+@click.option("--new-tokens", type=COUNT, default=128)
+@click.option("--threads", type=COUNT, help="Torch threads.")
+@click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
+@json_file
+@readable_errors
+def engine(*, json_file: Path | None, **values: Any) -> None:
+    """How fast one engine reads prompts and generates, and what share of the memory bandwidth it uses."""
+    report("engine", f"Engine, {values['model']}, {values['dtype']}", values, list(run(**values)), json_file)

@@ -1,0 +1,165 @@
+"""`megatron bench serve`: clients of a running server, which send the next request after the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import uvloop
+
+from megatron_runtime.cli.api_client import (
+    ApiClient,
+    EventReader,
+    StreamFailedError,
+    StreamFormatError,
+    connection_options,
+    terminal_text,
+)
+from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
+from megatron_runtime.cli.options import COUNT, COUNTS, readable_errors
+
+_DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+_RETRIES = 3
+WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copper", "window", "silver", "forest")
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Seconds to each first token, seconds between later chunks, and tokens as counted by the server.
+
+    retries: requests that were sent again because the server closed the connection before it answered.
+    """
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+    retries: int = 0
+
+
+def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
+    """Measure a run for each number of clients in `concurrency`. options: of run_clients()."""
+    # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return [figure for clients in concurrency for figure in runner.run(run_clients(clients, **options))]
+
+
+async def run_clients(
+    clients: int,
+    *,
+    url: str,
+    model: str,
+    api_key: str | None,
+    requests: int,
+    prompt_words: int,
+    new_tokens: int,
+    seed: int = 0,
+) -> list[Figure]:
+    """Measure `clients` clients at once.
+
+    requests: of all clients together; at least two for each client are sent.
+    seed:     of the prompts. Runs with different seeds have different prompts.
+    """
+    # Each request has its own connection, because servers differ in how long they keep an idle one.
+    headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
+    rng = random.Random(f"{seed} {clients}")
+    answers, warm_up = _Answers(), _Answers()
+    count = max(requests, 2 * clients) + 1
+    bodies = [
+        {
+            "model": model,
+            "prompt": " ".join(rng.choices(WORDS, k=prompt_words)),
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(count)
+    ]
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+        await _request(http, url, bodies.pop(), warm_up)
+        answers.retries = warm_up.retries
+
+        async def client() -> None:
+            while bodies:
+                await _request(http, url, bodies.pop(), answers)
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        seconds = time.perf_counter() - begun
+    what, retried = f"{clients} clients", "dropped unanswered, sent again"
+    figures = [
+        Figure(f"c{clients}_tokens_per_s", f"{what}: generated", answers.tokens / seconds, "tokens/s"),
+        Figure(f"c{clients}_retries", f"{what}: {retried}", answers.retries, "requests"),
+    ]
+    for percent in (50, 99):
+        for name, values in (("ttft", answers.first), ("itl", answers.between)):
+            if values:
+                value = percentile(values, percent) * 1000
+                figures.append(
+                    Figure(f"c{clients}_{name}_p{percent}_ms", f"{what}: {name.upper()}, p{percent}", value, "ms")
+                )
+    return figures
+
+
+async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> None:
+    """Measure one streamed completion."""
+    last, waiting = time.perf_counter(), True
+    async with contextlib.aclosing(await _send(http, f"{url}/v1/completions", body, answers)) as reply:
+        events = EventReader()
+        try:
+            async for data in reply.aiter_raw():
+                if reply.status_code != 200:
+                    shown = terminal_text(data[:200].decode(errors="replace"))
+                    raise click.ClickException(f"{url} answered {reply.status_code}: {shown}")
+                for event in events.feed(data):
+                    usage = event.get("usage") or {}
+                    tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else None
+                    if type(tokens) is not int:
+                        raise StreamFormatError(f"the usage of an event is {usage!r:.80}")
+                    answers.tokens += tokens
+                    if event.get("choices"):
+                        now = time.perf_counter()
+                        (answers.first if waiting else answers.between).append(now - last)
+                        last, waiting = now, False
+        except (StreamFormatError, StreamFailedError) as error:
+            raise click.ClickException(f"{url}: {error}") from error
+        if reply.status_code != 200:
+            raise click.ClickException(f"{url} answered {reply.status_code}")
+
+
+async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
+    """Return the reply as it begins. A request whose connection is closed before that is sent again."""
+    for _ in range(_RETRIES):
+        with contextlib.suppress(*_DROPPED):
+            return await http.send(http.build_request("POST", url, json=body), stream=True)
+        answers.retries += 1
+    return await http.send(http.build_request("POST", url, json=body), stream=True)
+
+
+@click.command()
+@connection_options
+@click.option("--concurrency", type=COUNTS, default="1,8,32", help="Clients at once, each number a run.")
+@click.option("--requests", type=COUNT, default=32, help="Of each run; at least two a client.")
+@click.option("--prompt-words", type=COUNT, default=64)
+@click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
+@click.option("--seed", type=int, default=0, help="Of the prompts.")
+@json_file
+@readable_errors
+def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
+    """How a server answers clients that wait for each answer before the next request."""
+    model = model or ApiClient(url, api_key=api_key).first_model()
+    options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
+    try:
+        figures = run(api_key=api_key, **options)
+    except httpx.HTTPError as error:
+        raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
+    report("serve", f"Server at {options['url']}, {model}", options, figures, json_file)

@@ -1,0 +1,277 @@
+"""The entry points of containers: `megatron coordinator`, `engine`, `server` and `preflight`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megatron_runtime.cli.options import (
+    ADDRESS,
+    COUNT,
+    DIRECTORY,
+    FILE,
+    MEMORY,
+    OPTIONAL_PORT,
+    PORT,
+    POSITIVE_SECONDS,
+    ROUTING_POLICIES,
+    SECONDS,
+    batch_invariant,
+    log_level,
+    model,
+    readable_errors,
+    sequence_length,
+    server_options,
+)
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.settings import EngineSettings
+
+_AT_LEAST_A_SECOND = click.FloatRange(min=1)
+_PARALLEL = click.IntRange(1, 64)
+
+
+@click.command()
+@click.option("--listen", default="0.0.0.0", help="Address of every port.")
+@click.option("--client-port", type=PORT, default=5555, help="For servers and clients.")
+@click.option("--engine-port", type=PORT, default=5556, help="For engines.")
+@click.option("--admin-port", type=PORT, default=5557, help="For the operator.")
+@click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
+@click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
+@click.option("--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced")
+@click.option("--alpha", type=click.FloatRange(0, 1), default=0.5, help="Weight of a cached prefix.")
+@click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
+@click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
+@click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
+@click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
+@log_level
+@readable_errors
+def coordinator(*, routing_policy: str, **options: Any) -> None:
+    """Run the coordinator until SIGTERM."""
+    from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
+    from megatron_runtime.coordinator.service import run
+
+    run(CoordinatorSettings(routing_policy=RoutingPolicy(routing_policy), **options))
+
+
+@click.command()
+@click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's engine port.")
+@click.option("--name", required=True, help="Stable identity of this engine; the same after a restart.")
+@model
+@click.option(
+    "--format",
+    "model_format",
+    type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist"]),
+    default="Auto",
+    help="Reject a model of another format.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["torch", "echo"]),
+    default="torch",
+    envvar="MEGATRON_ENGINE_EXECUTOR",
+    help="echo answers with a hash of the prompt, without a model: for tests and benchmarks.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    help="Where the model runs; auto: on a GPU if there is one.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
+    default="auto",
+    help="Of the weights.",
+)
+@sequence_length
+@click.option("--max-requests", type=COUNT, default=64, help="Generated at once.")
+@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
+@click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
+@click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
+@click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
+@batch_invariant
+@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
+@click.option(
+    "--prefix-eviction",
+    type=click.Choice(["lru", "ref_zero"]),
+    default="lru",
+    help="Keep unused blocks until their memory is needed, or evict them at once.",
+)
+@click.option(
+    "--kv-cache-mode",
+    type=click.Choice(["persist", "offload", "recompute"]),
+    default="recompute",
+    help="What a suspend does with the KV cache.",
+)
+@click.option("--model-hash", default="", show_default=False, help="Reject requests made for a model of another hash.")
+@click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
+@click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
+@click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
+@click.option("--threads", type=COUNT, help="Torch threads of this machine's ranks together.")
+@click.option(
+    "--tensor-parallel", type=_PARALLEL, default=1, envvar="TENSOR_PARALLEL_SIZE", help="Ranks that share each layer."
+)
+@click.option(
+    "--pipeline-parallel",
+    type=_PARALLEL,
+    default=1,
+    envvar="PIPELINE_PARALLEL_SIZE",
+    help="Stages with a part of the layers.",
+)
+@click.option(
+    "--expert-parallel",
+    type=_PARALLEL,
+    default=1,
+    envvar="EXPERT_PARALLEL_SIZE",
+    help="Ranks that share the experts of each layer.",
+)
+@click.option(
+    "--rendezvous-seconds",
+    type=_AT_LEAST_A_SECOND,
+    default=300,
+    help="How long ranks wait for each other at the start.",
+)
+@click.option(
+    "--step-timeout-seconds",
+    type=_AT_LEAST_A_SECOND,
+    default=60,
+    help="An engine of several ranks ends if no rank makes progress in a step for so long.",
+)
+@click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo executor takes.")
+@click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo executor.")
+@click.option(
+    "--fault",
+    "echo_faults",
+    multiple=True,
+    envvar="MEGATRON_ENGINE_FAULTS",
+    metavar="SPEC",
+    help="A fault of the echo executor, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
+)
+@click.option("--drain-seconds", type=SECONDS, default=60)
+@log_level
+@readable_errors
+def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, **options: Any) -> None:
+    """Run one data-parallel engine until SIGTERM.
+
+    Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
+    and MASTER_PORT if there are several machines, or by torchrun.
+    """
+    from megatron_runtime.backends.registry import build_backend, link_for
+    from megatron_runtime.distributed.shard import ParallelSizes
+    from megatron_runtime.engine import worker
+    from megatron_runtime.engine.settings import EngineSettings
+
+    sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
+    settings = EngineSettings(parallel=sizes, **options)
+
+    def run_worker() -> None:
+        worker.run(settings, build_backend, link=link_for(settings))
+
+    if sizes.world == 1:
+        run_worker()
+    else:
+        _run_ranks(settings, run_worker)
+
+
+def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None:
+    """Run as one rank of several, or start the ranks of this machine. run_worker: runs as rank 0."""
+    from megatron_runtime.backends.native.ranked.executor import end_with
+    from megatron_runtime.backends.registry import run_other_rank
+    from megatron_runtime.distributed.errors import RankError
+    from megatron_runtime.distributed.shard import node_identity, rank_identity
+
+    identity = rank_identity(settings.parallel)
+    if identity is None:
+        from megatron_runtime.cli.processes import RanksFailedError, launch
+
+        try:
+            launch(node_identity(settings.parallel), sys.argv[1:])
+        except RanksFailedError as error:
+            raise click.ClickException(str(error)) from error
+        return
+    try:
+        if identity.rank == 0:
+            run_worker()
+        else:
+            run_other_rank(settings, identity)
+    except RankError as error:
+        end_with(error)
+
+
+@click.command()
+@click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's client port.")
+@click.option("--model", default="builtin:smollm2-135m", help="The model whose tokenizer is used.")
+@click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
+@click.option("--model-hash", default="", show_default=False, help="Use only engines of a model with this hash.")
+@click.option("--host", default="0.0.0.0")
+@click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
+@click.option(
+    "--health-port",
+    type=OPTIONAL_PORT,
+    default="8080",
+    help="Probes and metrics, without a key; off: metrics are on --port, behind the API key.",
+)
+@click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
+@click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
+@click.option("--tls-key-file", type=FILE, help="Key of the certificate, in PEM.")
+@server_options
+@sequence_length
+@click.option("--max-body-size", "max_body_bytes", type=MEMORY, default="4Mi")
+@click.option("--max-open-requests", type=COUNT, default=10_000, help="Beyond that 429.")
+@click.option(
+    "--max-connections",
+    type=COUNT,
+    default=4096,
+    help="Beyond that the one idle longest is closed; if none is idle, the new one gets a 503.",
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="Serve only requests whose Host header has this name, and no web page of another origin; repeatable.",
+)
+@click.option("--drain-seconds", type=SECONDS, default=60)
+@click.option("--linger-seconds", type=SECONDS, default=2, help="After SIGTERM, shortest time to accept connections.")
+@click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
+@click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
+@log_level
+@readable_errors
+def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
+    """Run the OpenAI server until SIGTERM."""
+    if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
+        raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
+    from megatron_runtime.server.process import run
+    from megatron_runtime.server.settings import ConnectionLimits, ServerSettings
+
+    listener = None if listen_fd is None else socket.socket(fileno=listen_fd)
+    run(ServerSettings(connections=ConnectionLimits(max_connections=max_connections), **options), listener=listener)
+
+
+@click.command()
+@click.option("--name", "template", required=True, help="Host name of a pod, {node} for its number.")
+@click.option("--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod.")
+@click.option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
+@click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
+@click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
+@click.option("--listen", default="0.0.0.0", help="Address of both ports.")
+@log_level
+@readable_errors
+def preflight(*, template: str, nodes: int, **options: Any) -> None:
+    """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
+    from megatron_runtime.distributed import preflight as checks
+    from megatron_runtime.engine.termination import write_termination_message
+
+    names = tuple(template.replace("{node}", str(number)) for number in range(nodes))
+    try:
+        found = asyncio.run(checks.preflight(checks.PreflightPlan(names=names, **options)))
+    except checks.PreflightError as error:
+        write_termination_message(error)
+        raise click.ClickException(str(error)) from error
+    for name, outcome in found.items():
+        click.echo(f"{name} {outcome.value}")

@@ -1,0 +1,219 @@
+"""`megatron serve`: coordinator, engines and OpenAI server on this machine, in one command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from megatron_runtime.cli.options import (
+    COUNT,
+    MEMORY,
+    PORT,
+    ROUTING_POLICIES,
+    SECONDS,
+    batch_invariant,
+    model,
+    readable_errors,
+    sequence_length,
+    server_options,
+)
+from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
+
+_LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
+
+
+@click.command()
+@model
+@click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
+@click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
+@click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
+@click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
+@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
+@sequence_length
+@click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
+@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
+@click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of each engine.")
+@batch_invariant
+@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
+@click.option(
+    "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
+)
+@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share of the CPUs.")
+@server_options
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="A further name of this server in requests (Host header); repeatable. On loopback, requests for any other "
+    "name than localhost get a 403.",
+)
+@click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
+@readable_errors
+def serve(**options: Any) -> None:
+    """Run everything on this machine, and report when it is ready."""
+    options["model_name"] = options["model_name"] or default_model_name(options["model"])
+    if is_loopback(options["host"]) or options["allowed_hosts"]:
+        # On loopback, a web page must not reach the server under another name (DNS rebinding).
+        options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
+    options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
+    try:
+        asyncio.run(_serve(SimpleNamespace(**options)))
+    except ChildFailedError as error:
+        raise click.ClickException(str(error)) from error
+
+
+async def _serve(options: SimpleNamespace) -> None:
+    started = time.monotonic()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def say(name: str | None, line: str) -> None:
+        if name is None:
+            click.echo(f"megatron: {line}", err=True)
+        elif options.verbose:
+            click.echo(f"{click.style(name, dim=True)}: {line}", err=True)
+
+    with listen(host=options.host, port=options.port) as listener:
+        url = _url(listener)
+        client_port, engine_port, admin_port = free_ports(3)
+        supervisor = Supervisor(say=say)
+
+        def on_signal() -> None:
+            if stop.is_set():
+                supervisor.signal_all(signal.SIGKILL)
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
+        say(None, f"starting a coordinator, {engines} and a server for {options.model}")
+        try:
+            for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
+                await supervisor.start(child)
+            ready = _until_ready(options, url=url, coordinator=f"tcp://{_LOOPBACK}:{client_port}", say=say)
+            if await _unless(stop, supervisor.failed, ready):
+                supervisor.are_ready = True
+                _print_usage(options, url=url, seconds=time.monotonic() - started)
+                await _unless(stop, supervisor.failed, asyncio.Event().wait())
+            say(None, "stopping (Ctrl-C again to end at once)")
+        finally:
+            await supervisor.stop(grace_seconds=options.drain_seconds + _GRACE_SECONDS)
+
+
+def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socket.socket) -> list[Child]:
+    client_port, engine_port, admin_port = ports
+
+    def arguments(*names: str, **others: Any) -> list[str]:
+        """Return command line options: `names` with their values of `serve`, and `others`."""
+        found: list[str] = []
+        values = {**{name: getattr(options, name) for name in names}, **others}
+        for name, value in {"log_level": "info" if options.verbose else "warning", **values}.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                found.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                found += [f"--{flag}", str(value)]
+        return found
+
+    coordinator = arguments(
+        "routing_policy",
+        listen=_LOOPBACK,
+        client_port=client_port,
+        engine_port=engine_port,
+        admin_port=admin_port,
+        health_port="off",
+    )
+    engine = arguments(
+        *("model", "executor", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
+        *("batch_invariant", "prefix_caching", "threads", "drain_seconds"),
+        coordinator=f"{_LOOPBACK}:{engine_port}",
+        health_port="off",
+    )
+    server = arguments(
+        *("model", "model_name", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
+        *("allow_priority", "tool_call_parser", "drain_seconds"),
+        coordinator=f"{_LOOPBACK}:{client_port}",
+        listen_fd=listener.fileno(),
+        linger_seconds=0,
+        health_port="off",
+    )
+    hosts = [argument for host in options.allowed_hosts for argument in ("--allowed-host", host)]
+    return [
+        Child("coordinator", ["coordinator", *coordinator]),
+        *(Child(f"engine-{i}", ["engine", *engine, "--name", f"engine-{i}"]) for i in range(options.engines)),
+        Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
+    ]
+
+
+async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, say: Any) -> None:
+    """Wait until every engine serves and the server is connected to the coordinator; report each engine."""
+    import httpx
+
+    from megatron_runtime.client.inference_client import InferenceClient
+
+    client = InferenceClient(coordinator, deserialize=False)
+    await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
+    try:
+        serving: set[str] = set()
+        while len(serving) < options.engines:
+            status = await client.status()
+            for engine in status.engines:
+                if engine.serving and engine.name not in serving:
+                    serving.add(engine.name)
+                    say(None, f"{engine.name} has its weights ({len(serving)} of {options.engines})")
+            await asyncio.sleep(_POLL_SECONDS)
+    finally:
+        client.stop()
+    async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
+        # The socket listens already. The first answer arrives when the server process has started.
+        while (await http.get(f"{url}/readyz")).status_code != 200:  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
+    """Return whether `work` ended before `stop` was set. Raises the exception of `failed` or `work`."""
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        stopping.cancel()
+        task.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
+
+
+def _print_usage(options: SimpleNamespace, *, url: str, seconds: float) -> None:
+    name = options.model_name
+    key = "" if options.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    default_url = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    click.echo(
+        f"\nready in {seconds:.1f} s: {name} at {url}/v1 (a chat page at {url}/)\n\n"
+        f"  megatron chat{default_url}\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    reachable = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

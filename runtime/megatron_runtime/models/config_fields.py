@@ -1,0 +1,242 @@
+"""Model configurations in files: checked fields of config.json and of GGUF metadata.
+
+Here are the rotary embedding, sliding windows and experts, which several families have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeGuard
+
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    SlidingWindow,
+    UnsupportedModelError,
+)
+from megatron_runtime.protocol.text import shown
+
+Traits = dict[str, Any]
+"""Fields of a ModelConfig that differ between families."""
+
+MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
+"""Layers, experts of a layer, experts of all layers: each needs Python objects before any tensor is read."""
+MAX_SIZE = (1 << 31) - 1
+_LARGEST_CONSTANT = 1e18
+_TOLERANCE = 1e-3  # of rotary factors that were computed in float32
+_MAX_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "block_count"), MAX_LAYERS),
+    **dict.fromkeys(("num_local_experts", "num_experts", "expert_count"), MAX_EXPERTS),
+    **dict.fromkeys(("max_position_embeddings", "context_length"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "attention.head_count", "head_dim", "attention.key_length"), 1 << 16),
+}
+"""Limits of sizes that bound loops or are multiplied; MAX_SIZE is the limit of the others."""
+
+
+class Fields:
+    """A configuration read from a file.
+
+    where: the file, for messages.
+
+    All methods raise UnsupportedModelError naming the field, its value and what is supported.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def need(self, key: str) -> Any:
+        """Return the value of a required field."""
+        found = self.values.get(key)
+        if found is None:
+            raise UnsupportedModelError(f"{self.where} has no field {key!r}, which this model needs")
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a field, or `default` if it is absent or null."""
+        found = self.values.get(key)
+        return default if found is None else found
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a whole number above zero and up to a limit. The field is required unless it has a default."""
+        found = self.need(key) if default is None else self.get(key, default)
+        limit = _MAX_SIZES.get(key, MAX_SIZE)
+        if not _is_whole(found) or not 1 <= found <= limit:
+            raise self._wrong(key, found, f"want a whole number above zero and up to {limit}")
+        return int(found)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false."""
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            raise self._wrong(key, found, "want true or false")
+        return found
+
+    def token(self, key: str) -> int | None:
+        """Return a token id, or None if the field is absent or null."""
+        found = self.get(key)
+        if found is None:
+            return None
+        if not _is_whole(found) or not 0 <= found <= MAX_SIZE:
+            raise self._wrong(key, found, "want a token id")
+        return int(found)
+
+    def below(self, key: str) -> Fields:
+        """Return the object in a field, empty if it is absent."""
+        found = self.get(key, {})
+        if not isinstance(found, Mapping):
+            raise self._wrong(key, found, "want an object")
+        return Fields(found, where=f"{self.where}, {key}")
+
+    def listed(self, key: str, kind: type) -> list[Any]:
+        """Return a list with at most one element per layer, empty if it is absent."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or len(found) > MAX_LAYERS or not all(type(one) is kind for one in found):
+            raise self._wrong(key, found, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
+        return found
+
+    def constant(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above zero. The field is required unless it has a default."""
+        found = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found <= _LARGEST_CONSTANT:
+            raise self._wrong(key, found, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
+        return found
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Accept a field that is absent, null, false or one of `allowed`."""
+        found = self.values.get(key)
+        if found and found not in allowed:
+            supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
+            raise self._wrong(key, found, supported)
+
+    def _wrong(self, key: str, found: object, wanted: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.where} has {key} {shown(found)}: {wanted}")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def window_everywhere(fields: Fields) -> Traits:
+    """Return the sliding window of a family in which either all layers have one or no layer."""
+    return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
+
+
+def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
+    """Return the sliding window of some layers. is_local: by layer, used if the file does not list `layer_types`."""
+    window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
+    if fields.get("layer_types") is not None:
+        kinds = fields.listed("layer_types", str)
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown or len(kinds) != fields.size("num_hidden_layers"):
+            among = f" and among them {shown(unknown[0])}" if unknown else ""
+            raise UnsupportedModelError(
+                f"{fields.where} lists {len(kinds)} layer_types{among}: "
+                f"want {fields.size('num_hidden_layers')} of 'sliding_attention' and 'full_attention'"
+            )
+        is_local = [kind == "sliding_attention" for kind in kinds]
+    if window is None or not any(is_local):
+        return {}
+    return {"sliding": SlidingWindow(window=window, is_local=tuple(is_local), rope_theta=rope_theta)}
+
+
+def layer_types(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the sliding window in config.json."""
+    if config.sliding is None:
+        return {"sliding_window": None}
+    kinds = ["sliding_attention" if local else "full_attention" for local in config.sliding.is_local]
+    return {"sliding_window": config.sliding.window, "layer_types": kinds}
+
+
+def mixture(fields: Fields, experts: str, per_token: str, size: str, **others: Any) -> Traits:
+    """Return the experts of a family.
+
+    experts, per_token, size: fields with the number of experts, of experts per token, and of rows of an expert.
+    others: further fields of MoEConfig.
+    """
+    values = {
+        "num_experts": fields.size(experts),
+        "experts_per_token": fields.size(per_token),
+        "intermediate_size": fields.size(size),
+        "normalize": True,
+    }
+    return {"moe": MoEConfig(**values | others)}
+
+
+def rope_of_hf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
+    """Return base and scaling of the layers without a window. theta: the base if the file has none."""
+    # transformers 5 writes rope_parameters, by kind of layer if they differ; 4 wrote rope_theta and rope_scaling.
+    values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    if "full_attention" in values.values:
+        values = values.below("full_attention")
+    base = values if values.get("rope_theta") else fields
+    return base.constant("rope_theta", theta), _scaling(values)
+
+
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json, in the form that transformers 4 and 5 read."""
+    scaling, values = config.rope_scaling, None
+    if scaling is not None:
+        kind = "llama3" if isinstance(scaling, Llama3Scaling) else "linear"
+        values = {"rope_type": kind, **asdict(scaling)}
+    return {"rope_theta": config.rope_theta, "rope_scaling": values}
+
+
+def rope_of_gguf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
+    """Return base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
+    kind = fields.get("rope.scaling.type", "none")
+    base = fields.constant("rope.freq_base", theta)
+    if kind == "none":
+        return base, None
+    if kind != "linear":
+        raise UnsupportedModelError(f"{fields.where} has rope scaling {shown(kind)}: supported are 'none' and 'linear'")
+    return base, LinearScaling(factor=fields.constant("rope.scaling.factor"))
+
+
+def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
+    """Return the scaling that divides the frequency of each rotary pair by these factors.
+
+    GGUF files have these factors instead of the constants of the scaling, which all Llama 3 models share except for
+    the factor. Raises UnsupportedModelError for other factors.
+    """
+    if not factors or not all(0 < factor < math.inf for factor in factors):
+        raise UnsupportedModelError(
+            f"tensor 'rope_freqs.weight' of {where} has a value that is not above zero and finite"
+        )
+    found = Llama3Scaling(
+        factor=round(max(factors), 3), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    for pair, factor in enumerate(factors):
+        rotations = found.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        blend = (rotations - found.low_freq_factor) / (found.high_freq_factor - found.low_freq_factor)
+        blend = min(max(blend, 0.0), 1.0)
+        frequency = (1 - blend) / found.factor + blend
+        if abs(factor * frequency - 1) > _TOLERANCE:
+            raise UnsupportedModelError(
+                f"tensor 'rope_freqs.weight' of {where} divides the frequency of pair {pair} by {factor}: supported "
+                f"is the scaling of Llama 3, here {1 / frequency:.4g}"
+            )
+    return found
+
+
+def _scaling(values: Fields) -> RopeScaling | None:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=values.constant("factor"))
+    if kind != "llama3":
+        raise UnsupportedModelError(
+            f"{values.where} has rope type {shown(kind)}: supported are 'default', 'linear' and 'llama3'"
+        )
+    return Llama3Scaling(
+        factor=values.constant("factor"),
+        low_freq_factor=values.constant("low_freq_factor"),
+        high_freq_factor=values.constant("high_freq_factor"),
+        original_max_position_embeddings=values.size("original_max_position_embeddings"),
+    )

@@ -1,0 +1,471 @@
+"""The supported families of models: names of tensors, and configurations in config.json and GGUF files.
+
+To add a family, add a `Family` with its names and traits to `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.config_fields import (
+    MAX_ALL_EXPERTS,
+    Fields,
+    Traits,
+    layer_types,
+    mixture,
+    rope_of_gguf,
+    rope_of_hf,
+    rope_to_hf,
+    sliding_traits,
+    window_everywhere,
+)
+from megatron_runtime.protocol.text import shown
+
+_GLOBAL_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family.
+
+    name:              model type in transformers.
+    architecture:      class in transformers.
+    gguf_architecture: `general.architecture` of GGUF files; None for a family whose files say that they are a Llama.
+    layer_names:       of a layer's tensors, short name -> name in transformers; `{expert}` stands for a number.
+    activation_field:  field of config.json with the activation, and its only supported value.
+    unsupported:       fields of config.json that must be absent, null or false.
+    from_hf, to_hf:    read and write the family's traits in config.json.
+    from_gguf:         reads the traits in a GGUF file's metadata, whose keys lack the architecture's prefix here.
+    tied:              the head is the embedding unless config.json has the field.
+    rope_theta:        the base if a file has none.
+    pairs_rotary_rows: in GGUF files the two rows of q and k that rotate together are adjacent.
+    is_mixture:        has experts; distinguishes two families with the same GGUF architecture.
+    """
+
+    name: str
+    architecture: str
+    layer_names: Mapping[str, str]
+    activation_field: tuple[str, str] = ("hidden_act", "silu")
+    unsupported: tuple[str, ...] = ()
+    from_hf: Callable[[Fields], Traits] = lambda fields: {}
+    to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    from_gguf: Callable[[Fields], Traits] = lambda fields: {}
+    gguf_architecture: str | None = None
+    tied: bool = False
+    rope_theta: float = 10000.0
+    pairs_rotary_rows: bool = False
+    is_mixture: bool = False
+
+    def hf_name(self, name: str) -> str:
+        """Return the name in transformers of the tensor with the short name `name`."""
+        if name in _GLOBAL_NAMES:
+            return _GLOBAL_NAMES[name]
+        _, layer, own = name.split(".", 2)
+        expert = ""
+        if own.startswith("experts."):
+            _, expert, own = own.split(".")
+            own = f"experts.{own}"
+        return f"model.layers.{layer}.{self.layer_names[own].format(expert=expert)}"
+
+
+# --- Llama, Mistral, Mixtral ------------------------------------------------------------------------------------------
+
+_LLAMA_NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+_MIXTRAL_NAMES = {
+    "router": "block_sparse_moe.gate.weight",
+    "experts.gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "experts.up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "experts.down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+
+
+def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    return {
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        **layer_types(config),
+    }
+
+
+# Touvron et al. 2023, arXiv:2302.13971; also SmolLM2 and Llama 3.
+_LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    gguf_architecture="llama",
+    layer_names=_LLAMA_NAMES,
+    unsupported=("attention_bias", "mlp_bias"),
+    pairs_rotary_rows=True,
+)
+# A Llama with a sliding window.
+_MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    layer_names=_LLAMA_NAMES,
+    from_hf=window_everywhere,
+    to_hf=layer_types,
+)
+# A Mistral whose feed-forward is a mixture of experts (Jiang et al. 2024, arXiv:2401.04088).
+_MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    gguf_architecture="llama",
+    layer_names={**_LLAMA_NAMES, **_MIXTRAL_NAMES},
+    from_hf=lambda fields: {
+        **window_everywhere(fields),
+        **mixture(fields, "num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    },
+    to_hf=_mixtral_to_hf,
+    from_gguf=lambda fields: mixture(fields, "expert_count", "expert_used_count", "feed_forward_length"),
+    rope_theta=1_000_000.0,
+    pairs_rotary_rows=True,
+    is_mixture=True,
+)
+
+# --- Qwen -------------------------------------------------------------------------------------------------------------
+
+_QK_NORM_NAMES = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+_QWEN_EXPERT_NAMES = {
+    "router": "mlp.gate.weight",
+    "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
+    "experts.up": "mlp.experts.{expert}.up_proj.weight",
+    "experts.down": "mlp.experts.{expert}.down_proj.weight",
+}
+
+
+def _qwen_window(fields: Fields) -> Traits:
+    """Return the window of the layers from `max_window_layers` on, if the model uses it."""
+    if not fields.flag("use_sliding_window"):
+        return {}
+    key = "max_window_layers"
+    first = 0 if fields.get(key) == 0 else fields.size(key, 28)
+    return sliding_traits(fields, is_local=[layer >= first for layer in range(fields.size("num_hidden_layers"))])
+
+
+def _qwen_window_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {"use_sliding_window": config.sliding is not None, **layer_types(config)}
+
+
+def _qwen3_moe_of_hf(fields: Fields) -> Traits:
+    every = fields.size("decoder_sparse_step", 1)
+    listed = set(fields.listed("mlp_only_layers", int))
+    layers = range(fields.size("num_hidden_layers"))
+    moe = mixture(
+        fields,
+        # transformers 5 names the field num_local_experts.
+        "num_experts" if "num_experts" in fields.values else "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        normalize=fields.flag("norm_topk_prob"),
+        dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
+    )
+    window = window_everywhere(fields) if fields.flag("use_sliding_window") else {}
+    return {"qk_norm": True, **moe, **window}
+
+
+def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    return {
+        **_qwen_window_to_hf(config),
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "norm_topk_prob": config.moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.moe.dense_layers),
+    }
+
+
+# arXiv:2407.10671. It has a bias of q, k and v.
+_QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    gguf_architecture="qwen2",
+    layer_names={**_LLAMA_NAMES, **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}},
+    from_hf=lambda fields: {"qkv_bias": True, **_qwen_window(fields)},
+    to_hf=_qwen_window_to_hf,
+    from_gguf=lambda fields: {"qkv_bias": True},
+)
+# arXiv:2505.09388. It has norms of q and k.
+_QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    gguf_architecture="qwen3",
+    layer_names={**_LLAMA_NAMES, **_QK_NORM_NAMES},
+    unsupported=("attention_bias",),
+    from_hf=lambda fields: {"qk_norm": True, **_qwen_window(fields)},
+    to_hf=_qwen_window_to_hf,
+    from_gguf=lambda fields: {"qk_norm": True},
+)
+_QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    gguf_architecture="qwen3moe",
+    layer_names={**_LLAMA_NAMES, **_QK_NORM_NAMES, **_QWEN_EXPERT_NAMES},
+    unsupported=("attention_bias",),
+    from_hf=_qwen3_moe_of_hf,
+    to_hf=_qwen3_moe_to_hf,
+    # The GGUF converter rejects models with dense layers, and every released model normalizes.
+    from_gguf=lambda fields: {
+        "qk_norm": True,
+        **mixture(fields, "expert_count", "expert_used_count", "expert_feed_forward_length"),
+    },
+    is_mixture=True,
+)
+
+# --- Gemma 3 ----------------------------------------------------------------------------------------------------------
+
+_GEMMA_LOCAL_THETA = 10_000.0
+_GEMMA_PERIOD = 6
+_GEMMA_NAMES = {
+    **_LLAMA_NAMES,
+    **_QK_NORM_NAMES,
+    "attention_output_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_output_norm": "post_feedforward_layernorm.weight",
+}
+
+
+def _gemma_traits(hidden_size: int) -> Traits:
+    return {
+        "qk_norm": True,
+        "output_norms": True,
+        "norm_weight_offset": 1.0,
+        "activation": "gelu_tanh",
+        "embedding_scale": hidden_size**0.5,
+    }
+
+
+def _is_local(num_layers: int, period: int) -> list[bool]:
+    return [bool((layer + 1) % period) for layer in range(num_layers)]
+
+
+def _gemma_of_hf(fields: Fields) -> Traits:
+    # transformers 5 writes the rotation of local layers beside the other. Version 4 had a field for its base.
+    rope = fields.below("rope_parameters").below("sliding_attention")
+    local = fields.constant("rope_local_base_freq", _GEMMA_LOCAL_THETA)
+    theta = rope.constant("rope_theta", local) if rope.get("rope_theta") else local
+    key = "sliding_window_pattern" if fields.get("sliding_window_pattern") else "_sliding_window_pattern"
+    is_local = _is_local(fields.size("num_hidden_layers"), fields.size(key, _GEMMA_PERIOD))
+    return {
+        **_gemma_traits(fields.size("hidden_size")),
+        "query_scale": fields.constant("query_pre_attn_scalar", 256) ** -0.5,
+        **sliding_traits(fields, is_local=is_local, rope_theta=theta),
+    }
+
+
+def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
+    scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
+    local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
+    return {
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "rope_local_base_freq": local_theta,
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": config.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        **layer_types(config),
+    }
+
+
+def _gemma_of_gguf(fields: Fields) -> Traits:
+    layers, hidden = fields.size("block_count"), fields.size("embedding_length")
+    heads = fields.size("attention.head_count")
+    # Only the largest model divides by the hidden size per head; the file has no field for it.
+    per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
+    # A period, or whether each layer is local.
+    key = "attention.sliding_window_pattern"
+    if isinstance(fields.get(key), list):
+        is_local = fields.listed(key, bool)
+        if len(is_local) != layers:
+            raise UnsupportedModelError(f"{fields.where} has {key} of {len(is_local)} layers: want {layers}")
+    else:
+        is_local = _is_local(layers, fields.size(key, _GEMMA_PERIOD))
+    sliding = sliding_traits(
+        Fields({"sliding_window": fields.get("attention.sliding_window")}, where=fields.where),
+        is_local=is_local,
+        rope_theta=fields.constant("rope.freq_base_swa", _GEMMA_LOCAL_THETA),
+    )
+    return {**_gemma_traits(hidden), "query_scale": per_head**-0.5, **sliding}
+
+
+# The text model (Gemma Team 2025, arXiv:2503.19786). It has norms before and after each block, whose weights are stored
+# minus one, and scaled embeddings. Five of every six layers have a sliding window and their own rotary frequencies.
+_GEMMA3 = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    gguf_architecture="gemma3",
+    layer_names=_GEMMA_NAMES,
+    activation_field=("hidden_activation", "gelu_pytorch_tanh"),
+    unsupported=(
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ),
+    from_hf=_gemma_of_hf,
+    to_hf=_gemma_to_hf,
+    from_gguf=_gemma_of_gguf,
+    tied=True,
+    rope_theta=1_000_000.0,
+)
+
+# --- all families -----------------------------------------------------------------------------------------------------
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (_LLAMA, _MISTRAL, _MIXTRAL, _QWEN2, _QWEN3, _QWEN3_MOE, _GEMMA3)
+}
+GGUF_ARCHITECTURES = tuple(
+    dict.fromkeys(family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture is not None)
+)
+_FIELDS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+    "num_layers": ("num_hidden_layers", "block_count"),
+    "num_heads": ("num_attention_heads", "attention.head_count"),
+    "num_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "rms_norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+    "max_position_embeddings": ("max_position_embeddings", "context_length"),
+}
+"""Field of ModelConfig -> field of config.json, field of a GGUF file."""
+
+
+def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: str) -> ModelConfig:
+    """Return the configuration that transformers writes as `values` (config.json).
+
+    ends:  token ids that end an answer.
+    where: the origin of `values`, for messages.
+
+    Raises UnsupportedModelError naming the field, its value and what is supported.
+    """
+    fields = Fields(values, where=where)
+    architectures = fields.listed("architectures", str)
+    family = next((one for one in FAMILIES.values() if one.architecture in architectures), None)
+    if family is None:
+        supported = ", ".join(one.architecture for one in FAMILIES.values())
+        named = ", ".join(map(shown, architectures[:4]))
+        raise UnsupportedModelError(f"{where} has architectures [{named}]: supported are {supported}")
+    fields.only("partial_rotary_factor", 1.0)
+    fields.only(*family.activation_field)
+    for name in family.unsupported:
+        fields.only(name)
+    traits = family.from_hf(fields)
+    theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
+    return _config(
+        fields,
+        {ours: hf for ours, (hf, _) in _FIELDS.items()},
+        family=family.name,
+        vocab_size=fields.size("vocab_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        eos_token_ids=ends,
+        bos_token_id=fields.token("bos_token_id"),
+        **traits,
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json for transformers."""
+    family = FAMILIES[config.family]
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        family.activation_field[0]: family.activation_field[1],
+        "vocab_size": config.vocab_size,
+        **{hf: getattr(config, ours) for ours, (hf, _) in _FIELDS.items()},
+        **rope_to_hf(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": config.bos_token_id,
+        **family.to_hf(config),
+    }
+
+
+def family_of_gguf(architecture: object, *, is_mixture: bool, where: str) -> Family:
+    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and those supported."""
+    for family in FAMILIES.values():
+        if architecture is not None and (family.gguf_architecture, family.is_mixture) == (architecture, is_mixture):
+            return family
+    kind = f"architecture {shown(architecture)}" + (" with experts" if is_mixture else "")
+    raise UnsupportedModelError(f"{where} has {kind}: supported are {', '.join(GGUF_ARCHITECTURES)}")
+
+
+def config_from_gguf(
+    family: Family,
+    fields: Fields,
+    *,
+    vocab_size: int,
+    tie_embeddings: bool,
+    ends: tuple[int, ...],
+    bos: int | None,
+) -> ModelConfig:
+    """Return the configuration in the metadata of a GGUF file.
+
+    fields: the metadata under the architecture's prefix, without the prefix.
+
+    Raises UnsupportedModelError.
+    """
+    theta, scaling = rope_of_gguf(fields, theta=family.rope_theta)
+    names = {ours: gguf for ours, (_, gguf) in _FIELDS.items()}
+    if not fields.get("feed_forward_length"):
+        names["intermediate_size"] = "expert_feed_forward_length"
+    config = _config(
+        fields,
+        names,
+        family=family.name,
+        vocab_size=vocab_size,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=tie_embeddings,
+        eos_token_ids=ends,
+        bos_token_id=bos,
+        **family.from_gguf(fields),
+    )
+    if fields.get("rope.dimension_count", config.head_dim) != config.head_dim:
+        raise UnsupportedModelError(f"{fields.where} rotates a part of each head: only whole heads are supported")
+    return config
+
+
+def _config(fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
+    """Read the sizes under their `names` in the file, and check them against each other."""
+    hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
+    for name in ("intermediate_size", "num_layers", "max_position_embeddings"):
+        others[name] = fields.size(names[name])
+    config = ModelConfig(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=fields.size(names["num_kv_heads"], heads),
+        head_dim=fields.size(names["head_dim"], hidden // heads),
+        rms_norm_eps=fields.constant(names["rms_norm_eps"]),
+        **others,
+    )
+    where, moe = fields.where, config.moe
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{where} has {config.num_heads} query heads and {config.num_kv_heads} key-value heads: want a multiple"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModelError(f"{where} has heads of {config.head_dim}: rotary pairs want an even number")
+    if moe is not None and config.num_layers * moe.num_experts > MAX_ALL_EXPERTS:
+        raise UnsupportedModelError(
+            f"{where} has {config.num_layers} layers of {moe.num_experts} experts: at most {MAX_ALL_EXPERTS} "
+            "experts are supported in all"
+        )
+    if moe is not None and moe.experts_per_token > moe.num_experts:
+        raise UnsupportedModelError(f"{where} sends each token to {moe.experts_per_token} of {moe.num_experts} experts")
+    return config

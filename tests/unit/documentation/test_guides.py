@@ -1,0 +1,185 @@
+"""The guides are correct: their commands run, their resources are valid, their programs compile.
+
+Each `sh` block of `docs/get-started` and `docs/guides` has a marker in the line above it:
+
+    <!-- test: run -->                   a test runs it; a marked `python` block as well
+    <!-- test: background until "X" -->  a test starts it and waits until it prints X
+    <!-- test: soak -->                  run with MEGATRON_SOAK=1: it takes long, or much disk
+    <!-- test: cluster -->               needs a cluster of the reader's own
+    <!-- test: setup -->                 sets up the environment that the tests run in
+    <!-- test: skip: REASON -->          does not run here, for that reason
+
+The blocks of a page run in order, in one folder with links to the repository's own, and with a free port for port 8000.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from eventually import LONG_SECONDS
+
+from megatron_operator.model.resource import KIND, parse_spec
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
+KINDS = re.compile(r'run|soak|cluster|setup|background until "(?P<text>[^"]+)"|skip: \S.*')
+BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+LINKED = ("charts", "docs", "manifests")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page. `marker` is empty where it has none."""
+
+    page: Path
+    language: str
+    code: str
+    marker: str
+
+    @property
+    def runs(self) -> bool:
+        return self.marker in ("run", "soak") or self.ready_text is not None
+
+    @property
+    def ready_text(self) -> str | None:
+        found = KINDS.fullmatch(self.marker)
+        return found["text"] if found is not None else None
+
+
+def blocks(page: Path) -> list[Block]:
+    return [
+        Block(page, found["language"], found["code"], found["marker"] or "")
+        for found in BLOCK.finditer(page.read_text())
+    ]
+
+
+def _named(pages: list[Path]) -> list[Any]:
+    return [pytest.param(page, id=page.stem) for page in pages]
+
+
+@pytest.mark.parametrize("page", _named(PAGES))
+def test_every_shell_block_says_whether_it_runs(page: Path) -> None:
+    wrong = [
+        block.code
+        for block in blocks(page)
+        if (block.language in ("sh", "console") or block.marker) and not KINDS.fullmatch(block.marker)
+    ]
+    assert not wrong, f"{page}: give these blocks a marker; {__doc__}"
+
+
+@pytest.mark.parametrize("page", _named(PAGES))
+def test_every_resource_is_valid(page: Path) -> None:
+    """A block with a spec alone shows some fields of a resource."""
+    for block in blocks(page):
+        if block.language != "yaml":
+            continue
+        for document in yaml.safe_load_all(block.code):
+            if document.get("kind", KIND) == KIND and "spec" in document:
+                model = {"source": {"builtin": "smollm2-135m"}}
+                parse_spec({"model": model, **document["spec"]})
+
+
+@pytest.mark.parametrize("page", _named(PAGES))
+def test_every_program_compiles(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.code, str(page), "exec")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", _named([page for page in PAGES if any(block.runs for block in blocks(page))]))
+def test_commands_run(page: Path, tmp_path: Path) -> None:
+    for name in LINKED:
+        (tmp_path / name).symlink_to(ROOT / name)
+    port = _free_port()
+    running = [block for block in blocks(page) if block.runs and (block.marker != "soak" or _SOAK)]
+    with _Programs(tmp_path, port) as programs:
+        for block in running:
+            programs.run(block)
+
+
+_SOAK = bool(os.environ.get("MEGATRON_SOAK"))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class _Programs:
+    """Runs the blocks of one page, and ends what they started in the background."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder, self._port = folder, port
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        url = f"http://127.0.0.1:{port}"
+        self._environment = {**os.environ, "PATH": path, "MEGATRON_URL": url, "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+        self._background: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> _Programs:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._background:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in self._background:
+            process.wait(LONG_SECONDS)
+
+    def run(self, block: Block) -> None:
+        code = block.code.replace("8000", str(self._port))
+        command = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euc", code]
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        if block.ready_text is not None:
+            self._background.append(process)
+            with _ended_after(process, LONG_SECONDS):
+                printed = _read_until(process, block.ready_text)
+            assert block.ready_text in printed, f"{block.code}\nended or printed no {block.ready_text!r}:\n{printed}"
+            # The pipe must not fill up.
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # type: ignore[union-attr]
+            return
+        with _ended_after(process, LONG_SECONDS):
+            printed, _ = process.communicate()
+        assert process.returncode == 0, f"{block.code}\nexit code {process.returncode}:\n{printed}"
+
+
+@contextmanager
+def _ended_after(process: subprocess.Popen[str], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _read_until(process: subprocess.Popen[str], text: str) -> str:
+    printed = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        printed += line
+        if text in line:
+            break
+    return printed
