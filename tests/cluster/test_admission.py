@@ -43,7 +43,7 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
         ),
         (
             manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
-            ["spec.engine.batching.maxTokens", "give at least"],
+            ["spec.engine.batching.maxTokens", "set at least"],
         ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
