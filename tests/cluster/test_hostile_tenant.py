@@ -1,4 +1,4 @@
-"""Two tenants in two namespaces under one operator. One tenant's coordinators answer garbage and the highest fences."""
+"""Two tenants in two namespaces under one operator. One tenant's coordinator answers garbage and the highest fences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from hostile_coordinator import ANSWERS, HIGHEST, HostileCoordinator
+from hostile_coordinator import HIGHEST, HostileCoordinator
 
 from megatron_operator.cluster.api import KubeApi
 
@@ -19,9 +19,6 @@ from .operator_process import OperatorProcess
 
 pytestmark = pytest.mark.cluster
 
-HIGHEST_FENCE = "the highest fence"
-ATTACKERS = 4
-"""Resources of the attacker. Each has a coordinator that gives its share of the hostile answers."""
 ROUND = ("Running", "Paused", "Running", "Suspended", "Running")
 
 
@@ -47,15 +44,10 @@ async def fleets(
 
 
 @pytest.fixture
-async def hostile(tmp_path: Path) -> AsyncIterator[list[HostileCoordinator]]:
-    made = []
-    for number in range(ATTACKERS):
-        share = dict(list(ANSWERS.items())[number::ATTACKERS])
-        answers = {HIGHEST_FENCE: ANSWERS[HIGHEST_FENCE], **share}
-        made.append(HostileCoordinator(answers, path=tmp_path / f"attacker-{number}.sock"))
+async def hostile(tmp_path: Path) -> AsyncIterator[HostileCoordinator]:
+    made = HostileCoordinator(path=tmp_path / "attacker.sock")
     yield made
-    for coordinator in made:
-        await coordinator.close()
+    await made.close()
 
 
 async def test_a_hostile_tenant_does_not_affect_the_verbs_of_another(
@@ -64,35 +56,30 @@ async def test_a_hostile_tenant_does_not_affect_the_verbs_of_another(
     attacker_namespace: str,
     cluster_wide: None,
     fleets: tuple[InProcessFleet, InProcessFleet],
-    hostile: list[HostileCoordinator],
+    hostile: HostileCoordinator,
     make_operator: Callable[..., OperatorProcess],
 ) -> None:
     fleet = fleets[0]
     fleet.coordinator("demo")
     operator = make_operator("--no-security", "--coordinator-address", fleet.address_template, everywhere=True)
     await operator.start()
-    tenant = Resource(api, namespace)
-    attackers = [Resource(api, attacker_namespace, f"attacker-{number}") for number in range(ATTACKERS)]
-    for attacker in attackers:
-        await attacker.create()
+    tenant, attacker = Resource(api, namespace), Resource(api, attacker_namespace, "attacker")
+    await attacker.create()
 
     async def answered() -> bool:
-        return all(coordinator.round.is_set() for coordinator in hostile)
+        return hostile.round.is_set()
 
     def names_the_fence(status: dict[str, Any]) -> bool:
         return condition(status, "Degraded").get("reason") == "StaleFence"
 
-    for attacker in attackers:
-        await attacker.until(names_the_fence)
+    await attacker.until(names_the_fence)
     await tenant.create()
     for state in ROUND:
         await tenant.patch(desiredState=state)
-        for attacker in attackers:
-            await attacker.patch(desiredState=state)
+        await attacker.patch(desiredState=state)
         await tenant.settled(state)
-    await eventually(answered, what="the attacker's coordinators gave each of their answers")
-    for attacker in attackers:
-        await attacker.until(names_the_fence)
+    await eventually(answered, what="the attacker's coordinator gave each of its answers")
+    await attacker.until(names_the_fence)
     # The last hostile answers may have come after the tenant's last verb: one more round.
     for state in ("Paused", "Running"):
         await tenant.patch(desiredState=state)

@@ -63,8 +63,8 @@ async def test_a_changed_or_deleted_child_is_restored(
         while True:
             children = await resource.children()
             found = children.get("Service demo")
-            put_right = children["Deployment demo-server"]["spec"]["replicas"] == 1
-            if put_right and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
+            restored = children["Deployment demo-server"]["spec"]["replicas"] == 1
+            if restored and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
                 break
             await asyncio.sleep(0.1)
 
