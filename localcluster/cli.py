@@ -55,7 +55,7 @@ def up(
     pod_subnet: str | None,
     service_subnet: str | None,
 ) -> None:
-    """Start the cluster, or heal it: what runs is left alone."""
+    """Start the cluster, or repair it: running components are kept."""
     options = Options(api_port, pod_subnet, service_subnet)
     LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up(
         with_images=with_images
@@ -99,7 +99,7 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
         return
     path = processes.log_path(component, layout)
     if not path.exists():
-        raise ClusterError(f"no log of {component!r}; `python -m localcluster logs` names them")
+        raise ClusterError(f"no log of {component!r}; `python -m localcluster logs` lists them")
     sys.exit(subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(path)]))
 
 

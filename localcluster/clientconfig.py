@@ -1,6 +1,6 @@
-"""Carries the machine's pip and uv settings into an image build without leaving them in the image.
+"""Pass the machine's pip and uv settings to an image build without storing them in the image.
 
-What is configured here (an index, a proxy, a certificate authority) is written to files that the build mounts.
+The settings (an index, a proxy, a certificate authority) are written to files that the build mounts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROXY_VARIABLES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of this machine that a build sees at `target`."""
+    """A file or folder of this machine that a build mounts at `target`."""
 
     source: Path
     target: str
@@ -34,7 +34,7 @@ class Mount:
 
 
 def pip_settings(environment: Mapping[str, str], files: Iterable[Path]) -> dict[str, str]:
-    """What pip is told on this machine: configuration files in order, then the environment, later ones winning."""
+    """Return pip's settings on this machine: configuration files in order, then the environment; later ones win."""
     found: dict[str, str] = {}
     for path in files:
         parser = configparser.ConfigParser(interpolation=None)
@@ -65,7 +65,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: str) -> str:
-    """uv's settings: its own variables where given, else what pip is told. JSON strings and lists are TOML."""
+    """Return uv's settings: its own variables if set, else pip's settings. JSON strings and lists are valid TOML."""
     values: dict[str, object] = {"system-certs": True, "cache-dir": cache, "link-mode": "copy"}
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL") or pip.get("index-url")
     extra = environment.get("UV_INDEX") or environment.get("UV_EXTRA_INDEX_URL") or pip.get("extra-index-url")
@@ -81,7 +81,7 @@ def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: st
 
 
 def uv_cache(environment: Mapping[str, str]) -> Path:
-    """The machine's uv cache: what `.venv` was made from need not be fetched again for the images."""
+    """Return the machine's uv cache, so that an image build does not download the packages of `.venv` again."""
     if environment.get("UV_CACHE_DIR"):
         return Path(environment["UV_CACHE_DIR"])
     if shutil.which("uv"):
@@ -90,7 +90,7 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
 
 
 def mounts(folder: Path, *, target: str) -> list[Mount]:
-    """Writes pip.conf and uv.toml into `folder`, which a build sees at `target`, and returns all that it mounts."""
+    """Write pip.conf and uv.toml into `folder`, which a build mounts at `target`, and return all mounts."""
     environment = os.environ
     home = Path.home()
     pip = pip_settings(environment, pip_files(environment, home))

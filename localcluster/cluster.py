@@ -1,4 +1,4 @@
-"""The cluster as one object: up, down, status. Each is idempotent and may be interrupted anywhere."""
+"""The cluster as one object: up, down, status. Each is idempotent and may be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class LocalCluster:
 
     @property
     def audit_log(self) -> Path:
-        """What service accounts asked for, while the cluster is a control plane only."""
+        """The audit log of service accounts, while the cluster is a control plane only."""
         return self.layout.audit_log
 
     @property
@@ -98,7 +98,7 @@ class LocalCluster:
         return settings
 
     def up(self, *, with_images: bool = False) -> None:
-        """Brings the cluster up from whatever is there: nothing, a half, a killed one, a running one.
+        """Start the cluster from any state: not installed, partly started, killed or running.
 
         Args:
             with_images: also build the project's images, beside the programs, and load them; and build helm.
@@ -111,7 +111,7 @@ class LocalCluster:
         packages.ensure((*needed, *packages.IMAGES) if with_images else needed, steps)
         wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
         with ThreadPoolExecutor(max_workers=1) as pool:
-            # The image build waits for downloads and disk where the compiler waits for the processor.
+            # The image build waits for downloads and disk while the compiler uses the CPU.
             building = pool.submit(images.build, tuple(images.TARGETS), steps) if with_images else None
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)
@@ -153,7 +153,7 @@ class LocalCluster:
         loading.load(image, self.layout, self._steps)
 
     def down(self, *, purge: bool = False) -> None:
-        """Removes the cluster and every trace on the machine; with `purge`, also its images and logs."""
+        """Remove the cluster and its changes to the machine; with `purge`, also its images and logs."""
         with self._locked():
             sweep.down(self.name, self.layout, self._steps, purge=purge)
 
@@ -177,7 +177,7 @@ class LocalCluster:
     def run_kubectl(
         self, *arguments: str, stdin: str | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """kubectl against this cluster; with `check`, a failure raises with what it said."""
+        """Run kubectl against this cluster; with `check`, a failure raises ClusterError with its output."""
         return run([self.kubectl, "--kubeconfig", self.kubeconfig, *arguments], stdin=stdin, check=check)
 
     def _component_status(self, component: components.Component) -> ComponentStatus:
@@ -197,7 +197,7 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """The settings of the existing cluster, healed where the machine has changed, or those of a new one."""
+        """The settings of the existing cluster, adapted to changes of the machine, or those of a new one."""
         settings = config.load(self.layout)
         if settings is not None:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
@@ -236,7 +236,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One launcher at a time per cluster; the kernel drops the lock of a killed one."""
+        """Lock the cluster for one launcher. The kernel releases the lock of a killed one."""
         lock = self.layout.state.parent / f".{self.name}.lock"
         with locked(lock, self._steps, reason=f"another launcher of cluster {self.name!r}"):
             yield

@@ -1,4 +1,4 @@
-"""The cluster's processes: what each is called, its command line, and how it tells that it is ready."""
+"""The cluster's processes: name, command line and readiness check of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Component:
     files: tuple[Path, ...] = ()
 
 
-# Every program that may run on the cluster's behalf. A process is ended only if it is one of these.
+# Every program that the cluster may run. The launcher terminates no other process.
 PROGRAM_NAMES = frozenset(
     {
         "etcd",
@@ -46,7 +46,7 @@ PROGRAM_NAMES = frozenset(
 
 
 def etcd(settings: Settings, layout: Layout) -> Component:
-    """Without fsync: a cluster that is made again in seconds has no use for durability across a power cut."""
+    """Return etcd without fsync: a cluster that is re-created in seconds needs no durability after a power failure."""
     client = f"http://127.0.0.1:{settings.ports['etcd']}"
     peer = f"http://127.0.0.1:{settings.ports['etcd-peer']}"
     argv = (
@@ -105,7 +105,7 @@ def apiserver(settings: Settings, layout: Layout, programs: Path) -> Component:
 
 
 def audit_policy(layout: Layout) -> Path:
-    """Where the API server of a control plane reads whose requests it is to note down."""
+    """Return the path of the audit policy of a control plane's API server."""
     return layout.config / "audit-policy.yaml"
 
 

@@ -1,4 +1,4 @@
-"""etcd, the API server and the controller manager: what every cluster has."""
+"""etcd, the API server and the controller manager, which every cluster has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_SECONDS = 300.0
 
 
 def write(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.touch(mode=mode)
@@ -48,7 +48,7 @@ def start(component: Component, layout: Layout, steps: Steps, *, ready: Callable
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Brings the control plane to the point where a pod could be created."""
+    """Start the control plane and wait until a pod can be created."""
     start(components.etcd(settings, layout), layout, steps)
     start(components.apiserver(settings, layout, programs), layout, steps)
     manager = components.controller_manager(settings, layout, programs)

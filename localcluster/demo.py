@@ -1,4 +1,4 @@
-"""`make demo`: set everything up, then walk one resource through its life on a real Kubernetes."""
+"""`make demo`: set everything up, then take one resource through its lifecycle on a real Kubernetes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CRD = "megatroninferences.inference.megatron.dev"
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster to run on, and how a Service there is reached from here."""
+    """A cluster for the demo, and the way to reach its Services from this machine."""
 
     kube: Kubectl
     helm: Path | str
@@ -40,7 +40,7 @@ class Target:
 
 @contextmanager
 def _forwarded(target: Target, service: str) -> Iterator[str]:
-    """The URL of a Service through `kubectl port-forward`, for clusters whose Services are not routed to here."""
+    """Yield the URL of a Service through `kubectl port-forward`, for clusters whose Services are not reachable."""
     command = target.kube.command("port-forward", f"service/{service}", ":80")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -48,7 +48,7 @@ def _forwarded(target: Target, service: str) -> Iterator[str]:
         line = process.stdout.readline()
         found = re.search(r"127\.0\.0\.1:(\d+)", line)
         if found is None:
-            raise ClusterError(f"kubectl port-forward said {line!r}: is the Service {service} there?")
+            raise ClusterError(f"kubectl port-forward printed {line!r}: check that the Service {service} exists")
         yield f"http://127.0.0.1:{found[1]}"
     finally:
         process.terminate()
@@ -62,7 +62,7 @@ def _embedded(steps: Steps) -> Target:
 
 
 def _current() -> Target:
-    """The user's own cluster, where the operator is installed already: its images must come from where it can pull."""
+    """Use the current cluster, where the operator must be installed: its nodes pull the images from a registry."""
     kube = Kubectl()
     try:
         kube("get", "crd", CRD)
@@ -111,10 +111,10 @@ make cluster-down removes it."""
     "--cluster",
     type=click.Choice(["embedded", "current"]),
     default="embedded",
-    help="A node of our own, or the cluster of the current kubeconfig context.",
+    help="An embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
-    """Show the main job end to end, every step checked."""
+    """Run the demo end to end and check every step."""
     steps = Steps()
     try:
         if cluster == "embedded":
@@ -125,7 +125,7 @@ def main(cluster: str) -> None:
         _walk(target, steps)
     except (ClusterError, CheckError, CommandError) as error:
         click.echo(f"\nThe demo stopped: {error}", err=True)
-        click.echo("Have a look: kubectl get mi,pods; kubectl describe mi demo; python -m localcluster logs", err=True)
+        click.echo("Inspect it: kubectl get mi,pods; kubectl describe mi demo; python -m localcluster logs", err=True)
         sys.exit(1)
     click.echo(_farewell(target))
 

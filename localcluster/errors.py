@@ -1,5 +1,5 @@
-"""The one error this package raises for what a user can put right."""
+"""The error of this package for problems that a user can fix."""
 
 
 class ClusterError(Exception):
-    """Something about the machine, the network or the arguments stops the cluster; the message says the remedy."""
+    """The machine, the network or an argument prevents the operation. The message contains the remedy."""

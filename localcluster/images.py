@@ -1,7 +1,7 @@
-"""Builds the project's images with buildah on a Debian base made here, and gives them to a running cluster.
+"""Build the project's images with buildah on a Debian base made here, and load them into a running cluster.
 
-Nothing is pulled from an image registry: the base is debootstrap's, everything else comes through apt, pip and uv as
-they are configured on this machine. An image whose inputs have not changed is not built again.
+Nothing is pulled from an image registry: debootstrap creates the base, and apt, pip and uv install the rest with the
+settings of this machine. An image whose inputs have not changed is not built again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localcluster.settings import REPOSITORY, cache_root
 from localcluster.shell import run, tail
 
 TARGETS = {"operator": "localhost/megatron-operator:dev", "runtime": "localhost/megatron-runtime:dev"}
-# What .dockerignore lets in, and the two files that say how it is used.
+# The files that .dockerignore includes, and the two files that define the build.
 INPUTS = (
     "Dockerfile",
     ".dockerignore",
@@ -50,7 +50,7 @@ BUILD_FOLDER = "/run/megatron-build"
 
 
 def inputs_digest(repository: Path, base: str) -> str:
-    """A digest of every file an image is made of, and of its base."""
+    """Return a digest of all files of an image, and of its base."""
     digest = hashlib.sha256(base.encode())
     for name in INPUTS:
         path = repository / name
@@ -107,10 +107,9 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
 
 
 def _stamp(target: str, inputs: str) -> str | None:
-    """Says which inputs made the image that now has the target's name; `None` when there is no such image.
+    """Return the stamp of the image with the target's name: its inputs and its digest; None if there is no image.
 
-    It lies beside the store and not in a label of the image, because buildah takes an image of other labels from its
-    layer cache.
+    The stamp is a file beside the store, not a label of the image, because buildah's layer cache ignores labels.
     """
     image = store.find(TARGETS[target])
     return f"{inputs} {image.digest}" if image is not None else None
@@ -126,7 +125,7 @@ def _last_stamp(target: str) -> str:
 
 
 def _stream(command: Sequence[str], log: Path, step: Step) -> None:
-    """Runs a build, showing the instruction it is at; its whole output stays in `log`."""
+    """Run a build and show its current instruction; `log` contains the whole output."""
     environment = {**os.environ, "TMPDIR": str(_scratch())}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -145,11 +144,11 @@ def _stream(command: Sequence[str], log: Path, step: Step) -> None:
                 step.detail(line.partition("STEP ")[2].strip()[:70])
         code = process.wait()
     if code != 0:
-        raise ClusterError(f"the build ended with {code}; the end of {log}:\n{tail(log.read_text(), 25)}")
+        raise ClusterError(f"the build failed with exit status {code}; the end of {log}:\n{tail(log.read_text(), 25)}")
 
 
 def _ensure_base(steps: Steps) -> store.Image:
-    """A minimal system with Python, of this machine's own distribution and mirror."""
+    """Return the base image: a minimal system with Python, of this machine's distribution and mirror."""
     suite, mirror = _distribution()
     reference = f"localhost/megatron-base:{suite}"
     current = store.find(reference)
@@ -183,7 +182,7 @@ def _debootstrap(suite: str, mirror: str, root: Path) -> None:
 
 
 def _distribution() -> tuple[str, str]:
-    """Codename and mirror of this machine, as apt has them."""
+    """Return codename and mirror of this machine from apt's configuration."""
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = release.get("VERSION_CODENAME", "").strip('"')
     listing = run(
@@ -199,7 +198,7 @@ def _distribution() -> tuple[str, str]:
 
 
 def _apt_proxy() -> dict[str, str]:
-    """apt's proxy for debootstrap, which asks the environment instead."""
+    """Return apt's proxy as environment variables, which debootstrap reads."""
     shell = run(["apt-config", "shell", "PROXY", "Acquire::http::Proxy"]).stdout.strip()
     value = shlex.split(shell.partition("=")[2])[0] if shell else ""
     return {"http_proxy": value} if value and value != "DIRECT" else {}
@@ -220,7 +219,7 @@ def _scratch() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(steps: Steps) -> Iterator[None]:
-    """One build at a time on the store; what a killed one left mounted is unmounted before and after."""
+    """Allow one build at a time on the store. Unmount what a killed build left, before and after."""
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:
             _forget_interrupted()
@@ -230,7 +229,7 @@ def _exclusive(steps: Steps) -> Iterator[None]:
 
 
 def _forget_interrupted() -> None:
-    """Removes working containers and mounts: with the lock held, nobody is using them."""
+    """Remove working containers and mounts, which no other build uses while this one holds the lock."""
     if (store.root() / "storage").exists():
         run(store.buildah("rm", "--all"), check=False)
         unmount_below(store.root())

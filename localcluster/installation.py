@@ -1,4 +1,4 @@
-"""The operator on a cluster: images, node, chart. What the demo and the end-to-end tests stand on."""
+"""The operator on a cluster: images, node and chart, for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kubectl as a function: what the demo and the end-to-end tests do to a cluster, they do as a user would."""
+"""kubectl as a function. The demo and the end-to-end tests change a cluster only through it, as a user does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 600.0
-"""For what is an event and no promise: a starved machine takes many times as long as another."""
+"""Timeout of waits: a loaded machine takes many times as long as an idle one."""
 
 RESOURCE = "megatroninferences.inference.megatron.dev"
 
 
 class CommandError(RuntimeError):
-    """A command failed. Carries what it printed."""
+    """A command failed. The message contains its output."""
 
     def __init__(self, command: list[str], status: int, output: str) -> None:
         super().__init__(f"{' '.join(command)}\nexit status {status}\n{output.strip()}")

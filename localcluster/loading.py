@@ -1,9 +1,9 @@
-"""Moves an image from buildah's store into containerd's without copying its layers.
+"""Load an image from buildah's store into containerd's without copying its layers.
 
-Both keep a layer as the folder that overlayfs mounts. So each layer that containerd lacks becomes a snapshot whose
-files are hard links to buildah's: gigabytes appear in seconds and take no room. Nothing ever writes to those files,
-because a container's changes go to its own upper folder. Then manifest and configuration are imported; the layers'
-archives never exist, and containerd does not miss them, since it unpacks only layers it has no snapshot of.
+Both store a layer as the folder that overlayfs mounts. Each layer that containerd lacks becomes a snapshot whose files
+are hard links to buildah's, which takes seconds and no disk space. No process writes to these files, because a
+container's changes go to its own upper folder. Then manifest and configuration are imported. The layers' archives are
+not needed, because containerd unpacks only layers without a snapshot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def chain_ids(digests: Iterable[str]) -> list[str]:
 
 
 def load(image: Image, layout: Layout, steps: Steps) -> None:
-    """Makes the image available to pods; a layer that is there already costs nothing."""
+    """Make the image available to pods. Layers that exist already are skipped."""
     with steps.step(f"load {image.reference}") as step:
         if runtime.image_digest(layout, image.reference) == image.digest:
             step.note("is there")
@@ -55,7 +55,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
         archive.write_bytes(bare_archive(image))
         runtime.ctr(layout, "images", "import", str(archive))
         archive.unlink()
-        # From now on the image holds its snapshots, and they go when it goes.
+        # The image now references its snapshots, which are deleted with it.
         for snapshot in chain_ids(layer.digest for layer in image.layers):
             runtime.ctr(layout, "snapshots", "label", snapshot, f"{GC_ROOT}=")
         runtime.remove_stale_ids(layout)
@@ -64,7 +64,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
 
 def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
     key = f"load-{snapshot}"
-    # What an interrupted load left.
+    # Remove the remains of an interrupted load.
     runtime.ctr(layout, "snapshots", "remove", key, check=False)
     runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
     target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)
@@ -75,8 +75,8 @@ def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> Non
 def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
     """Copies a layer with all attributes, as hard links where one file system holds both.
 
-    A working buildah mounts its overlay folder onto itself, and the kernel makes no links across mounts. The links are
-    made where that mount is not seen: in a mount namespace of their own, from which it is detached.
+    A running buildah mounts its overlay folder onto itself, and the kernel creates no links across mounts. The links
+    are therefore created in a separate mount namespace, from which that mount is detached.
     """
     if not same_device:
         return ["cp", "--archive", "--reflink=auto", f"{source}/.", f"{target}/"]
@@ -94,7 +94,7 @@ def writable_folder(mount_command: str) -> Path:
     bind = re.search(r"-t bind (\S+) ", mount_command)
     if bind:
         return Path(bind[1])
-    raise ClusterError(f"containerd prepared a snapshot in a way that is not understood: {mount_command.strip()!r}")
+    raise ClusterError(f"the mount command of containerd's snapshot is not understood: {mount_command.strip()!r}")
 
 
 def bare_archive(image: Image) -> bytes:

@@ -1,7 +1,7 @@
-"""What a node changes on the machine outside its state folder, and the record by which that is put back.
+"""Changes of a node to the machine outside its state folder, and the record for restoring them.
 
-The record lies in /run, so that it outlives a state folder removed by hand and does not outlive the rules themselves.
-It also makes sure that there is one node at a time: kube-proxy's chains have fixed names.
+The record is in /run, so that it survives a manually removed state folder and not a reboot, like the rules themselves.
+It also ensures one node at a time, because kube-proxy's chains have fixed names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYSCTLS = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """Where a node touches the machine.
+    """The changes of a node to the machine.
 
     Attributes:
         state: the state folder of the cluster that owns the node.
@@ -65,7 +65,7 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """The node of this machine, of whatever cluster."""
+    """Return the record of this machine's node, of any cluster."""
     try:
         return Footprint(**json.loads(RECORD.read_text()))
     except FileNotFoundError:
@@ -75,13 +75,13 @@ def recorded() -> Footprint | None:
 
 
 def claim(settings: Settings, layout: Layout) -> None:
-    """Records this cluster as the machine's node, with all that must be put back; before anything is touched."""
+    """Record this cluster as the machine's node, with all settings to restore, before anything is changed."""
     owner = recorded()
     if owner is not None:
         if owner.state != str(layout.state):
             state = Path(owner.state)
             raise ClusterError(
-                f"the node of this machine belongs to the cluster in {state}: end that one first with "
+                f"the node of this machine belongs to the cluster in {state}: stop that one first with "
                 f"`python -m localcluster down --root {state.parent} --name {state.name}`"
             )
         return

@@ -1,4 +1,4 @@
-"""Finding and undoing mounts below a folder, before the folder is removed."""
+"""Find and unmount mounts below a folder before the folder is removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _unescape(field: str) -> str:
 
 
 def unmount_below(folder: Path) -> int:
-    """Unmounts everything below `folder`. Raises if anything stays, because removal would reach through it."""
+    """Unmount everything below `folder`. Raises if a mount remains, because removal would delete its content."""
     mountinfo = Path("/proc/self/mountinfo")
     points = mounts_below(mountinfo.read_text(), folder)
     for point in points:

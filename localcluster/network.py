@@ -1,4 +1,4 @@
-"""The bridge, and the iptables rules that kube-proxy, the kubelet and the CNI plugins make.
+"""The bridge, and the iptables rules of kube-proxy, the kubelet and the CNI plugins.
 
 The selection of rules to remove is pure: text of `iptables-save` in, text for `iptables-restore` out.
 """
@@ -24,8 +24,8 @@ def create_bridge(settings: Settings) -> None:
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
     run(["ip", "address", "replace", settings.bridge_address, "dev", settings.bridge])
     run(["ip", "link", "set", settings.bridge, "up"])
-    # A reply from one pod to another crosses the bridge without being routed: unless it passes iptables there, the
-    # translation of a ClusterIP is never undone.
+    # A reply between pods crosses the bridge without being routed. It must pass iptables there, or the translation of
+    # a ClusterIP is not reversed.
     filtered = Path(f"/sys/class/net/{settings.bridge}/bridge/nf_call_iptables")
     if not filtered.exists():
         run(["modprobe", "br_netfilter"], check=False)
@@ -35,7 +35,7 @@ def create_bridge(settings: Settings) -> None:
 
 
 def admit(settings: Settings) -> None:
-    """Lets pods reach each other and this node where a firewall's policy is to drop."""
+    """Allow traffic between pods and to this node if a firewall's policy is to drop."""
     bridge = settings.bridge
     for chain, match in (("FORWARD", ["-i", bridge, "-o", bridge]), ("INPUT", ["-i", bridge])):
         rule = [chain, *match, "-j", "ACCEPT"]
@@ -44,11 +44,11 @@ def admit(settings: Settings) -> None:
 
 
 def remove_bridge(bridge: str) -> bool:
-    """Removes the bridge and what is plugged into it; returns whether there was one."""
+    """Remove the bridge and its interfaces; return whether there was one."""
     if not Path(f"/sys/class/net/{bridge}").exists():
         return False
     for link in json.loads(run(["ip", "-json", "link", "show", "master", bridge]).stdout or "[]"):
-        # The peer's namespace may be going away at this moment and take the link with it.
+        # The peer's network namespace may be removed at this moment, and the link with it.
         run(["ip", "link", "delete", link["ifname"]], check=False)
     run(["ip", "link", "delete", bridge])
     return True
@@ -67,7 +67,7 @@ def chains(saved: str) -> dict[str, list[str]]:
 
 
 def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> str:
-    """What to feed `iptables-restore --noflush` to remove the cluster's rules from the rules in `saved`.
+    """Return the input of `iptables-restore --noflush` that removes the cluster's rules in `saved`.
 
     Args:
         saved: output of `iptables-save`.

@@ -1,7 +1,7 @@
-"""The Debian packages the node stands on, and the installation of what is missing.
+"""The Debian packages that the node needs, and the installation of missing ones.
 
-A package is asked for only when the program it brings is absent, so that another vendor's containerd or runc is used
-as it is and never replaced. No service is started or enabled by the installation.
+A package is installed only if its program is missing, so that another vendor's containerd or runc is used and never
+replaced. The installation starts and enables no service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICY_TEXT = "#!/bin/sh\n# megatron-localcluster: no service starts while its p
 
 @dataclass(frozen=True)
 class Requirement:
-    """A program and the package that brings it. A `program` with a slash is a path, else it is looked up on PATH."""
+    """A program and its package. A `program` with a slash is a path, else it is searched on PATH."""
 
     package: str
     program: str
@@ -45,7 +45,7 @@ NODE = (
 )
 IMAGES = (Requirement("buildah", "buildah"), Requirement("debootstrap", "debootstrap"))
 
-# The units these packages would enable for the next boot.
+# The units that these packages would enable for the next boot.
 UNITS = ("etcd.service", "containerd.service")
 
 

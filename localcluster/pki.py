@@ -14,7 +14,7 @@ DAYS = "3650"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a certificate speaks for; Kubernetes reads user and group from the subject."""
+    """The identity of a certificate. Kubernetes reads user and group from the subject."""
 
     name: str
     subject: str
@@ -45,7 +45,7 @@ def identities(settings: Settings) -> list[Identity]:
 
 
 def ensure(settings: Settings, layout: Layout) -> None:
-    """Creates what is missing under `layout.pki`; a file that exists is whole, because files appear by rename."""
+    """Create missing files in `layout.pki`. An existing file is complete, because files are created by rename."""
     layout.pki.mkdir(parents=True, exist_ok=True)
     layout.pki.chmod(0o700)
     if not _has(layout.pki, "ca"):
@@ -93,7 +93,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 class _Pair:
-    """A key and a certificate written aside and renamed together at the end, the certificate last."""
+    """Yield temporary paths of a key and a certificate, and rename both at the end, the certificate last."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._final = (folder / f"{name}.key", folder / f"{name}.crt")

@@ -1,4 +1,4 @@
-"""Finding ports and addresses that nobody uses."""
+"""Allocation of unused ports and subnets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_free(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """A free port for each name: the asked or preferred one, or one of the system's choice."""
+    """Return a free port for each name: the requested or preferred one, or one that the system chooses."""
     if options.api_port is not None and not is_free(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}
@@ -34,10 +34,10 @@ def allocate(options: Options) -> dict[str, int]:
             preferred = PREFERRED_PORTS.get(name, 0)
             if name == "apiserver" and options.api_port is not None:
                 preferred = options.api_port
-            # Held until all are chosen, so that no port is given twice.
+            # The sockets stay open until all ports are chosen, so that no port is allocated twice.
             holder = held.enter_context(socket.socket())
             if preferred and is_free(preferred):
-                # As the server itself will: connections of a cluster before may linger in TIME_WAIT.
+                # As the server itself does: connections of an earlier cluster may be in TIME_WAIT.
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 holder.bind(("127.0.0.1", preferred))
             else:
@@ -57,7 +57,7 @@ def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Netwo
 
 
 def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]]) -> str | None:
-    """The device whose network shares addresses with `subnet`."""
+    """Return the device whose network overlaps `subnet`."""
     wanted = ipaddress.IPv4Network(subnet)
     return next((device for device, network in networks if network.overlaps(wanted)), None)
 
@@ -65,7 +65,7 @@ def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]])
 def choose_subnet(
     option: str, asked: str | None, candidates: Iterable[str], networks: list[tuple[str, ipaddress.IPv4Network]]
 ) -> str:
-    """The asked subnet, or the first candidate that clashes with nothing."""
+    """Return the requested subnet, or the first candidate without a conflict."""
     if asked is not None:
         device = overlaps(asked, networks)
         if device is not None:

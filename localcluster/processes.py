@@ -1,7 +1,7 @@
-"""Starting, recognising and ending the cluster's processes.
+"""Start, identify and terminate the cluster's processes.
 
-A pid alone proves nothing: it may have been given to a stranger since. A process is the cluster's when it runs one of
-`PROGRAM_NAMES` and an argument lies below the cluster's state folder. That also finds processes whose record was lost.
+A pid alone does not identify a process, because the kernel reuses pids. A process belongs to the cluster if it runs one
+of `PROGRAM_NAMES` with an argument below the cluster's state folder. That also finds processes without a record.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_prox
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a process that was started: its pid and a digest of its command line and files."""
+    """The record of a started process: its pid and a digest of its command line and files."""
 
     pid: int
     digest: str
 
 
 def belongs(argv: Sequence[str], state: Path) -> bool:
-    """Whether a command line is that of a process of the cluster in `state`."""
+    """Return whether a command line belongs to a process of the cluster in `state`."""
     if not argv or Path(argv[0]).name not in PROGRAM_NAMES:
         return False
     prefix = f"{state}/"
@@ -47,7 +47,7 @@ def belongs(argv: Sequence[str], state: Path) -> bool:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a running process; empty when it has ended."""
+    """Return the arguments of a running process; empty if it has exited."""
     try:
         return [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -75,7 +75,7 @@ def running(component_name: str, layout: Layout) -> Record | None:
 
 
 def ensure(component: Component, layout: Layout) -> bool:
-    """Starts the component unless it runs as it should; returns whether it was started."""
+    """Start the component unless it runs with this configuration; return whether it was started."""
     current = running(component.name, layout)
     wanted = digest(component)
     if current is not None and current.digest == wanted:
@@ -103,7 +103,7 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
-    # For a moment after exec the kernel shows an empty command line, which would read as a process that has ended.
+    # Right after exec the kernel shows an empty command line, as for a process that has exited.
     while not command_line(process.pid) and process.poll() is None:
         time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"
@@ -112,7 +112,7 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without proxies: the cluster only ever talks to this machine."""
+    """Return the launcher's environment without proxies: the cluster connects to this machine only."""
     return {key: value for key, value in inherited.items() if key.lower() not in _PROXY_VARIABLES}
 
 
@@ -121,22 +121,22 @@ def log_path(component_name: str, layout: Layout) -> Path:
 
 
 def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], *, seconds: float) -> None:
-    """Waits for `ready`, as long as the process lives and time lasts; else raises with the end of its log."""
+    """Wait until `ready`. Raises ClusterError with the end of the log if the process exits or the time is over."""
     deadline = time.monotonic() + seconds
     while not ready():
         record = running(component.name, layout)
         if record is None or time.monotonic() > deadline:
             log = log_path(component.name, layout)
             said = tail(log.read_text(errors="replace")) if log.exists() else "    (no log)"
-            what = "ended at once" if record is None else f"was not ready within {seconds:.0f} s"
+            what = "exited at once" if record is None else f"was not ready within {seconds:.0f} s"
             raise ClusterError(f"{component.name} {what}; the end of {log}:\n{said}")
         time.sleep(0.1)
 
 
 def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
-    """SIGTERM, then SIGKILL to those that are left after `grace` seconds; returns when all have ended.
+    """Send SIGTERM, after `grace` seconds SIGKILL; return when all processes have exited.
 
-    The pids are pinned by descriptors first, so that no signal reaches a process that took over a number.
+    The processes are opened as pidfds first, so that no signal reaches another process with a reused pid.
     """
     handles: dict[int, int] = {}
     for pid in pids:
@@ -152,7 +152,7 @@ def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
             deadline = time.monotonic() + seconds
             for pid, handle in alive.items():
                 if not _ended(handle, max(0.0, deadline - time.monotonic())) and wave == signal.SIGKILL:
-                    raise ClusterError(f"process {pid} does not end even after SIGKILL; see `cat /proc/{pid}/stack`")
+                    raise ClusterError(f"process {pid} does not exit after SIGKILL; see `cat /proc/{pid}/stack`")
     finally:
         for pid, handle in handles.items():
             os.close(handle)
@@ -173,7 +173,7 @@ def _ended(handle: int, timeout: float) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """A process this very launcher started stays a zombie until it is asked for."""
+    """Reap a child of this launcher, which would stay a zombie."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

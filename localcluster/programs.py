@@ -1,7 +1,7 @@
 """Builds the Go programs of the node and caches them by the module's content and the compiler's version.
 
-A program is built only when somebody asks for it. The cache is shared by all checkouts of a user; a file lock keeps
-two builders apart, and a rename makes a program appear whole or not at all.
+A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time, and
+programs are created by rename, so that an existing one is complete.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def cache_key(go: str, module: Path = MODULE) -> str:
 
 
 def is_network_trouble(output: str) -> bool:
-    """Whether a failed build is worth another try."""
+    """Return whether a build failed because of the network and should be retried."""
     return _NETWORK_TROUBLE.search(output) is not None
 
 
@@ -93,7 +93,7 @@ def ensure(names: Iterable[str], steps: Steps) -> Path:
 
 
 def _build(names: Sequence[str], folder: Path) -> None:
-    """All in one call: linking one program, which takes one processor, goes on while another is compiled."""
+    """Build all in one call, so that linking one program, which uses one CPU, overlaps with compiling another."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         options = ["-mod=readonly", "-trimpath", "-ldflags", ldflags(), "-o", f"{scratch}/"]
         command = ["go", "build", *options, *(PACKAGES[name] for name in names)]
@@ -111,7 +111,7 @@ def _build(names: Sequence[str], folder: Path) -> None:
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:
-    """Each set is about 600 MB: the newest `keep` stay, so that switching between two branches does not rebuild."""
+    """Keep the newest `keep` sets of programs, about 600 MB each: switching between branches does not rebuild."""
     os.utime(current)
     folders = sorted((p for p in current.parent.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
     for folder in folders[keep:]:

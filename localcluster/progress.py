@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 class Step:
-    """The running step; `note` says what came of it, `detail` what it is at."""
+    """The running step. `note` sets its result, `detail` its current activity."""
 
     def __init__(self, progress: Progress | None, task: object, title: str) -> None:
         self._progress = progress
@@ -33,7 +33,7 @@ class Steps:
     """Reports steps, possibly several at once from different threads.
 
     Args:
-        quiet: say nothing, for tests that start clusters by the dozen.
+        quiet: print nothing, for tests that start many clusters.
         console: where to print; standard error by default, so that output stays usable in a pipe.
     """
 

@@ -17,11 +17,11 @@ PAUSE_IMAGE = "localhost/megatron-pause:1"
 
 @dataclass(frozen=True)
 class Machine:
-    """What differs between machines and shows in the configuration.
+    """Properties of the machine that affect the configuration.
 
     Attributes:
         may_lower_oom_score: whether the launcher holds CAP_SYS_RESOURCE; without it every write below the current
-            oom_score_adj fails, and with that every sandbox.
+            oom_score_adj fails, and every sandbox with it.
         cni_folder: where the CNI plugins are.
     """
 
@@ -30,7 +30,7 @@ class Machine:
 
 
 def kubeconfig(settings: Settings, layout: Layout, *, identity: str) -> str:
-    """A client configuration with everything inside, so that the file can be copied."""
+    """Return a kubeconfig with embedded certificates, so that the file can be copied."""
 
     def embedded(name: str) -> str:
         return base64.b64encode((layout.pki / name).read_bytes()).decode()
@@ -63,7 +63,7 @@ def kubeconfig(settings: Settings, layout: Layout, *, identity: str) -> str:
 
 
 def audit_policy() -> str:
-    """Service accounts are noted down with what they ask for, but not with its content; those of Kubernetes are not."""
+    """Return an audit policy: log the metadata of requests of service accounts, except those of Kubernetes."""
     return yaml.safe_dump(
         {
             "apiVersion": "audit.k8s.io/v1",
@@ -80,7 +80,7 @@ def audit_policy() -> str:
 
 
 def containerd(layout: Layout, machine: Machine) -> str:
-    """containerd's TOML. JSON strings, numbers and booleans are TOML too, which is all the quoting there is."""
+    """Return containerd's TOML. JSON strings, numbers and booleans are valid TOML."""
     cri = 'plugins."io.containerd.grpc.v1.cri"'
     runc = f"{cri}.containerd.runtimes.runc"
     sections: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ def cni(settings: Settings, layout: Layout) -> str:
 
 
 def kubelet(settings: Settings, layout: Layout, machine: Machine) -> str:
-    """Nothing is evicted or collected: a demo machine is short of disk more often than of memory."""
+    """Return the kubelet's configuration, without eviction and image garbage collection: disks may be nearly full."""
     return yaml.safe_dump(
         {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -169,12 +169,12 @@ def kubelet(settings: Settings, layout: Layout, machine: Machine) -> str:
 
 
 def resolv_conf(settings: Settings) -> str:
-    """Pods do not inherit the machine's search domains: with them a query would end at a resolver out of reach."""
+    """Return resolv.conf without the machine's search domains, whose resolver pods cannot reach."""
     return f"nameserver {settings.node_ip}\n"
 
 
 def corefile(settings: Settings, layout: Layout) -> str:
-    """Cluster names are answered; every other name does not exist, at once, since pods have no way out to it."""
+    """Return the Corefile: cluster names are resolved, all others get NXDOMAIN, because pods cannot reach them."""
     return f"""\
 cluster.local:53 in-addr.arpa:53 {{
   bind {settings.node_ip}
@@ -197,7 +197,7 @@ cluster.local:53 in-addr.arpa:53 {{
 
 
 def coredns_permissions() -> list[dict[str, Any]]:
-    """What CoreDNS may read, bound to the user its certificate names."""
+    """Return CoreDNS's RBAC role, bound to the user of its certificate."""
     metadata = {"name": "system:coredns"}
     rules = [
         {"apiGroups": [""], "resources": ["services", "pods", "namespaces"], "verbs": ["list", "watch"]},

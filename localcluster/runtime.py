@@ -39,7 +39,7 @@ def stale_ids(table: str) -> list[str]:
     """Names of the form `sha256:…` in the text of `ctr images list` whose image has no other name any more.
 
     The kubelet's side of containerd makes such a name at an image's first import and keeps it when the tag moves on,
-    which would hold the old layers for ever. Containers that run hold their own layers.
+    which would keep the old layers for ever. Running containers reference their own layers.
     """
     rows = [line.split() for line in table.splitlines()[1:]]
     named = {row[2] for row in rows if not row[0].startswith("sha256:")}
@@ -59,7 +59,7 @@ def snapshots(layout: Layout) -> set[str]:
 
 
 def remove_containers(layout: Layout) -> int:
-    """Forgets every container, so that the image store is all that a later cluster finds."""
+    """Delete every container, so that only the image store remains for a later cluster."""
     containers = ctr(layout, "containers", "list", "--quiet").stdout.split()
     for container in containers:
         ctr(layout, "tasks", "delete", "--force", container, check=False)

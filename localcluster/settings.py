@@ -1,4 +1,4 @@
-"""What a cluster is made of: its folders, addresses and ports, fixed at its first `up`.
+"""A cluster's folders, addresses and ports, fixed at its first `up`.
 
 Pure except for `load` and `save`. Everything a cluster writes lies under `Layout.state`; what clusters share (built
 programs, base system, image layers) lies under `cache_root()`.
@@ -39,14 +39,14 @@ PREFERRED_PORTS = {"apiserver": 6443, "kubelet": 10250}
 
 
 def cache_root() -> Path:
-    """The folder for what outlives every cluster: `$XDG_CACHE_HOME/megatron-localcluster`."""
+    """Return the cache that all clusters share: `$XDG_CACHE_HOME/megatron-localcluster`."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "megatron-localcluster"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller may choose; `None` leaves the choice to the launcher.
+    """Options of the caller; `None` leaves the choice to the launcher.
 
     Attributes:
         api_port: port of the API server; an explicit port that is taken is an error, by default a free one is found.
@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def cgroup(self) -> str:
-        """Of all pods."""
+        """The cgroup of all pods."""
         return f"/megatron-{self.name}"
 
     @property
@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def bin(self) -> Path:
-        """Links to the programs a user of the cluster wants: kubectl, helm."""
+        """Links to the programs for users of the cluster: kubectl, helm."""
         return self.state / "bin"
 
     @property
@@ -138,12 +138,12 @@ class Layout:
 
     @property
     def audit_log(self) -> Path:
-        """What the operator's accounts asked of a control plane's API server, a JSON object a line."""
+        """The audit log of a control plane's API server, one JSON object per line."""
         return self.logs / "audit.log"
 
     @property
     def run(self) -> Path:
-        """Process records, and the machine's settings as they were before."""
+        """Process records, and the machine's previous settings."""
         return self.state / "run"
 
     @property
@@ -176,7 +176,7 @@ class Layout:
 
 
 def layout_for(name: str, *, root: Path | None = None) -> Layout:
-    """The paths of cluster `name`; refuses names and places that no socket or label could carry."""
+    """Return the paths of cluster `name`. Raises ClusterError if a name or path is too long for sockets or labels."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?", name):
         raise ClusterError(f"name={name!r}: use 1 to 30 lower-case letters, digits and inner hyphens")
     state = (root or REPOSITORY / "build").resolve() / name
@@ -215,7 +215,7 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """What the caller asks for that an existing cluster is not."""
+    """Return the options that differ from an existing cluster's settings."""
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),
         "--pod-subnet": (options.pod_subnet, settings.pod_subnet),

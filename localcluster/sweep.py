@@ -73,7 +73,7 @@ def end_processes(layout: Layout, steps: Steps) -> None:
 
 
 def _end_pods(footprint: Footprint, layout: Layout) -> int:
-    # The kubelet first: it would start again what is about to end.
+    # The kubelet first: it would restart the pods.
     _terminate(layout, {"kubelet"})
     count = cgroups.remove(footprint.cgroup)
     if runtime.is_up(layout):
@@ -89,8 +89,8 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
-    """Undoes, in the order in which things hold each other; returns a summary."""
-    # A shim that survived until now may have started a process after the first sweep.
+    """Undo the node's changes in the order of their dependencies; return a summary."""
+    # A shim that still ran may have started a process after the first sweep.
     cgroups.remove(footprint.cgroup)
     cgroups.remove(cgroups.of_node(footprint.cgroup))
     unmounted = unmount_below(layout.state)
@@ -102,7 +102,7 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
 
 
 def _remove_strays(footprint: Footprint, layout: Layout) -> None:
-    """Files that containerd, the CNI library and the kubelet put at fixed places outside the state folder."""
+    """Remove the files of containerd, the CNI library and the kubelet outside the state folder."""
     listening = Path("/proc/net/unix").read_text()
     for socket in SHIM_SOCKETS.glob("*"):
         if str(socket) not in listening:

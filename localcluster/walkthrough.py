@@ -1,6 +1,6 @@
-"""The main job on a cluster that has the operator: apply a resource, ask it, and walk it through every verb.
+"""The demo on a cluster with the operator: apply a resource, send requests, and take it through every verb.
 
-Each step is checked; a step that does not hold raises CheckError and ends the walk.
+Each step is checked; a failed check raises CheckError.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
 MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 160, 64
 STORY_SECONDS = 10.0
-"""About how long a story takes on a slow machine: it is paused, suspended, or loses its engine in the middle."""
+"""Approximate duration of a story, during which it is paused, suspended, or loses its engine."""
 FROZEN_SECONDS = 2.0
 ENGINE_METRICS_PORT = 8080
 
 
 class CheckError(AssertionError):
-    """A step of the walk did not hold."""
+    """A check of the demo failed."""
 
 
 def check(holds: bool, what: str) -> None:
@@ -39,7 +39,7 @@ def check(holds: bool, what: str) -> None:
 
 @dataclass
 class Stream:
-    """A chat answer arriving on a thread of its own."""
+    """A streamed chat answer, read in a separate thread."""
 
     text: str = ""
     chunks: int = 0
@@ -56,9 +56,9 @@ class Stream:
 
 
 def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
-    """Return `url` when somebody answers there: kube-proxy hears of a Service's pods some moments after they are ready.
+    """Return `url` when it answers: kube-proxy adds a Service's pods some moments after they are ready.
 
-    Until then the node refuses connections to the Service.
+    Until then the client gets "connection refused".
     """
     until = time.monotonic() + seconds
     while True:
@@ -71,7 +71,7 @@ def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
 
 
 class Chat:
-    """An OpenAI client of the kind that fits on a page."""
+    """A minimal OpenAI client."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url = url
@@ -83,7 +83,7 @@ class Chat:
         return str(answer.json()["choices"][0]["message"]["content"])
 
     def status_of(self, messages: list[dict[str, str]]) -> int:
-        """The HTTP status a request gets."""
+        """Return the HTTP status of a request."""
         return httpx.post(self._path, json=self._body(messages, 8), timeout=PATIENCE_SECONDS).status_code
 
     def stream(self, messages: list[dict[str, str]], *, max_tokens: int) -> Stream:
@@ -127,19 +127,19 @@ class Chat:
 
 
 def ask_for_paris(chat: Chat) -> tuple[str, int]:
-    """The answer, and how many tokens a story should have by its pace: as many as words in STORY_SECONDS."""
+    """Return the answer, and the number of tokens that a story of STORY_SECONDS has at this speed."""
     began = time.monotonic()
     answer = chat.ask(QUESTION)
-    check("Paris" in answer, f"the capital of France is said to be {answer!r}")
+    check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
     pace = len(answer.split()) / (time.monotonic() - began)
     return answer, min(MOST_STORY_TOKENS, max(LEAST_STORY_TOKENS, int(pace * STORY_SECONDS)))
 
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """One resource's way from apply to delete.
+    """The lifecycle of one resource, from apply to delete.
 
-    reach: gives the URL at which a Service of the namespace answers from here.
+    reach: returns the URL at which this machine reaches a Service of the namespace.
     """
 
     kube: Kubectl
@@ -170,20 +170,20 @@ class Walkthrough:
             stream = chat.stream(STORY, max_tokens=tokens)
             check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             self._patch("Paused")
-        with self._said(f"the stream stands still for {FROZEN_SECONDS:g} s, a new request waits") as say:
+        with self._said(f"the stream pauses for {FROZEN_SECONDS:g} s, a new request waits") as say:
             waiting = chat.stream(QUESTION, max_tokens=16)
             before = stream.chunks
             check(not stream.finished.wait(FROZEN_SECONDS), "the stream ended while paused")
             check(stream.chunks == before, f"{stream.chunks - before} pieces came while paused")
             check(not waiting.begun.is_set(), "a new request was answered while paused")
             say(f"{before} pieces so far")
-        with self._said("patch desiredState: Running; both finish, the story as if nothing had happened"):
+        with self._said("patch desiredState: Running; both complete, the story without a difference"):
             self._patch("Running")
             check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
             check("Paris" in waiting.wait(), f"the waiting request got {waiting.text!r}")
 
     def _suspend(self, chat: Chat, story: str, tokens: int) -> None:
-        with self._said("patch desiredState: Suspended, in the middle of a stream: memory is given back") as say:
+        with self._said("patch desiredState: Suspended, in the middle of a stream: memory is released") as say:
             stream = chat.stream(STORY, max_tokens=tokens)
             check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             before = self._resident_mib()
@@ -191,7 +191,7 @@ class Walkthrough:
             after = self._resident_mib()
             check(after < before - 300, f"resident memory of the engine went from {before} to {after} MiB only")
             say(f"engine {before} -> {after} MiB")
-        with self._said("patch desiredState: Running; the stream goes on to the same end"):
+        with self._said("patch desiredState: Running; the stream continues and completes with the same text"):
             self._patch("Running")
             check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
 

@@ -161,7 +161,7 @@ def paged_decode(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_tokens=block_table_BM.shape[1] * cache_PXE.shape[1],
-            num_processors=_num_multiprocessors(q_BHC.device),
+            num_sms=_num_sms(q_BHC.device),
             fixed_split_tokens=fixed_split_tokens,
         )
     out_BHC = q_BHC.new_empty(batch, num_heads, head_dim)
@@ -216,7 +216,7 @@ def paged_decode(
     return out_BHC
 
 
-def _num_multiprocessors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

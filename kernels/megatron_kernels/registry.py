@@ -94,7 +94,7 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations, ready to call. `backends`: which implementation each is, for logs and reports."""
+    """The selected operations. `backends`: the implementation of each, for logs and reports."""
 
     add_rms_norm: AddRmsNorm
     swiglu: SwiGlu

@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_kernels.tuning import vocabulary_tile
 
 CANDIDATES = 4096
-"""Weights that the buffer of a row holds."""
+"""Capacity of a row's buffer in weights."""
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)

@@ -75,7 +75,7 @@ def decode_tuning(
     num_kv_heads: int,
     head_dim: int,
     max_tokens: int,
-    num_processors: int,
+    num_sms: int,
     fixed_split_tokens: int | None = None,
 ) -> DecodeTuning:
     """Return the split of a decode step over its cached tokens.
@@ -95,7 +95,7 @@ def decode_tuning(
         splits, split_tokens = -(-max_tokens // fixed_split_tokens), fixed_split_tokens
     else:
         split_tokens = 256
-        wanted = -(-2 * num_processors // max(1, batch * num_kv_heads))
+        wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
         splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
     return DecodeTuning(block_tokens, splits, split_tokens, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
 

@@ -26,8 +26,8 @@ HOP_HEADERS = frozenset(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request as a fault sees it."""
+class ApiRequest:
+    """One request of the operator."""
 
     method: str
     path: str
@@ -39,26 +39,26 @@ class Asked:
 
     @property
     def leads(self) -> bool:
-        """It concerns leadership, without which an operator must end."""
+        """True for requests for the Lease: an operator that cannot renew its Lease exits."""
         return "/leases" in self.path
 
 
 @dataclass
 class Fault:
-    """What happens to the requests that it matches.
+    """A fault, injected into the requests that `matches` selects.
 
-    times:  how many it may hit; None: all.
-    answer: what is said in place of the API server's answer; None: the connection is cut.
-    after:  the request has its effect first, and its answer is lost.
+    times:  the number of requests it applies to; None means all.
+    answer: status code, reason and headers that replace the API server's answer; None cuts the connection.
+    after:  the API server executes the request first, and its answer is lost.
     """
 
-    matches: Callable[[Asked], bool]
+    matches: Callable[[ApiRequest], bool]
     answer: tuple[int, str, dict[str, str]] | None = None
     times: int | None = None
     after: bool = False
-    hit: list[Asked] = field(default_factory=list)
+    hit: list[ApiRequest] = field(default_factory=list)
 
-    def takes(self, asked: Asked) -> bool:
+    def takes(self, asked: ApiRequest) -> bool:
         if (self.times is not None and len(self.hit) >= self.times) or not self.matches(asked):
             return False
         self.hit.append(asked)
@@ -67,7 +67,7 @@ class Fault:
 
 @dataclass(eq=False)
 class _Watch:
-    """One open watch. `silent`: nothing passes any more, and nobody is told."""
+    """One open watch. `silent`: the proxy forwards no more events and keeps the connection open."""
 
     response: web.StreamResponse
     silent: bool = False
@@ -87,9 +87,9 @@ class ApiProxy:
         self._watches: set[_Watch] = set()
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
-        self.seen: list[Asked] = []
-        self.tell: Callable[[Asked, bytes], None] = lambda asked, body: None
-        """Called with each request and its body, before it is passed on."""
+        self.seen: list[ApiRequest] = []
+        self.tell: Callable[[ApiRequest, bytes], None] = lambda asked, body: None
+        """Called with each request and its body before the proxy forwards it."""
         self.url = ""
 
     async def start(self) -> None:
@@ -98,7 +98,7 @@ class ApiProxy:
         )
         app = web.Application(client_max_size=1 << 24)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        # Handlers end when their client does: a watch must not outlive the operator that was killed.
+        # Handlers are cancelled when their client disconnects: a watch must not outlive a killed operator.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -112,30 +112,30 @@ class ApiProxy:
             await self._session.close()
 
     def kubeconfig(self, path: Path) -> Path:
-        """The same login, through here."""
+        """Write the same kubeconfig with the proxy as its server."""
         config = json.loads(json.dumps(self._config))
         config["clusters"][0]["cluster"] = {"server": self.url}
         path.write_text(yaml.safe_dump(config))
         return path
 
-    # --- what goes wrong ---
+    # --- faults ---
 
     def inject(self, fault: Fault) -> Fault:
         self._faults.append(fault)
         return fault
 
     def heal(self) -> None:
-        """No fault is left; watches that went silent stay so."""
+        """Remove all faults. Silenced watches stay silent."""
         self._faults.clear()
 
     def silence_watches(self) -> int:
-        """The open watches stay open and bring nothing any more, as when a connection is forgotten on the way."""
+        """Stop forwarding events on the open watches, as when a firewall drops a connection's state."""
         for watch in self._watches:
             watch.silent = True
         return len(self._watches)
 
     def expire_watches(self) -> int:
-        """The open watches are told that their version is too old, and end."""
+        """Close the open watches with the error 410 Expired."""
         for watch in self._watches:
             watch.expired.set()
         return len(self._watches)
@@ -143,7 +143,7 @@ class ApiProxy:
     # --- relaying ---
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(request.method, request.path, request.query.get("watch") == "true")
+        asked = ApiRequest(request.method, request.path, request.query.get("watch") == "true")
         self.seen.append(asked)
         body = await request.read()
         self.tell(asked, body)
@@ -183,7 +183,7 @@ class ApiProxy:
                     await response.write(json.dumps(end).encode() + b"\n")
                     return response
                 if watch.silent:
-                    # Open until the operator gives it up: the handler is cancelled when the connection goes.
+                    # Open until the operator closes the connection, which cancels this handler.
                     await asyncio.Event().wait()
                 if not (chunk := coming.result()):
                     return response
@@ -208,7 +208,7 @@ class ApiProxy:
 
 
 def _status(code: int, reason: str) -> dict[str, Any]:
-    """What an API server says when it refuses."""
+    """Return the Status object of a failed request."""
     return {
         "kind": "Status",
         "apiVersion": "v1",

@@ -21,7 +21,7 @@ class Request:
     name: str
     code: int
     denied: bool
-    """By RBAC."""
+    """Whether RBAC denied it."""
 
     @property
     def writes(self) -> bool:
@@ -29,7 +29,7 @@ class Request:
 
     @property
     def permission(self) -> tuple[str, str, str]:
-        """What a role must say for it."""
+        """The API group, resource and verb that a role must grant."""
         return self.group, self.resource, self.verb
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Request:
 
 
 class AuditLog:
-    """What one account did since this was made."""
+    """The requests of one account since this object was created."""
 
     def __init__(self, path: Path, *, user: str) -> None:
         self._path, self._user = path, user
@@ -60,7 +60,7 @@ class AuditLog:
                         yield _request(entry)
 
     def _files(self) -> list[tuple[Path, int]]:
-        """With where to begin in each: the API server puts a large log aside, under its name and the time."""
+        """Return each log file with its first offset. The API server rotates a large log: name plus time."""
         aside = sorted(self._path.parent.glob(f"{self._path.stem}-*{self._path.suffix}"))
         files = [*aside, self._path]
         first = next((number for number, path in enumerate(files) if path.stat().st_ino == self._inode), len(aside))

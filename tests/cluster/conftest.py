@@ -24,7 +24,9 @@ from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES
 from megatron_operator.model.crd import custom_resource_definition
 
+from .api_server_proxy import ApiProxy
 from .fake_node import FakeNode, Ports
+from .in_process_fleet import InProcessFleet
 from .operator_process import OperatorProcess
 
 NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
@@ -38,7 +40,7 @@ CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customreso
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[LocalCluster]:
-    """Left up when it was up before, or with MEGATRON_KEEP_CLUSTER=1."""
+    """The control plane. It keeps running if it ran before, or with MEGATRON_KEEP_CLUSTER=1."""
     cluster = LocalCluster(name="control-plane", control_plane_only=True)
     was_up = cluster.kubeconfig.exists() and all(component.ready for component in cluster.status())
     cluster.up()
@@ -55,7 +57,7 @@ def crd(control_plane: LocalCluster) -> None:
 
 @pytest.fixture
 def reinstall_crd(control_plane: LocalCluster) -> Iterator[Callable[[], None]]:
-    """For a test that deletes it; the others find it again whatever happens."""
+    """A function that installs the CRD again, for a test that deletes it. It also runs at the end of the test."""
     yield lambda: install_crd(control_plane)
     install_crd(control_plane)
 
@@ -84,7 +86,7 @@ async def namespace(api: KubeApi, crd: None) -> AsyncIterator[str]:
 
 @pytest.fixture
 def ports() -> Ports:
-    """Of the coordinator that a node plays."""
+    """The ports of the coordinator that the fake node runs."""
     return Ports()
 
 
@@ -97,8 +99,16 @@ async def node(api: KubeApi, namespace: str, ports: Ports, tmp_path: Path) -> As
 
 
 @pytest.fixture
+async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[InProcessFleet]:
+    made = InProcessFleet(api, namespace=namespace, folder=tmp_path)
+    made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
 async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespace: str, tmp_path: Path) -> Path:
-    """A login that may do what the chart's namespaced Role allows, and nothing else."""
+    """The kubeconfig of an account with the chart's namespaced Role and no other permission."""
     meta = {"name": "megatron-operator", "namespace": namespace}
     subject = {"kind": "ServiceAccount", **meta}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "megatron-operator"}
@@ -117,8 +127,16 @@ async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespa
 
 
 @pytest.fixture
+async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
+    made = ApiProxy(operator_kubeconfig)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
 async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) -> AsyncIterator[None]:
-    """The operator's account may do what the chart's ClusterRole allows, and in its namespace what is its own."""
+    """Grant the operator's account the chart's ClusterRole, and in its own namespace the rules of its home."""
     await api.merge_patch(ROLE, namespace, "megatron-operator", {"rules": HOME_RULES}, manager="test")
     meta = {"name": f"megatron-operator-{namespace}", "namespace": ""}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": meta["name"]}
@@ -183,7 +201,7 @@ class Resource:
             "apiVersion": RESOURCE.api_version,
             "kind": RESOURCE.kind,
             "metadata": {"name": self.name, "namespace": self.namespace},
-            # Engines echo here, and what smollm2 answers to a canary is known.
+            # The engines run the echo backend; the canary of smollm2 would expect smollm2's answer.
             "spec": {"model": {"source": {"builtin": "echo"}}, **spec},
         }
         return await self._api.create(RESOURCE, body, manager="test")
@@ -199,7 +217,7 @@ class Resource:
         return (found or {}).get("status") or {}
 
     async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 120) -> dict[str, Any]:
-        """The first status that meets the condition."""
+        """Return the first status that meets the condition."""
         try:
             async with asyncio.timeout(scaled(seconds)):
                 while True:
@@ -211,7 +229,7 @@ class Resource:
             raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
 
     async def settled(self, state: str, *, seconds: float = 120) -> dict[str, Any]:
-        """The status once the desired state is reached and confirmed; for Running, by every engine."""
+        """Return the status once the desired state is confirmed; for Running, by every engine."""
         conditions = ["LifecycleSettled", "EnginesReady"] if state == "Running" else ["LifecycleSettled"]
         return await self.until(
             lambda status: (
@@ -221,7 +239,7 @@ class Resource:
         )
 
     async def released(self, *, seconds: float = 120) -> dict[str, Any]:
-        """The status once it is suspended and the engines' pods are given back, which comes after it has settled."""
+        """Return the status once it is suspended and the engines' pods are deleted, which follows settled()."""
         return await self.until(
             lambda status: condition(status, "EnginesReady").get("reason") == "Suspended", seconds=seconds
         )
@@ -230,7 +248,7 @@ class Resource:
         await self._api.request("DELETE", RESOURCE.path(self.namespace, self.name))
 
     async def events(self) -> list[dict[str, Any]]:
-        """Its Events, oldest first."""
+        """Return its Events, oldest first."""
         events = [
             event
             for event in await self._api.list(EVENT, self.namespace)
@@ -239,19 +257,19 @@ class Resource:
         return sorted(events, key=lambda event: str(event["eventTime"]))
 
     async def children(self) -> dict[str, dict[str, Any]]:
-        """Every object that says it belongs to the resource, and its keys, by "Kind name"."""
+        """Return the objects with the resource's labels, and its keys, by "Kind name"."""
         found: dict[str, dict[str, Any]] = {}
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/managed-by=megatron-operator"
         for kind in CHILD_KINDS:
             for item in await self._api.list(kind, self.namespace, selector=selector):
                 if any(owner["kind"] == "StatefulSet" for owner in item["metadata"].get("ownerReferences", ())):
-                    continue  # its own record of its template
+                    continue  # a StatefulSet's own ControllerRevision
                 found[f"{kind.kind} {item['metadata']['name']}"] = item
         keys = await self._api.get(SECRET, self.namespace, f"{self.name}-keys")
         return {**found, f"Secret {self.name}-keys": keys} if keys else found
 
     async def until_gone(self, *, seconds: float = 120) -> None:
-        """The resource and every child."""
+        """Wait until the resource and all its children are deleted."""
 
         async def gone() -> bool:
             return await self.get() is None and not await self.children()

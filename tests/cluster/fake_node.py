@@ -39,7 +39,7 @@ def free_port() -> int:
 
 @dataclass
 class Ports:
-    """Of the one resource whose coordinator runs here; they stay when the coordinator restarts."""
+    """The ports of the one coordinator that runs here. They stay the same when it restarts."""
 
     client: int = field(default_factory=free_port)
     engine: int = field(default_factory=free_port)
@@ -50,14 +50,22 @@ class Ports:
 class Container:
     """One pod and its process; server pods have none."""
 
-    name: str
-    uid: str
-    component: str
-    engine: str
-    instance: str
+    pod: Mapping[str, Any]
     process: WarmProcess | None
     health_port: int
     ready: bool | None = None
+
+    @property
+    def component(self) -> str:
+        return label_of(self.pod, LABEL_COMPONENT)
+
+    @property
+    def engine(self) -> str:
+        return label_of(self.pod, LABEL_ENGINE)
+
+    @property
+    def instance(self) -> str:
+        return label_of(self.pod, LABEL_INSTANCE)
 
 
 class FakeNode:
@@ -67,9 +75,9 @@ class FakeNode:
         self.ports = ports
         self.containers: dict[str, Container] = {}
         self.start_engines = True
-        """False: engine pods stay Pending, as when no node has room."""
+        """False: engine pods stay Pending, as when no node has capacity."""
         self.engine_arguments: tuple[str, ...] = ()
-        """Said to engines that start from now on, after their own."""
+        """Appended to the arguments of engines that start from now on."""
         self._api = api
         self._namespace = namespace
         self._folder = folder
@@ -108,30 +116,29 @@ class FakeNode:
             if uid not in self.containers and self._may_start(pod):
                 self.containers[uid] = await self._start(pod)
         for instance in {container.instance for container in self.containers.values()}:
-            # As mounted Secrets do, keys follow what is stored.
+            # A kubelet updates mounted Secrets.
             await self._keys(instance)
         for container in self.containers.values():
             ready = await self._is_ready(container)
             if ready != container.ready:
-                await self._report(container, ready=ready)
+                await report_pod(self._api, container.pod, ready=ready)
                 container.ready = ready
 
     def _may_start(self, pod: Mapping[str, Any]) -> bool:
-        component = _label(pod, LABEL_COMPONENT)
+        component = label_of(pod, LABEL_COMPONENT)
         if component == COORDINATOR:
-            # Its ports are one: the one before has to be gone.
+            # All coordinators use the same ports: the previous one must have exited.
             return all(container.component != COORDINATOR for container in self.containers.values())
         return self.start_engines or component != ENGINE
 
     async def _start(self, pod: Mapping[str, Any]) -> Container:
-        component, name, instance = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"], _label(pod, LABEL_INSTANCE)
-        health_port, process = free_port(), None
-        if component in (COORDINATOR, ENGINE):
-            spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == component)
-            arguments = self._localize(spec["args"], health_port, await self._keys(instance))
-            process = self._spawn(name, arguments)
-        engine = _label(pod, LABEL_ENGINE)
-        return Container(name, pod["metadata"]["uid"], component, engine, instance, process, health_port)
+        container = Container(pod, None, free_port())
+        if container.component in (COORDINATOR, ENGINE):
+            spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == container.component)
+            keys = await self._keys(container.instance)
+            arguments = self._localize(spec["args"], container.health_port, keys)
+            container.process = self._spawn(pod["metadata"]["name"], arguments)
+        return container
 
     def _spawn(self, name: str, arguments: list[str]) -> WarmProcess:
         log = self._folder / f"{name}.log"
@@ -157,7 +164,7 @@ class FakeNode:
         return [*found, "--executor", "echo", *self.engine_arguments] if found[0] == ENGINE else found
 
     def keys_folder(self, instance: str) -> Path:
-        """Where the keys of a resource are, for its processes and for a client of the test."""
+        """Return the folder with a resource's keys, for its processes and for the test's client."""
         return self._folder / f"{instance}-keys"
 
     async def _keys(self, instance: str) -> Path:
@@ -185,35 +192,35 @@ class FakeNode:
                 answer = await reader.readline()
                 writer.close()
         except (OSError, TimeoutError):
-            # A process that a test has frozen answers nothing; a kubelet would give it a few more tries.
+            # A frozen process does not answer; a kubelet would repeat the probe before it reports a failure.
             return bool(container.ready)
         return b" 200 " in answer
 
-    async def _report(self, container: Container, *, ready: bool) -> None:
-        status = {
-            "phase": "Running",
-            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-            "containerStatuses": [
-                {
-                    "name": container.component,
-                    "image": "fake",
-                    "imageID": "fake",
-                    "ready": ready,
-                    "restartCount": 0,
-                    "state": {"running": {"startedAt": None}},
-                }
-            ],
-        }
-        await self._api.request(
-            "PATCH",
-            POD.path(self._namespace, container.name, subresource="status"),
-            body={"metadata": {"uid": container.uid}, "status": status},
-            content_type="application/merge-patch+json",
-        )
 
-
-def _label(pod: Mapping[str, Any], label: str) -> str:
+def label_of(pod: Mapping[str, Any], label: str) -> str:
     return str((pod["metadata"].get("labels") or {}).get(label, ""))
+
+
+async def report_pod(api: KubeApi, pod: Mapping[str, Any], *, ready: bool, waiting: str = "") -> None:
+    """Write the status of a pod, as its kubelet does. waiting: the reason for which its crashed container waits."""
+    metadata = pod["metadata"]
+    container: dict[str, Any] = {"name": label_of(pod, LABEL_COMPONENT), "image": "fake", "imageID": "fake"}
+    if waiting:
+        crash = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "fake://1"}
+        container |= {"restartCount": 3, "state": {"waiting": {"reason": waiting}}, "lastState": {"terminated": crash}}
+    else:
+        container |= {"restartCount": 0, "state": {"running": {"startedAt": None}}}
+    status = {
+        "phase": "Running",
+        "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        "containerStatuses": [{**container, "ready": ready}],
+    }
+    await api.request(
+        "PATCH",
+        POD.path(metadata["namespace"], metadata["name"], subresource="status"),
+        body={"metadata": {"uid": metadata["uid"]}, "status": status},
+        content_type="application/merge-patch+json",
+    )
 
 
 def _end(container: Container, number: signal.Signals) -> None:

@@ -31,38 +31,40 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, StatusReply, pack, tokens_to_bytes
 from megatron_runtime.transport.control_link import ControlLink
 
+from .fake_node import label_of, report_pod
+
 LOOK_SECONDS = 0.2
 AT_ONCE = 16
 TIMING = Timing(recovery=0.0, suspect=30.0, dead=120.0, client_dead=120.0)
-"""A machine that is busy is not a fault that is to be found here."""
+"""Long enough that a loaded machine loses no engine."""
 
 
-class SureEngine(ScriptedEngine):
-    """Says how sure it is of each token, as a canary asks."""
+class EngineWithLogProbs(ScriptedEngine):
+    """Returns log-probabilities, which a canary requests."""
 
     def finish(self, number: int) -> None:
         job = self.jobs.pop(number)
-        sure = [-0.5] * len(job.generated)
+        log_probs = [-0.5] * len(job.generated)
         reply = {"status": "COMPLETED", "finish_reason": "length", "prompt_length": len(job.prompt)}
         tokens = tokens_to_bytes(job.generated)
-        self.send(Final(number, job.dispatch.uid, tokens, pack({**reply, "generated_log_probs": sure})))
+        self.send(Final(number, job.dispatch.uid, tokens, pack({**reply, "generated_log_probs": log_probs})))
 
 
 class InProcessFleet:
-    """All pods of one namespace."""
+    """Plays the pods of one namespace until stop()."""
 
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
         self.breaks: Callable[[Mapping[str, Any]], bool] = lambda pod: False
-        """Whether an engine crashes in this pod."""
+        """Returns whether the engine crashes in this pod."""
         self._api, self._namespace, self._folder = api, namespace, folder
         self._coordinators: dict[str, Coordinator] = {}
-        self._engines: dict[str, SureEngine] = {}
-        self._said: dict[str, tuple[bool, str]] = {}
+        self._engines: dict[str, EngineWithLogProbs] = {}
+        self._reported: dict[str, tuple[bool, str]] = {}
         self._player: asyncio.Task[None] | None = None
 
     @property
     def address_template(self) -> str:
-        """For --coordinator-address."""
+        """The value of --coordinator-address."""
         return f"ipc://{self._folder}/{{name}}.sock"
 
     def start(self) -> None:
@@ -79,7 +81,7 @@ class InProcessFleet:
             coordinator.stop()
 
     def coordinator(self, name: str) -> Coordinator:
-        """Start the one of this resource; it outlives every pod."""
+        """Start the coordinator of a resource. It runs until stop(), whatever happens to its pod."""
         made = Coordinator(
             CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
         )
@@ -89,7 +91,7 @@ class InProcessFleet:
         return made
 
     async def ask(self, name: str) -> StatusReply:
-        """What the coordinator of a resource says of itself."""
+        """Return the status of a resource's coordinator."""
         link = ControlLink(self._coordinators[name].transport.addresses[Role.ADMIN], name="test")
         await link.start()
         try:
@@ -109,56 +111,34 @@ class InProcessFleet:
             self._engines.pop(uid).leave()
         changed = []
         for uid, pod in pods.items():
-            if not _leaving(pod) and (now := await self._is(uid, pod)) != self._said.get(uid):
+            if not _leaving(pod) and (now := await self._readiness(uid, pod)) != self._reported.get(uid):
                 changed.append((uid, pod, now))
         for start in range(0, len(changed), AT_ONCE):
             await asyncio.gather(*(self._report(*entry) for entry in changed[start : start + AT_ONCE]))
 
-    async def _is(self, uid: str, pod: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether it is ready, and why it is not."""
-        if _label(pod, LABEL_COMPONENT) != ENGINE:
+    async def _readiness(self, uid: str, pod: Mapping[str, Any]) -> tuple[bool, str]:
+        """Return whether the pod is ready, and the reason that its container is waiting."""
+        if label_of(pod, LABEL_COMPONENT) != ENGINE:
             return True, ""
-        instance = _label(pod, LABEL_INSTANCE)
+        instance = label_of(pod, LABEL_INSTANCE)
         if self.breaks(pod):
             if uid in self._engines:
                 self._engines.pop(uid).leave()
             return False, "CrashLoopBackOff"
         if instance not in self._coordinators:
             return False, ""
-        if uid not in self._engines and _label(pod, LABEL_POD_INDEX) == "0":
+        if uid not in self._engines and label_of(pod, LABEL_POD_INDEX) == "0":
             address = self._coordinators[instance].transport.addresses[Role.ENGINE]
-            name, revision = _label(pod, LABEL_ENGINE), _label(pod, LABEL_REVISION)
-            engine = SureEngine(address, name=name, revision=revision, heartbeat_seconds=1.0)
+            name, revision = label_of(pod, LABEL_ENGINE), label_of(pod, LABEL_REVISION)
+            engine = EngineWithLogProbs(address, name=name, revision=revision, heartbeat_seconds=1.0)
             self._engines[uid] = engine
             await engine.start()
         return True, ""
 
     async def _report(self, uid: str, pod: Mapping[str, Any], now: tuple[bool, str]) -> None:
-        ready, why = now
-        component = _label(pod, LABEL_COMPONENT)
-        container: dict[str, Any] = {"name": component, "image": "fake", "imageID": "fake", "ready": ready}
-        if why:
-            ended = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "fake://1"}
-            container |= {"restartCount": 3, "state": {"waiting": {"reason": why}}, "lastState": {"terminated": ended}}
-        else:
-            container |= {"restartCount": 0, "state": {"running": {"startedAt": None}}}
-        status = {
-            "phase": "Running",
-            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-            "containerStatuses": [container],
-        }
         with contextlib.suppress(ApiError):
-            await self._api.request(
-                "PATCH",
-                POD.path(self._namespace, pod["metadata"]["name"], subresource="status"),
-                body={"metadata": {"uid": uid}, "status": status},
-                content_type="application/merge-patch+json",
-            )
-            self._said[uid] = now
-
-
-def _label(pod: Mapping[str, Any], label: str) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(label, ""))
+            await report_pod(self._api, pod, ready=now[0], waiting=now[1])
+            self._reported[uid] = now
 
 
 def _leaving(pod: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class KilledError(BaseException):
-    """The task ended here; nothing may catch it."""
+    """Ends a task at a point. It derives from BaseException so that no handler of the task catches it."""
 
 
 class Life:
@@ -42,7 +42,7 @@ class Life:
 
 
 class LifeState:
-    """What the parts of one task share: whether it lives."""
+    """Whether one task was killed; shared by its API connection and its link."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -97,13 +97,13 @@ class KillableLink(CoordinatorLink):
 
     async def close(self) -> None:
         if self._life_state.dead and self._link is not None:
-            # A process that dies sends no DISCONNECT.
+            # A killed process sends no DISCONNECT.
             self._link.registered = False
         await super().close()
 
 
 class KillableTask:
-    """A task, and after its death another: for the supervisor they are one."""
+    """A task that is replaced by another when it is killed. The supervisor sees one task."""
 
     def __init__(self, make: Callable[[], ResourceTask], elector: Any) -> None:
         self._make, self._elector = make, elector
@@ -130,9 +130,9 @@ class KillableProcess(controller.OperatorProcess):
         try:
             return await super().run()
         finally:
-            self._tell()
+            self._write_counts()
 
-    def _tell(self) -> None:
+    def _write_counts(self) -> None:
         counts = {name: life.count for name, life in self._lives.items()}
         Path(os.environ["POINTS_FILE"]).write_text(json.dumps(counts))
 

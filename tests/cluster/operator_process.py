@@ -21,7 +21,7 @@ from .fake_node import free_port
 
 
 class OperatorProcess:
-    """`megatron-operator run` for one namespace, which also holds its Lease and admin key."""
+    """`megatron-operator run` for one namespace, which also contains its Lease and admin key."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class OperatorProcess:
         warm: bool = True,
     ) -> None:
         """
-        pod:     whose Lease it is; a restart of the same pod takes it over at once.
-        program: what Python runs.
-        warm:    forked from a process that has made its imports; its memory is that one's, too.
+        pod:     the pod's name, which identifies the holder of the Lease: a restarted pod leads at once.
+        program: the script or module that Python runs.
+        warm:    fork it from a process that has imported the modules, whose memory counts as its own.
         """
         self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
         self.health_port = free_port()
@@ -58,7 +58,7 @@ class OperatorProcess:
         ]
 
     async def start(self, *, phase: str = "leading") -> None:
-        """Start, and wait until it leads and watches, or until it is in another phase."""
+        """Start, and wait until it reports this phase on /healthz."""
         self._spawn()
         await self.reaches(phase)
 
@@ -72,7 +72,7 @@ class OperatorProcess:
 
     @contextlib.asynccontextmanager
     async def kept_running(self) -> AsyncIterator[None]:
-        """Started again whenever it ends, as by a kubelet."""
+        """Restart the process whenever it exits, as a kubelet does."""
 
         async def keep() -> None:
             while True:
@@ -92,21 +92,21 @@ class OperatorProcess:
         process = self._process
 
         async def reached() -> bool:
-            assert process.poll() is None, f"the operator ended:\n{self.log.read_text()[-3000:]}"
+            assert process.poll() is None, f"the operator exited:\n{self.log.read_text()[-3000:]}"
             return await self._phase() == phase
 
         await eventually(reached, seconds=seconds, what=f"the operator is {phase}")
 
     async def beats(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 45) -> None:
-        """Wait until what it says of itself on /healthz meets the condition."""
+        """Wait until the answer of /healthz meets the condition."""
 
         async def met() -> bool:
             return condition(json.loads(await self._get("/healthz")))
 
-        await eventually(met, seconds=seconds, what="the heartbeat is as wanted")
+        await eventually(met, seconds=seconds, what="/healthz meets the condition")
 
     async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
-        """The first log line with this message and these fields."""
+        """Return the first log line with this message and these fields."""
         async with asyncio.timeout(scaled(seconds)):
             while True:
                 for line in self.lines(message):
@@ -115,19 +115,19 @@ class OperatorProcess:
                 await asyncio.sleep(0.05)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM and return the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout=scaled(20))
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -136,7 +136,7 @@ class OperatorProcess:
         self._process.send_signal(signal.SIGCONT)
 
     async def ends(self) -> int:
-        """Wait until it ends by itself; the exit status."""
+        """Wait until it exits by itself, and return the exit status."""
         assert self._process is not None
         return await asyncio.to_thread(self._process.wait, scaled(60))
 
@@ -145,7 +145,7 @@ class OperatorProcess:
         return self._process is not None and self._process.poll() is None
 
     async def writes(self) -> dict[str, float]:
-        """Writes to the API server so far, by "verb kind"."""
+        """Return the number of writes to the API server so far, by "verb kind"."""
         page = await self._get("/metrics")
         found = {}
         for line in page.splitlines():
@@ -156,20 +156,20 @@ class OperatorProcess:
         return found
 
     def rss_mib(self) -> float:
-        """Its resident memory."""
+        """Return its resident memory."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
         return int(line.split()[1]) / 1024
 
     async def passes(self) -> int:
-        """Passes over resources so far."""
+        """Return the number of reconcile passes so far."""
         page = await self._get("/metrics")
         lines = [line for line in page.splitlines() if line.startswith("megatron_operator_reconcile_passes_total{")]
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
     async def passed(self, count: int) -> None:
-        """Wait until there were so many passes."""
+        """Wait until it has made `count` reconcile passes in total."""
 
         async def enough() -> bool:
             return await self.passes() >= count
@@ -177,7 +177,7 @@ class OperatorProcess:
         await eventually(enough, seconds=60, what=f"{count} passes")
 
     def lines(self, message: str) -> list[dict[str, Any]]:
-        """Log lines with this message."""
+        """Return the log lines with this message."""
         found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in found if line["msg"] == message]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import zmq
 from aiohttp import ClientError
@@ -16,7 +18,6 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration, CoreV1
 from kubernetes.aio.watch import Watch
 
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.cluster.kinds import POD
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -33,12 +34,14 @@ from megatron_runtime.protocol.messages import (
 )
 from megatron_runtime.transport.event_socket import EventSocket
 
+from .fake_node import report_pod
+
 LOOK_SECONDS = 0.5
 AT_ONCE = 16
 
 
 class FleetCoordinator:
-    """One resource's coordinator; its engines all serve."""
+    """The coordinator of one resource, all of whose engines serve."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, name: str, engines: int) -> None:
         self.state = CoordinatorState.RUNNING
@@ -61,7 +64,7 @@ class FleetCoordinator:
         elif isinstance(message, Status):
             answer = self._status()
         elif isinstance(message, Control):
-            answer = self._obey(message)
+            answer = self._execute(message)
         if answer is not None:
             self._socket.send([frames[0], *answer.to_frames()])
 
@@ -69,7 +72,7 @@ class FleetCoordinator:
         engines = [EngineStatus(name=name, state=self._engine_state, serving=True) for name in self._names]
         return StatusReply(incarnation=1, state=self.state, engines=engines, operations=list(self._operations.values()))
 
-    def _obey(self, control: Control) -> ControlAck:
+    def _execute(self, control: Control) -> ControlAck:
         header, count = Header(control.kind), len(self._names)
         transition = TRANSITIONS[header]
         self.state, self._engine_state = transition.coordinator_after, transition.lands_in
@@ -81,7 +84,7 @@ class FleetCoordinator:
 
 
 class ReadyPods:
-    """All pods of a namespace become ready; `coordinator(name)` starts one."""
+    """Reports every pod of a namespace as Ready until stop()."""
 
     def __init__(self, configuration: Configuration, *, namespace: str, folder: Path) -> None:
         self._configuration, self._namespace, self._folder = configuration, namespace, folder
@@ -93,7 +96,7 @@ class ReadyPods:
 
     @property
     def address_template(self) -> str:
-        """For --coordinator-address."""
+        """The value of --coordinator-address."""
         return f"ipc://{self._folder}/{{name}}.sock"
 
     def start(self) -> None:
@@ -115,26 +118,20 @@ class ReadyPods:
         return made
 
     async def _play(self) -> None:
-        """A kubelet watches too: to list a thousand pods again and again would be felt by everybody else."""
+        """Watch the pods, as a kubelet does: listing a thousand pods again and again would load the API server."""
         async with KubeApi(self._configuration) as api, ApiClient(self._configuration) as client:
-            room = asyncio.Semaphore(AT_ONCE)
+            limit = asyncio.Semaphore(AT_ONCE)
             pods = CoreV1Api(client).list_namespaced_pod
             while True:
                 watch = Watch(return_type="object")
                 with contextlib.suppress(ApiException, ClientError):
                     async for event in watch.stream(pods, self._namespace, field_selector="status.phase=Pending"):
                         if event["type"] == "ADDED":
-                            report = asyncio.create_task(self._report(api, room, event["object"]["metadata"]["name"]))
+                            report = asyncio.create_task(self._report(api, limit, event["object"]))
                             self._reports.add(report)
                             report.add_done_callback(self._reports.discard)
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _report(self, api: KubeApi, room: asyncio.Semaphore, name: str) -> None:
-        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        async with room:
-            await api.request(
-                "PATCH",
-                POD.path(self._namespace, name, subresource="status"),
-                body={"status": status},
-                content_type="application/merge-patch+json",
-            )
+    async def _report(self, api: KubeApi, limit: asyncio.Semaphore, pod: Mapping[str, Any]) -> None:
+        async with limit:
+            await report_pod(api, pod, ready=True)

@@ -1,4 +1,4 @@
-"""What the API server rejects by itself, in words that name the field and the remedy; and what it takes."""
+"""The API server rejects invalid resources by the CRD, with the field and the remedy, and accepts the samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
         ),
         (
             manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
-            ["spec.engine.batching.maxTokens", "give at least"],
+            ["spec.engine.batching.maxTokens", "set at least"],
         ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
@@ -52,15 +52,15 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
         (manifest({"model": SOURCE, "replica": 2}), ["spec.replica", "not declared in schema"]),
     ],
 )
-def test_bad_resource_is_refused_with_field_and_remedy(kubectl: Any, text: str, words: list[str]) -> None:
-    refused = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
-    assert refused.returncode != 0
+def test_an_invalid_resource_is_rejected_with_field_and_remedy(kubectl: Any, text: str, words: list[str]) -> None:
+    rejected = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
+    assert rejected.returncode != 0
     for word in words:
-        assert word in refused.stderr
+        assert word in rejected.stderr
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_samples_are_admitted(kubectl: Any, path: Path, namespace: str) -> None:
+def test_samples_are_accepted(kubectl: Any, path: Path, namespace: str) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         document["metadata"].pop("namespace", None)
         taken = kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=json.dumps(document))
@@ -71,7 +71,7 @@ def test_there_are_samples() -> None:
     assert SAMPLES
 
 
-async def test_every_bad_value_of_the_schema_is_refused_and_named(api: Any, namespace: str) -> None:
+async def test_every_bad_value_of_the_schema_is_rejected_with_its_field(api: Any, namespace: str) -> None:
     path = f"{RESOURCE.path(namespace)}?dryRun=All&fieldValidation=Strict"
     taken: list[str] = []
     unnamed: list[str] = []

@@ -1,13 +1,13 @@
-"""The operator behind a proxy that refuses, cuts, forgets and expires its requests: every verb still acts once.
+"""The operator behind a proxy that rejects, cuts, loses and expires its requests: every verb still acts once.
 
-One resource goes to and fro between Paused and Running, each time with another fault in the way of the operator alone.
+One resource alternates between Paused and Running, each time with another fault. Only the operator uses the proxy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,19 @@ from soak import size
 from localcluster import LocalCluster, processes
 from megatron_runtime.protocol.headers import Header
 
-from .api_server_proxy import ApiProxy, Asked, Fault
+from .api_server_proxy import ApiProxy, ApiRequest, Fault
 
 pytestmark = pytest.mark.cluster
 
-WATCH_SECONDS = size(4, soak=40)
-"""How long a watch lasts; the long run takes the operator's own default."""
+WATCH_SECONDS = size(2, soak=40)
+"""The duration of a watch. The soak run uses the operator's default."""
 
 
-def work(asked: Asked) -> bool:
+def work(asked: ApiRequest) -> bool:
     return not asked.leads
 
 
-def write(asked: Asked) -> bool:
+def write(asked: ApiRequest) -> bool:
     return asked.writes and not asked.leads
 
 
@@ -45,16 +45,8 @@ FAULTS: dict[str, Callable[[], Fault]] = {
 }
 
 
-@pytest.fixture
-async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
-    made = ApiProxy(operator_kubeconfig)
-    await made.start()
-    yield made
-    await made.stop()
-
-
 class Flips:
-    """The resource between Running and Paused."""
+    """Switches the resource between Running and Paused."""
 
     def __init__(self, resource: Any, operator: Any) -> None:
         self._resource, self._operator = resource, operator
@@ -70,7 +62,7 @@ class Flips:
             raise AssertionError(f"{what}: {error}\n{self._operator.log.read_text()[-3000:]}") from None
 
 
-async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
+async def test_verbs_act_once_through_api_server_faults(
     resource: Any,
     make_operator: Any,
     proxy: ApiProxy,
@@ -90,7 +82,7 @@ async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
     for what, make in FAULTS.items():
         fault = proxy.inject(make())
         await flips.flip(what)
-        assert fault.hit, f"{what}: no request met it"
+        assert fault.hit, f"{what}: the fault applied to no request"
         proxy.heal()
 
     assert proxy.expire_watches() > 5
@@ -101,9 +93,9 @@ async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
     print(f"\nsilent watches of {WATCH_SECONDS} s: the verb was confirmed after {time.monotonic() - began:.1f} s")
     assert operator.running
     async with operator.kept_running():
-        # It ends when it cannot renew its Lease for too long.
+        # The operator exits when it cannot renew its Lease in time.
         await restart_api_server(control_plane)
-        await flips.flip("the API server was started anew", seconds=120)
+        await flips.flip("the API server was restarted", seconds=120)
 
     reply = await ask_coordinator(api, namespace, node.ports.admin)
     done = [(operation.signal, operation.phase) for operation in reply.operations]
@@ -112,14 +104,14 @@ async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
 
 
 async def restart_api_server(cluster: LocalCluster) -> None:
-    """kill -9, and what brings it back."""
+    """Kill the API server with SIGKILL and start it again."""
     record = processes.running("kube-apiserver", cluster.layout)
     assert record is not None
     processes.terminate([record.pid], grace=0)
     await asyncio.to_thread(cluster.up)
 
 
-async def test_operator_waits_for_an_api_server_that_is_away_at_its_start(
+async def test_operator_waits_for_an_unreachable_api_server_at_start(
     resource: Any, make_operator: Any, proxy: ApiProxy, node: Any, tmp_path: Path
 ) -> None:
     operator = make_operator(kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
@@ -130,16 +122,16 @@ async def test_operator_waits_for_an_api_server_that_is_away_at_its_start(
     async def asked_twice() -> bool:
         return len(away.hit) > 1
 
-    await eventually(asked_twice, seconds=30, what="it asked again")
+    await eventually(asked_twice, seconds=30, what="the operator repeated its request")
     proxy.heal()
     await operator.reaches("leading")
     await resource.settled("Running")
 
 
-async def test_watches_that_nobody_takes_are_seen_by_the_liveness_probe(
+async def test_failing_watches_are_reported_by_the_liveness_probe(
     make_operator: Any, proxy: ApiProxy, tmp_path: Path
 ) -> None:
-    """Everything else goes through, so nothing but the age of the watches tells."""
+    """All other requests succeed, so only the age of the watches shows the fault."""
     operator = make_operator("--watch-seconds", "1", kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
     await operator.start()
     cut = proxy.inject(Fault(lambda asked: asked.watch))
@@ -149,16 +141,16 @@ async def test_watches_that_nobody_takes_are_seen_by_the_liveness_probe(
     await operator.beats(lambda beat: beat["watch_silent_seconds"] == 0)
 
 
-async def test_refused_permission_is_said_and_got_over(
+async def test_a_rejected_permission_is_reported_and_recovered_from(
     resource: Any, make_operator: Any, proxy: ApiProxy, node: Any, tmp_path: Path
 ) -> None:
-    """What a cluster's own policy refuses is named in the status; once allowed, nobody has to touch the resource."""
+    """The status names the request that a policy of the cluster rejects. Once it is allowed, the operator recovers."""
     operator = make_operator(kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
-    refused = proxy.inject(Fault(lambda asked: asked.writes and "/statefulsets" in asked.path, (403, "Forbidden", {})))
+    rejected = proxy.inject(Fault(lambda asked: asked.writes and "/statefulsets" in asked.path, (403, "Forbidden", {})))
     await operator.start()
     await resource.create()
     status = await resource.until(lambda status: "Forbidden by the proxy" in str(status))
     assert status["state"] == "Pending"
-    assert refused.hit
+    assert rejected.hit
     proxy.heal()
     await resource.settled("Running", seconds=60)

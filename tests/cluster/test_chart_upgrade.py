@@ -1,4 +1,4 @@
-"""The chart as it was before its last change, upgraded to what it is now, taken away and installed again."""
+"""The previous version of the chart, upgraded to the current one, uninstalled and installed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHART = "charts/megatron-inference"
 
 @pytest.fixture(scope="session")
 def earlier_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From the repository's history."""
+    """The chart before its last change, from the repository's history."""
 
     def git(*arguments: str) -> bytes:
         return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], check=True, capture_output=True).stdout
@@ -48,11 +48,12 @@ def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
     return call
 
 
-async def test_upgrade_and_uninstall_leave_what_serves_alone(
+async def test_upgrade_and_uninstall_do_not_interrupt_serving(
     resource: Any, operator: Any, node: Any, helm: Callable[..., None], earlier_chart: Path, kubectl: Any
 ) -> None:
-    # The operator's pods never start on a control plane; the one of the test does its work throughout. The CRD is
-    # there from the tests before. The release is not called as the test's operator is, whose account would go with it.
+    # The chart's operator pods never start on a control plane: the test's operator process reconciles. The CRD is
+    # installed by earlier tests. The release has another name than the test's operator, so uninstalling it does not
+    # delete that operator's account.
     release = ("trial", "--take-ownership", "--set", "operator.image.tag=test")
     await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], str(earlier_chart), *release[1:])
     await resource.create(replicas=2)
@@ -65,7 +66,7 @@ async def test_upgrade_and_uninstall_leave_what_serves_alone(
     assert kubectl("get", "deployment", "-l", "app.kubernetes.io/instance=trial").stdout
 
     await asyncio.to_thread(helm, "uninstall", "trial")
-    assert (await resource.get()) is not None, "the CRD and what was made of it stay"
+    assert (await resource.get()) is not None, "uninstalling the chart must keep the CRD and its resources"
     await resource.patch(desiredState="Running")
     await resource.settled("Running")
     assert await serving(resource, node) == before
@@ -74,6 +75,6 @@ async def test_upgrade_and_uninstall_leave_what_serves_alone(
 
 
 async def serving(resource: Any, node: Any) -> tuple[str, set[str]]:
-    """The revision, and the pods of engines and coordinator."""
+    """Return the revision, and the pods of engines and coordinator."""
     pods = {uid for uid, container in node.containers.items() if container.process is not None}
     return (await resource.status())["revision"], pods

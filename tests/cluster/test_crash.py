@@ -1,4 +1,4 @@
-"""The operator killed between signal and confirmation, and replaced by another: effectively once, and fenced."""
+"""The operator is killed between signal and confirmation, or replaced by another: each verb acts once, fenced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.protocol.headers import Header
 pytestmark = pytest.mark.cluster
 
 
-async def test_killed_between_signal_and_confirmation_the_verb_completes_once(
+async def test_operator_killed_before_confirmation_completes_the_verb_once(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     await resource.create(replicas=2)
@@ -36,7 +36,7 @@ async def test_killed_between_signal_and_confirmation_the_verb_completes_once(
     assert [(done.operation_id, done.signal, done.phase, done.ranks) for done in reply.operations] == [
         (sent["operation_id"], Header.PAUSE, "Confirmed", 2)
     ]
-    # A signal that was handed to the socket may not have left it when the operator died: then its successor sent it.
+    # The killed operator may not have sent the signal that it passed to its socket: then its successor sent it.
     assert reply.fence in (sent["fence"], sent["fence"] + 1)
 
 
@@ -65,10 +65,10 @@ async def test_second_operator_stands_by_then_takes_over_with_a_higher_fence(
     assert (await ask_coordinator(api, namespace, node.ports.admin)).fence == 2
 
 
-async def test_lost_admin_key_is_made_anew_and_admitted(
+async def test_a_lost_admin_key_is_recreated_and_accepted(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
-    """The coordinator learns of the new key a moment after the operator first called with it, and was refused."""
+    """The coordinator first rejects the new key, because it reads the key file a moment later."""
     await resource.create()
     await resource.settled("Running")
     assert operator.stop() == 0

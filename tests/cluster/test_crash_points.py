@@ -1,8 +1,8 @@
-"""Killed at any point of a life with all verbs, against the real API server: the same end, no signal acted on twice.
+"""The operator's task is killed at any point of a resource's lifecycle: same final state, no signal executed twice.
 
-Many resources live at once under one operator process, `p-0` undisturbed; of `p-N` the operator's task dies at its Nth
-point and another takes its place (killed_operator.py). `MEGATRON_SOAK=1` tries every point, or those
-of one `MEGATRON_PART`; without it a few are tried, of which `MEGATRON_SEED` is the first.
+Real API server, one operator process, many resources at once: `p-0` is undisturbed; the task of `p-N` is killed at its
+Nth point and replaced (killed_operator.py). `MEGATRON_SOAK=1` tries every point, or those of one `MEGATRON_PART`;
+without it the test tries a few, and `MEGATRON_SEED` is the first of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,6 @@ VERBS = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE, Header.PAU
 
 
 @pytest.fixture
-async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[InProcessFleet]:
-    made = InProcessFleet(api, namespace=namespace, folder=tmp_path)
-    made.start()
-    yield made
-    await made.stop()
-
-
-@pytest.fixture
 def points_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "points.json"
     monkeypatch.setenv("POINTS_FILE", str(path))
@@ -57,7 +49,7 @@ def points_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def live(resource: Any, fleet: InProcessFleet) -> tuple[Any, ...]:
-    """One life; what it comes to, without names, times and hashes."""
+    """Run one lifecycle. Return its final state without names, times and hashes."""
     fleet.coordinator(resource.name)
     await resource.create(replicas=2)
     await resource.settled("Running", seconds=STAGE_SECONDS)
@@ -81,19 +73,19 @@ def settled(state: str, generation: int) -> Callable[[dict[str, Any]], bool]:
 
 
 def told(points_file: Path) -> dict[str, int]:
-    """The points of each life, by resource."""
+    """Return the number of points of each lifecycle, by resource."""
     return json.loads(points_file.read_text())
 
 
 async def signals(fleet: InProcessFleet, name: str) -> list[Header]:
-    """What the coordinator carried out; a DRAIN may come again under a new id after a death, and does no harm."""
+    """Return the signals that the coordinator executed, except DRAIN: a new task may repeat it under a new id."""
     operations = (await fleet.ask(name)).operations
     assert len({operation.operation_id for operation in operations}) == len(operations)
     assert {operation.phase for operation in operations} == {"Confirmed"}
     return [Header(operation.signal) for operation in operations if operation.signal != Header.DRAIN]
 
 
-async def test_killed_at_any_point_the_same_life_is_lived(
+async def test_a_task_killed_at_any_point_reaches_the_same_final_state(
     api: KubeApi,
     namespace: str,
     fleet: InProcessFleet,
@@ -114,10 +106,10 @@ async def test_killed_at_any_point_the_same_life_is_lived(
 
     points = part(range(1, whole + 1)) if SOAK else list(range(FIRST_SEED, whole + 1, whole // SAMPLE))
     await operator.start()
-    room = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async def die_at(point: int) -> None:
-        async with room:
+        async with limit:
             name = f"p-{point}"
             assert await live(make_resource(name), fleet) == reference, f"killed at point {point}"
             assert await signals(fleet, name) == VERBS, f"killed at point {point}"
@@ -130,5 +122,5 @@ async def test_killed_at_any_point_the_same_life_is_lived(
     killed = {line["point"]: line["at"] for line in operator.lines("killed")}
     places = Counter(at.split("/")[0].rsplit(" ", 1)[0] for at in killed.values())
     print(f"\nkilled at {len(killed)} of {whole} points ({dict(places)}): same end, {len(VERBS)} verbs once each")
-    # A life takes a few requests more or less than another, so the last points may not be reached.
+    # Lifecycles differ by a few requests, so some may not reach the last points.
     assert len(killed) >= 0.8 * len(points)

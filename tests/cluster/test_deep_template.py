@@ -1,4 +1,4 @@
-"""A resource that is nested as deeply as the API server takes it, beside one of another tenant."""
+"""A resource nested as deeply as the API server accepts, beside a resource of another tenant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEPTH = 9_900
 """The API server decodes 10,000 levels."""
 
 
-async def test_a_deeply_nested_template_stops_no_other_resource(
+async def test_a_deeply_nested_template_does_not_affect_other_resources(
     resource: Any, operator: Any, node: Any, kubectl: Any, namespace: str
 ) -> None:
     nested = '{"a":' * DEPTH + "1" + "}" * DEPTH

@@ -1,4 +1,4 @@
-"""Deletion is at once and never hangs, in any order of resource, namespace, CRD and operator."""
+"""Deletion is immediate and never hangs, in any order of resource, namespace, CRD and operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def gone(api: Any, kind: Kind, name: str, *, seconds: float = 60) -> None:
     await eventually(absent, seconds=seconds, what=f"{kind.kind} {name} is gone")
 
 
-async def test_resource_and_children_go_and_the_same_name_starts_anew(resource: Any, operator: Any, node: Any) -> None:
+async def test_a_deleted_resource_can_be_created_again(resource: Any, operator: Any, node: Any) -> None:
     await resource.create()
     await resource.settled("Running")
     await resource.delete()
@@ -38,7 +38,7 @@ async def test_resource_and_children_go_and_the_same_name_starts_anew(resource: 
     assert len(operator.lines("resource gone")) == 1
 
 
-async def test_resource_goes_while_no_operator_runs(resource: Any, operator: Any, node: Any) -> None:
+async def test_a_resource_is_deleted_without_a_running_operator(resource: Any, operator: Any, node: Any) -> None:
     await resource.create()
     await resource.until(lambda status: bool(status))
     operator.kill()
@@ -48,14 +48,16 @@ async def test_resource_goes_while_no_operator_runs(resource: Any, operator: Any
     await resource.until_gone()
 
 
-async def test_namespace_goes_with_everything_in_it(resource: Any, operator: Any, api: Any, namespace: str) -> None:
+async def test_deleting_the_namespace_deletes_its_resources(
+    resource: Any, operator: Any, api: Any, namespace: str
+) -> None:
     await resource.create()
     await resource.until(lambda status: bool(status))
     await api.request("DELETE", NAMESPACE.path(None, namespace))
     await gone(api, NAMESPACE, namespace)
 
 
-async def test_crd_goes_with_its_resources_and_comes_back(
+async def test_deleting_the_crd_deletes_resources_and_it_can_be_reinstalled(
     resource: Any, operator: Any, node: Any, api: Any, reinstall_crd: Any
 ) -> None:
     await resource.create()
@@ -76,10 +78,10 @@ ORDERS = list(permutations(THINGS)) if SOAK else [THINGS[::-1], ("operator", "CR
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-async def test_uninstalling_in_any_order_leaves_nothing(
+async def test_uninstalling_in_any_order_leaves_no_object(
     order: tuple[str, ...], resource: Any, operator: Any, node: Any, api: Any, namespace: str, reinstall_crd: Any
 ) -> None:
-    """Each is told to go before the one before it has gone."""
+    """Each deletion is requested before the previous one has finished."""
     await resource.create()
     await resource.until(lambda status: bool(status))
     for thing in order:

@@ -1,4 +1,4 @@
-"""Two tenants in two namespaces under one operator. The coordinator of one answers garbage and the highest fences."""
+"""Two tenants in two namespaces under one operator. One tenant's coordinator answers garbage and the highest fences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def attacker_namespace(api: KubeApi, namespace: str) -> AsyncIterator[str]
 async def fleets(
     api: KubeApi, namespace: str, attacker_namespace: str, tmp_path: Path
 ) -> AsyncIterator[tuple[InProcessFleet, InProcessFleet]]:
-    """The pods of the tenant and of the attacker; both find their coordinators in one folder."""
+    """The pods of the tenant and of the attacker. Both use the same folder for the coordinators' sockets."""
     made = tuple(InProcessFleet(api, namespace=name, folder=tmp_path) for name in (namespace, attacker_namespace))
     for fleet in made:
         fleet.start()
@@ -50,7 +50,7 @@ async def hostile(tmp_path: Path) -> AsyncIterator[HostileCoordinator]:
     await made.close()
 
 
-async def test_the_verbs_of_the_other_tenant_work_throughout(
+async def test_a_hostile_tenant_does_not_affect_the_verbs_of_another(
     api: KubeApi,
     namespace: str,
     attacker_namespace: str,
@@ -80,7 +80,7 @@ async def test_the_verbs_of_the_other_tenant_work_throughout(
         await tenant.settled(state)
     await eventually(answered, what="the attacker's coordinator gave each of its answers")
     await attacker.until(names_the_fence)
-    # Its answers also came after the last verb of the tenant: one more round.
+    # The last hostile answers may have come after the tenant's last verb: one more round.
     for state in ("Paused", "Running"):
         await tenant.patch(desiredState=state)
         await tenant.settled(state)

@@ -1,4 +1,4 @@
-"""Two operators: the leader is frozen with a signal under way and thawed when another leads. Nothing of it counts."""
+"""The leader is frozen with an unsent signal and resumes when another operator leads: its signal and writes fail."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tcp_relay import TcpRelay
 
 from megatron_runtime.protocol.headers import Header
 
-from .api_server_proxy import ApiProxy, Asked
+from .api_server_proxy import ApiProxy, ApiRequest
 
 pytestmark = pytest.mark.cluster
 
 FROZEN_SECONDS = size(0, soak=30)
-"""At least; the leader stays frozen until another has taken over and finished its verb."""
+"""The minimum. The leader stays frozen until the other operator has taken over and completed its verb."""
 
 
 @pytest.fixture
@@ -32,16 +32,8 @@ async def relay(node: Any) -> AsyncIterator[TcpRelay]:
     await made.stop()
 
 
-@pytest.fixture
-async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
-    made = ApiProxy(operator_kubeconfig)
-    await made.start()
-    yield made
-    await made.stop()
-
-
 @repeated(soak=5)
-async def test_frozen_leader_changes_nothing_when_it_thaws(
+async def test_a_frozen_leader_that_resumes_changes_nothing(
     seed: int,
     resource: Any,
     make_operator: Any,
@@ -61,8 +53,8 @@ async def test_frozen_leader_changes_nothing_when_it_thaws(
     await resource.settled("Running")
     await second.start(phase="standing by")
 
-    # What it says after it has written down what it will say stays on the way; then it is frozen, believing it leads.
-    def hold(asked: Asked, body: bytes) -> None:
+    # The relay holds the signal back once the leader has recorded its intent; then the leader is frozen.
+    def hold(asked: ApiRequest, body: bytes) -> None:
         if asked.path.endswith("/status") and json.loads(body)["status"]["lifecycle"]["phase"] == "Submitted":
             relay.hold()
 
@@ -94,7 +86,7 @@ async def test_frozen_leader_changes_nothing_when_it_thaws(
     assert reply.fence == 2 > sent["fence"]
     assert relay.held > 0
     late = [asked for asked in proxy.seen[requests:] if asked.writes and not asked.leads]
-    assert late == [], "it wrote after another had led"
+    assert late == [], "the first operator wrote after the second had led"
     assert len(first.lines("signal sent")) == 1
     elapsed = time.monotonic() - frozen
-    print(f"\nanother led {failover:.1f} s after the freeze, which took {elapsed:.0f} s; 0 stale commands were taken")
+    print(f"\nfailover took {failover:.1f} s, the freeze {elapsed:.0f} s; 0 stale commands were accepted")

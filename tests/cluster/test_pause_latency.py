@@ -1,4 +1,4 @@
-"""From a patch to a confirmed Paused, with many requests in flight. Figures are printed, not judged.
+"""The time from a patch to a confirmed Paused, with many requests in flight. The test prints it and sets no limit.
 
 `MEGATRON_SOAK=1` runs the size that the documentation quotes.
 """
@@ -28,11 +28,11 @@ PAUSES = size(5, soak=100)
 LOOK_SECONDS = 0.01
 STEP_SECONDS = "0.02"
 TOKENS = 90_000
-"""Of each request: half an hour of steps, which no run takes."""
+"""Tokens of each request: half an hour of steps, longer than any run."""
 
 
 async def paused_after(resource: Any) -> float:
-    """Seconds from the patch until the status says that all ranks have confirmed."""
+    """Return the seconds from the patch until the status reports that all ranks have confirmed."""
     began = time.monotonic()
     await resource.patch(desiredState="Paused")
     async with asyncio.timeout(scaled(60)):
@@ -63,12 +63,12 @@ async def test_pause_with_requests_in_flight(resource: Any, operator: Any, node:
             taken.append(await paused_after(resource))
             await resource.patch(desiredState="Running")
             await resource.settled("Running")
-        assert not [request for request in requests if request.done()], "a request ended while it was measured"
+        assert not [request for request in requests if request.done()], "a request completed during the measurement"
         for request in requests:
             request.cancel()
     finally:
         client.stop()
-    # The first waits until engines have taken all that was sent just before it.
+    # The first pause includes the time until the engines have accepted the requests sent just before it.
     first, *others = taken
     figures = {
         "requests_in_flight": REQUESTS,

@@ -1,4 +1,4 @@
-"""The operator may do what it does, and nothing else: its rules against the API server's own audit log."""
+"""The operator's RBAC rules grant exactly the requests that it makes, by the API server's audit log."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def granted(rules: Sequence[Rule]) -> set[Permission]:
 
 
 def used(requests: Sequence[Request], rules: set[Permission]) -> set[Permission]:
-    """What was asked for. Creating by server-side apply is asked for as a patch and needs both."""
+    """Return the permissions that the requests need. Server-side apply is a patch that also needs `create`."""
     asked = {request.permission for request in requests}
     created = {(group, name, "create") for group, name, verb in asked if verb == "patch" and "/" not in name}
     return (asked | created) & rules
 
 
 async def live(resource: Any, api: Any) -> None:
-    """A life with all verbs, a rollout, other keys, changed configuration, another scale, pods that cannot be made."""
+    """Run all verbs, a rollout, a key rotation, a changed configuration, scaling, and pods that exceed a quota."""
     await resource.create(replicas=2)
     await resource.settled("Running")
     for state in ("Paused", "Running", "Paused", "Suspended", "Running", "Stopped", "Running"):
@@ -80,10 +80,10 @@ async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) ->
 
 
 async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -> None:
-    """Two resources with the names of children taken: one of what pods refer to, the other of what makes pods."""
+    """Create two resources whose children's names are in use: by objects that pods refer to, and by workloads."""
     taken, other = make_resource("taken"), make_resource("other")
     await taken.create(replicas=1)
-    await eventually(lambda: has(taken, "StatefulSet"), seconds=60, what="children to take the names of")
+    await eventually(lambda: has(taken, "StatefulSet"), seconds=60, what="the children whose names are reused")
     children = await taken.children()
     await taken.delete()
     await taken.until_gone()
@@ -96,7 +96,7 @@ async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -
         workload = kind.kind in ("Deployment", "StatefulSet")
         metadata = {"name": name.replace("taken", "other") if workload else name, "namespace": taken.namespace}
         body = {key: value for key, value in child.items() if key not in ("metadata", "spec", "status")}
-        await api.create(kind, {**body, "metadata": metadata, **({"spec": spec} if spec else {})}, manager="somebody")
+        await api.create(kind, {**body, "metadata": metadata, **({"spec": spec} if spec else {})}, manager="other")
     for resource in (taken, other):
         await resource.create(replicas=1)
         await resource.until(lambda status: "is not owned by this resource" in str(status), seconds=60)
@@ -111,14 +111,14 @@ def log(control_plane: LocalCluster, namespace: str) -> AuditLog:
     return AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
 
 
-async def test_every_permission_is_needed_and_none_is_missing(
+async def test_every_permission_of_the_role_is_needed_and_none_is_missing(
     resource: Any, make_resource: Any, make_operator: Any, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3")
     await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
 
 
-@pytest.mark.skipif(not SOAK, reason="the same life again: `make soak` lives it")
+@pytest.mark.skipif(not SOAK, reason="repeats the test above with the ClusterRole: `make soak` runs it")
 async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missing(
     resource: Any, make_resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
 ) -> None:
@@ -129,7 +129,7 @@ async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missin
 async def audit(
     operator: Any, resources: tuple[Any, Callable[[str], Any]], api: Any, log: AuditLog, *, rules: set[Permission]
 ) -> None:
-    """Every request of an operator's life against what its roles grant."""
+    """Compare every request of an operator with the permissions that its roles grant."""
     resource, make_resource = resources
     await operator.start()
     await live(resource, api)

@@ -1,4 +1,4 @@
-"""A changed template reaches the engines one by one, from records of revisions, with real processes behind it."""
+"""A changed template replaces the engines one by one, by ControllerRevisions, with real engine processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def revisions(children: dict[str, Any]) -> set[str]:
     return {name for name in children if name.startswith("ControllerRevision demo-rev-")}
 
 
-async def test_rollout_replaces_engine_by_engine_and_a_revert_keeps_the_rest(
-    resource: Any, operator: Any, node: Any
-) -> None:
+async def test_rollout_replaces_one_engine_after_another(resource: Any, operator: Any, node: Any) -> None:
     await resource.create(replicas=2)
     first = await resource.settled("Running")
     (before,) = revisions(await resource.children())

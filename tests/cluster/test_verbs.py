@@ -1,4 +1,4 @@
-"""From apply to Running and through every verb, with a real coordinator and real engine processes."""
+"""A resource from apply to Running and through every verb, with a real coordinator and real engine processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_apply_then_every_verb(resource: Any, operator: Any, node: Any) ->
     assert "annotations" not in found["metadata"]
 
 
-async def test_scale_up_and_down_and_to_nothing(resource: Any, operator: Any, node: Any, kubectl: Any) -> None:
+async def test_scale_up_down_and_to_zero(resource: Any, operator: Any, node: Any, kubectl: Any) -> None:
     await resource.create(replicas=2)
     status = await resource.settled("Running")
     assert (status["ready"], status["replicas"]) == ("2/2", 2)
@@ -88,6 +88,6 @@ async def test_operator_of_all_namespaces_with_the_cluster_role_alone(
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
     said = [line.lower() for line in operator.log.read_text().splitlines()]
-    # Namespaces of the tests before may still be going away.
+    # The namespaces of earlier tests may still be terminating.
     assert not [line for line in said if "forbidden" in line and "being terminated" not in line]
     assert operator.stop() == 0

@@ -1,4 +1,4 @@
-"""One real node for the whole run, with the operator installed by helm; a namespace for each test."""
+"""One real node for all tests, with the operator installed by helm; a namespace for each test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def platform() -> Iterator[Platform]:
 
 @contextmanager
 def own_namespace(platform: Platform) -> Iterator[Kubectl]:
-    """kubectl in a new namespace, which goes at the end; nobody waits for that."""
+    """kubectl in a new namespace, which is deleted at the end in the background."""
     namespace = f"test-{next(_numbers)}"
     platform.kube("create", "namespace", namespace)
     yield platform.kube.in_namespace(namespace)
@@ -59,7 +59,7 @@ def own_namespace(platform: Platform) -> Iterator[Kubectl]:
 
 @contextmanager
 def printed_when_failed(platform: Platform, kube: Kubectl, request: pytest.FixtureRequest) -> Iterator[None]:
-    """When the test fails, what a person would look at is printed."""
+    """Print the state of pods, resource, events and logs when the test fails."""
     failures_before = request.session.testsfailed
     yield
     if request.session.testsfailed > failures_before:
@@ -90,7 +90,7 @@ def _print_state(platform: Platform, kube: Kubectl) -> None:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A resource that is Ready, and a client of its front door."""
+    """A resource that is Ready, and a client of its server."""
 
     kube: Kubectl
     name: str

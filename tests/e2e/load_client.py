@@ -1,4 +1,4 @@
-"""Chat requests without a pause while a cluster is disturbed; every answer is compared token by token."""
+"""Continuous chat requests while a cluster is disturbed; every answer is compared token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One request that ended."""
+    """One completed request."""
 
     began: float
     seconds: float
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass
 class Disturbance:
-    """What was done, and how the requests fared that were open meanwhile."""
+    """A fault, and the answers to the requests that were open meanwhile."""
 
     what: str
     answers: list[Answer] = field(default_factory=list)
@@ -54,8 +54,8 @@ HEADING = "| disturbance | requests | failed | longest wait for a token |\n|---|
 class LoadClient:
     """Workers that ask one question after another, every second answer as a stream. Use as a context manager.
 
-    url:    the front door.
-    tokens: of each answer; what they are is asked first, undisturbed.
+    url:    address of the server.
+    tokens: length of each answer. The expected answers are requested first, undisturbed.
     """
 
     def __init__(self, url: str, model: str, *, workers: int, tokens: int) -> None:
@@ -78,13 +78,13 @@ class LoadClient:
 
     @contextmanager
     def during(self, what: str) -> Iterator[Disturbance]:
-        """The answers to all requests that were open in the block, or begun in it."""
+        """Collect the answers to all requests that were open or began in the block."""
         disturbance = Disturbance(what)
         self.answered(len(self._threads), seconds=180)
         began = time.monotonic()
         yield disturbance
         ended = time.monotonic()
-        # Requests that are open now belong to it, too: each worker must have begun another one.
+        # Requests that are open now count too: wait until each worker has begun another one.
         with self._grew:
             self._grew.wait_for(lambda: self._begun_since(ended) >= len(self._threads), timeout=LONG_SECONDS)
             disturbance.answers = [
@@ -92,10 +92,10 @@ class LoadClient:
             ]
 
     def answered(self, count: int, *, seconds: float) -> None:
-        """Wait for so many more answers."""
+        """Wait for `count` more answers."""
         with self._grew:
             wanted = len(self._answers) + count
-            assert self._grew.wait_for(lambda: len(self._answers) >= wanted, timeout=seconds), "requests got stuck"
+            assert self._grew.wait_for(lambda: len(self._answers) >= wanted, timeout=seconds), "requests are stalled"
 
     def _begun_since(self, moment: float) -> int:
         return sum(answer.began > moment for answer in self._answers)
@@ -151,4 +151,4 @@ class LoadClient:
                     raise RuntimeError(f"the stream carried an error: {chunk['error']}")
                 yield from (choice["delta"].get("content") or "" for choice in chunk["choices"])
         if not done:
-            raise RuntimeError("the stream ended in the middle")
+            raise RuntimeError("the stream ended without [DONE]")

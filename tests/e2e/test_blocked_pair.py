@@ -1,4 +1,4 @@
-"""Pods of one engine that the network keeps apart: named in the status before anything loads, well again by itself."""
+"""Pods of one engine that cannot reach each other: the status names them before they load, and they recover."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENDEZVOUS_PORT = "29500"
 
 @contextmanager
 def kept_apart(bridge: str) -> Iterator[None]:
-    """As a NetworkPolicy that somebody forgot to open: packets between pods vanish."""
+    """Drop the packets between pods, as a NetworkPolicy without an exception for them does."""
     rule = ["-i", bridge, "-o", bridge, "-p", "tcp", "--dport", RENDEZVOUS_PORT, "-j", "DROP"]
     subprocess.run(["iptables", "-w", "-I", "FORWARD", *rule], check=True)
     try:
@@ -29,8 +29,8 @@ def kept_apart(bridge: str) -> Iterator[None]:
         subprocess.run(["iptables", "-w", "-D", "FORWARD", *rule], check=True)
 
 
-@pytest.mark.skipif(not SOAK, reason="processes show the same in the unit tests; `make soak` runs it between pods")
-async def test_the_pair_that_cannot_talk_is_named_and_recovers(platform: Platform, kube: Kubectl) -> None:
+@pytest.mark.skipif(not SOAK, reason="the unit tests show it with processes; `make soak` runs it with pods")
+async def test_pods_that_cannot_connect_are_named_and_recover(platform: Platform, kube: Kubectl) -> None:
     manifest = yaml.safe_load(SAMPLE.read_text())
     spec = manifest["spec"]
     spec["parallelism"] = {"pipeline": 2}

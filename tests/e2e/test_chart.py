@@ -1,4 +1,4 @@
-"""The chart, rendered by helm itself."""
+"""The chart, rendered by helm."""
 
 import subprocess
 from pathlib import Path
@@ -43,7 +43,7 @@ VARIANTS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_of_the_chart_renders_to_its_golden_file(platform: Platform, name: str) -> None:
-    """All but the CRD, which the test above holds to the code."""
+    """Compare all but the CRD, which the test above compares with the code."""
     command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
     variant = [*VARIANTS[name], "--set", "crd.install=false", "-n", "megatron-system"]
     rendered = subprocess.run([*command, *variant], check=True, capture_output=True, text=True).stdout
@@ -54,11 +54,11 @@ def test_a_variant_of_the_chart_renders_to_its_golden_file(platform: Platform, n
     ("value", "words"),
     [("operator.replicas=-1", "/operator/replicas"), ("operator.bogus=1", "bogus"), ("image=x", "image")],
 )
-def test_a_value_that_the_chart_does_not_know_is_refused_by_name(platform: Platform, value: str, words: str) -> None:
+def test_an_unknown_chart_value_is_rejected_by_name(platform: Platform, value: str, words: str) -> None:
     command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--set", value]
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert refused.returncode != 0
-    assert words in refused.stderr
+    rejected = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert rejected.returncode != 0
+    assert words in rejected.stderr
 
 
 SWITCHES = {
@@ -96,8 +96,8 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
         ("podPolicy.privileged=true", "privileged"),
     ],
 )
-def test_a_switch_that_would_allow_everything_is_refused(platform: Platform, value: str, words: str) -> None:
+def test_a_switch_that_would_allow_everything_is_rejected(platform: Platform, value: str, words: str) -> None:
     command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--set", value]
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert refused.returncode != 0
-    assert words in refused.stderr
+    rejected = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert rejected.returncode != 0
+    assert words in rejected.stderr

@@ -1,4 +1,4 @@
-"""Requests that are made to end engines, against two engines on the node, while other clients stream."""
+"""Requests that attempt to crash engines, against two engines on the node, while other clients stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .conftest import Deployed, Platform, deploy, own_namespace, printed_when_fa
 POISON_TOKEN = 666
 STORY_TOKENS = 200
 MOST_EXITS = 3
-"""The first two crashes are replayed, the third convicts."""
+"""The request is replayed after the first two crashes and fails after the third."""
 
 ECHO = [
     {"name": "MEGATRON_ENGINE_EXECUTOR", "value": "echo"},
@@ -30,14 +30,14 @@ ECHO = [
 class Subject:
     deployed: Deployed
     story: str
-    """Its answer while nothing is wrong."""
+    """Its undisturbed answer."""
 
     @property
     def kube(self) -> Kubectl:
         return self.deployed.kube
 
     def streams(self, count: int) -> list[Stream]:
-        """Streams that have begun."""
+        """Return streams that have begun."""
         opened = [self.deployed.chat.stream(STORY, max_tokens=STORY_TOKENS) for _ in range(count)]
         for stream in opened:
             assert stream.begun.wait(PATIENCE_SECONDS)
@@ -50,7 +50,7 @@ class Subject:
         return httpx.post(f"{chat.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS)
 
     def exits(self) -> int:
-        """Restarts of all engine containers."""
+        """Return the number of restarts of all engine containers."""
         pods = self.kube.json("pods", "-l", "app.kubernetes.io/component=engine")["items"]
         return sum(status["restartCount"] for pod in pods for status in pod["status"]["containerStatuses"])
 
@@ -74,7 +74,7 @@ def state_when_failed(platform: Platform, subject: Subject, request: pytest.Fixt
         yield
 
 
-def test_grammars_that_overflow_a_stack_end_no_engine(subject: Subject) -> None:
+def test_grammars_that_overflow_a_stack_crash_no_engine(subject: Subject) -> None:
     before = subject.exits()
     opened = subject.streams(4)
     rules = ["start: r0", *(f"r{number}: r{number + 1}" for number in range(2800)), 'r2800: "a"']
@@ -88,7 +88,7 @@ def test_grammars_that_overflow_a_stack_end_no_engine(subject: Subject) -> None:
     assert subject.exits() == before
 
 
-def test_a_request_that_ends_engines_is_failed_and_named(subject: Subject) -> None:
+def test_a_poison_request_fails_and_is_named_in_the_status(subject: Subject) -> None:
     before = subject.exits()
     opened = subject.streams(6)
     answer = subject.complete(prompt=[POISON_TOKEN])

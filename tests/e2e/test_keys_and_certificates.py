@@ -1,5 +1,5 @@
-"""Keys are replaced while requests go on, and front ends serve HTTPS by themselves: on a real node, with kubelets that
-bring a changed Secret in their own time."""
+"""Keys are rotated under load, and servers serve HTTPS with a renewed certificate: on a real node, whose kubelet
+updates mounted Secrets with its usual delay."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from localcluster.kubectl import Kubectl
 from .conftest import SAMPLE, deploy
 from .load_client import HEADING, LoadClient
 
-pytestmark = pytest.mark.skipif(not SOAK, reason="minutes of waiting for kubelets; `make soak` waits")
+pytestmark = pytest.mark.skipif(not SOAK, reason="waits minutes for the kubelet; `make soak` runs it")
 KUBELET_SECONDS = 240.0
-"""A changed Secret is in its pods by then."""
+"""The kubelet has updated a mounted Secret within this time."""
 
 
 def test_keys_are_rotated_under_load(kube: Kubectl) -> None:
@@ -41,7 +41,7 @@ def test_keys_are_rotated_under_load(kube: Kubectl) -> None:
     assert done.faults == []
     assert kube.json("secret", "demo-keys")["data"]["server.pub"] != before
     after = {pod["metadata"]["uid"] for pod in kube.json("pods", "-l", "app.kubernetes.io/component=engine")["items"]}
-    assert after == pods, "no engine was replaced for it"
+    assert after == pods, "a key rotation must not replace pods"
 
 
 def certificate(folder: Path, host: str) -> tuple[Path, Path]:
@@ -59,7 +59,7 @@ def store(kube: Kubectl, key: Path, cert: Path) -> None:
 
 
 def shown(address: str, host: str) -> str:
-    """Digest of the certificate that a front end shows."""
+    """Return the digest of the certificate that a server presents."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
@@ -69,7 +69,7 @@ def shown(address: str, host: str) -> str:
         return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()
 
 
-async def test_front_ends_serve_https_and_take_up_a_renewed_certificate(kube: Kubectl, tmp_path: Path) -> None:
+async def test_servers_serve_https_and_reload_a_renewed_certificate(kube: Kubectl, tmp_path: Path) -> None:
     host = f"demo.{kube.namespace}.svc"
     key, cert = certificate(tmp_path, host)
     store(kube, key, cert)
@@ -101,5 +101,7 @@ async def test_front_ends_serve_https_and_take_up_a_renewed_certificate(kube: Ku
     async def renewed() -> bool:
         return shown(address, host) != first
 
-    await eventually(renewed, seconds=KUBELET_SECONDS, what="the renewed certificate is shown", look_seconds=1)
+    await eventually(
+        renewed, seconds=KUBELET_SECONDS, what="the server presents the renewed certificate", look_seconds=1
+    )
     assert {pod["metadata"]["uid"] for pod in kube.json(*server_pods)["items"]} == before

@@ -1,4 +1,4 @@
-"""From `kubectl apply` to a chat answer, every verb, and away again: on a real node with real weights."""
+"""From `kubectl apply` to a chat answer, every verb, and deletion: on a real node with real weights."""
 
 import subprocess
 
@@ -12,7 +12,7 @@ from localcluster.walkthrough import QUESTION, Walkthrough
 from .conftest import SAMPLE, deploy
 
 
-def test_every_verb_with_streams_under_way(kube: Kubectl) -> None:
+def test_every_verb_with_open_streams(kube: Kubectl) -> None:
     walk = Walkthrough(kube, Steps(), SAMPLE, "demo", lambda service: f"http://{kube.cluster_ip(service)}")
     walk.run()
     transitions = [(entry["from"], entry["to"]) for entry in kube.json("mi", "demo")["status"]["history"]]
@@ -41,20 +41,20 @@ def ask_with_the_openai_sdk(url: str) -> None:
     assert text == asked.choices[0].message.content
 
 
-def test_a_bad_resource_is_refused_with_field_and_remedy(kube: Kubectl) -> None:
+def test_an_invalid_resource_is_rejected_with_field_and_remedy(kube: Kubectl) -> None:
     manifest = {
         "apiVersion": "inference.megatron.dev/v1alpha1",
         "kind": "MegatronInference",
         "metadata": {"name": "two"},
         "spec": {"model": {"source": {"builtin": "smollm2-135m", "huggingFace": {"repo": "a/b"}}}},
     }
-    with pytest.raises(CommandError) as refused:
+    with pytest.raises(CommandError) as rejected:
         kube.apply(manifest)
-    assert "spec.model.source" in refused.value.output
-    assert "exactly one" in refused.value.output
+    assert "spec.model.source" in rejected.value.output
+    assert "exactly one" in rejected.value.output
 
 
-def test_everything_in_any_order_goes_at_once(kube: Kubectl) -> None:
+def test_all_objects_can_be_deleted_at_once_in_any_order(kube: Kubectl) -> None:
     deploy(kube)
     namespace = kube.namespace
     kube("delete", "namespace", namespace, "--timeout=60s")

@@ -1,5 +1,5 @@
-"""One engine over several pods: it answers through the Service as one rank does, every rank confirms every verb, and
-(in `make soak`) when a rank is killed under load all ranks start anew and no request is lost."""
+"""One engine in several pods: it gives the answers of one rank, every rank confirms every verb, and (in `make soak`)
+when a rank is killed under load all ranks restart and no request is lost."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from localcluster.walkthrough import QUESTION, STORY, Chat
 from .conftest import Deployed, deploy
 
 TOKENS = 24
-"""Of the built-in model, in three pods on one processor."""
+"""Tokens of the built-in model, in three pods on one CPU."""
 MANY_TOKENS = 600
-"""Of a small one: a rank is killed before they are there."""
-long = pytest.mark.skipif(not SOAK, reason="minutes: `make soak` runs it")
+"""Tokens of a small model: enough that a rank is killed before they are generated."""
+long = pytest.mark.skipif(not SOAK, reason="takes minutes; `make soak` runs it")
 
 RESOURCES = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"cpu": "1"}}
 ENGINE: dict[str, Any] = {
@@ -41,7 +41,7 @@ def walk_through_verbs(kube: Kubectl, ranks: int) -> None:
 
 
 def kill_a_rank_under_load(deployed: Deployed, pod: str, *, tokens: int) -> None:
-    """Every rank of the engine starts anew; every stream ends as if nothing had happened."""
+    """Kill a rank. Every rank of the engine must restart, and every stream must give the undisturbed answer."""
     kube, chat = deployed.kube, deployed.chat
     story = chat.ask(STORY, max_tokens=tokens)
     before = lives(kube)
@@ -52,11 +52,11 @@ def kill_a_rank_under_load(deployed: Deployed, pod: str, *, tokens: int) -> None
     assert not any(stream.finished.is_set() for stream in opened), "the rank was killed too late"
     assert [stream.wait() for stream in opened] == [story] * 4
     kube.wait("mi/demo", "condition=Ready")
-    assert not before & lives(kube), "a rank of the engine that lost one has not started anew"
+    assert not before & lives(kube), "a rank of the engine with the killed rank has not restarted"
 
 
 def lives(kube: Kubectl) -> set[tuple[str, int]]:
-    """Pods of engines and how often their containers have been started again."""
+    """Return the engine pods and the restart counts of their containers."""
     found = kube.json("pods", "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=engine")
     return {(pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]) for pod in found["items"]}
 
@@ -73,7 +73,7 @@ def test_tensor_ranks_in_three_pods(kube: Kubectl) -> None:
 
 @pytest.fixture
 def claim(kube: Kubectl) -> Iterator[Callable[[Path], str]]:
-    """claim(directory): the name of a claim that holds a directory of this machine, which is the node."""
+    """claim(directory): create a PersistentVolumeClaim of a directory of this machine and return its name."""
     volumes: list[str] = []
 
     def make(directory: Path) -> str:
@@ -105,8 +105,8 @@ def claim(kube: Kubectl) -> Iterator[Callable[[Path], str]]:
 
 @pytest.fixture
 def small_model() -> Iterator[Path]:
-    """A small random model with four heads that speaks the built-in one's tokens; pods may read it."""
-    # It imports torch, which the other tests of the node do without.
+    """A small random model with four heads and the built-in model's tokenizer, readable by pods."""
+    # It imports torch, which the other tests here do not need.
     from random_checkpoint import write_speaking_model
 
     directory = Path(tempfile.mkdtemp(prefix="megatron-model-"))
@@ -133,7 +133,7 @@ def test_ranks_in_pods_answer_as_one(
     assert answer(spread.chat) == answer(alone.chat)
     kube("delete", "mi", "alone")
     walk_through_verbs(kube, ranks)
-    if SOAK:  # all ranks start anew: a minute more
+    if SOAK:  # a restart of all ranks takes a minute more
         kill_a_rank_under_load(spread, f"demo-engine-0-{ranks - 1}", tokens=MANY_TOKENS)
 
 

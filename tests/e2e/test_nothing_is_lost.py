@@ -1,4 +1,4 @@
-"""Whatever dies, every request is answered, and every verb acts once. All of it is done to one resource."""
+"""Killed engines, coordinators and operators lose no request, and every verb acts once. One resource for all tests."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from .conftest import Deployed, Platform, deploy, own_namespace, printed_when_fa
 
 @dataclass(frozen=True)
 class Subject:
-    """The resource, and what it tells when nothing happens to it."""
+    """The resource and its undisturbed answer."""
 
     deployed: Deployed
     tokens: int
@@ -34,7 +34,7 @@ def subject(platform: Platform) -> Iterator[Subject]:
 def of_engines(
     platform: Platform, subject: Subject, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Subject]]:
-    """of_engines(N): the resource, Ready with so many engines."""
+    """of_engines(N): return the resource, Ready with N engines."""
     kube = subject.deployed.kube
 
     def scaled(replicas: int) -> Subject:
@@ -48,7 +48,7 @@ def of_engines(
 
 
 def streams(subject: Subject, count: int) -> list[Stream]:
-    """Streams that have begun."""
+    """Return streams that have begun."""
     opened = [subject.deployed.chat.stream(STORY, max_tokens=subject.tokens) for _ in range(count)]
     for stream in opened:
         assert stream.begun.wait(PATIENCE_SECONDS)
@@ -64,18 +64,20 @@ def signals_done(kube: Kubectl, engine: str, signal: str) -> int:
 
 
 def kill(kube: Kubectl, *selector: str) -> None:
-    """End pods by SIGKILL."""
+    """Kill pods with SIGKILL."""
     kube("delete", "pod", *selector, "--grace-period=0", "--force")
 
 
-def test_an_engine_dies_under_load(of_engines: Callable[..., Subject]) -> None:
+def test_an_engine_killed_under_load_loses_no_request(of_engines: Callable[..., Subject]) -> None:
     subject = of_engines(2)
     opened = streams(subject, 6)
     kill(subject.deployed.kube, "demo-engine-1-0")
     assert [stream.wait() for stream in opened] == [subject.story] * 6
 
 
-def test_the_operator_is_killed_in_the_middle_of_a_verb(platform: Platform, of_engines: Callable[..., Subject]) -> None:
+def test_an_operator_killed_during_a_verb_completes_it_once(
+    platform: Platform, of_engines: Callable[..., Subject]
+) -> None:
     subject = of_engines(1)
     kube = subject.deployed.kube
     before = signals_done(kube, "demo-engine-0", "PAUSE")
@@ -91,7 +93,7 @@ def test_the_operator_is_killed_in_the_middle_of_a_verb(platform: Platform, of_e
     assert stream.wait() == subject.story
 
 
-def test_the_coordinator_dies_under_load(of_engines: Callable[..., Subject]) -> None:
+def test_a_coordinator_killed_under_load_loses_no_request(of_engines: Callable[..., Subject]) -> None:
     subject = of_engines(1)
     opened = streams(subject, 4)
     kill(subject.deployed.kube, "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")

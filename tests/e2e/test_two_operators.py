@@ -1,4 +1,4 @@
-"""Two operators on a real node: the one that leads is frozen in the middle of a verb, and thawed when another leads."""
+"""Two operators on a real node: the leader is frozen during a verb and resumes when the other one leads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEASE = "megatron-operator"
 
 @pytest.fixture
 def system(platform: Platform) -> Iterator[Kubectl]:
-    """Where two operators run."""
+    """kubectl in the operator's namespace, with two replicas."""
 
     def install(replicas: int) -> None:
         installation.install_operator(platform.kube, platform.helm, Steps(), values=[f"operator.replicas={replicas}"])
@@ -40,7 +40,7 @@ def system(platform: Platform) -> Iterator[Kubectl]:
 
 
 def leader(system: Kubectl) -> dict[str, Any]:
-    """The pod that holds the Lease."""
+    """Return the pod that holds the Lease."""
     holder = system.json("lease", LEASE)["spec"]["holderIdentity"]
     name, _, uid = holder.rpartition("_")
     pod: dict[str, Any] = system.json("pod", name)
@@ -49,7 +49,7 @@ def leader(system: Kubectl) -> dict[str, Any]:
 
 
 def process_of(pod: dict[str, Any]) -> int:
-    """The operator's process; this machine is the node."""
+    """Return the pid of the operator in a pod. This machine is the node."""
     uid = pod["metadata"]["uid"]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -71,8 +71,8 @@ async def ask(kube: Kubectl, system: Kubectl) -> StatusReply:
     )
 
 
-@pytest.mark.skipif(not SOAK, reason="a control plane shows the same in `make test-cluster`; `make soak` runs it")
-async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_thaws(kube: Kubectl, system: Kubectl) -> None:
+@pytest.mark.skipif(not SOAK, reason="`make test-cluster` shows it without a node; `make soak` runs it")
+async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_resumes(kube: Kubectl, system: Kubectl) -> None:
     deploy(kube)
     first = leader(system)
     pid = process_of(first)
@@ -95,11 +95,11 @@ async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_thaws(kub
     finally:
         os.kill(pid, signal.SIGCONT)
 
-    async def started_anew() -> bool:
+    async def restarted() -> bool:
         pod = system.json("pod", first["metadata"]["name"])
         return bool(pod["status"]["containerStatuses"][0]["lastState"])
 
-    await eventually(started_anew, seconds=60, what="the first ends")
+    await eventually(restarted, seconds=60, what="the first operator exits")
     ended = system.json("pod", first["metadata"]["name"])["status"]["containerStatuses"][0]["lastState"]["terminated"]
     assert ended["exitCode"] == 1
     kube.patch_spec("demo", desiredState="Paused")
@@ -109,5 +109,5 @@ async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_thaws(kub
     wanted = [Header.PAUSE, Header.UNPAUSE, Header.PAUSE]
     assert [(done.signal, done.phase) for done in reply.operations] == [(signal, "Confirmed") for signal in wanted]
     assert [done.operation_id for done in reply.operations[:2]] == [done.operation_id for done in before.operations]
-    assert reply.fence == before.fence, "the first led again"
-    print(f"\nanother led {failover:.1f} s after the freeze of {FROZEN_SECONDS:g} s; 0 stale commands were taken")
+    assert reply.fence == before.fence, "the first operator led again"
+    print(f"\nfailover took {failover:.1f} s, the freeze {FROZEN_SECONDS:g} s; 0 stale commands were accepted")

@@ -1,4 +1,4 @@
-"""One client asks without a pause while everything that can happen to a resource happens; every token is compared."""
+"""Continuous requests during every verb, rollout, eviction and kill of a resource; every token is compared."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 
 def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> None:
-    """The first pod of a component goes; done when it is gone and as many as before are ready."""
+    """Remove the first pod of a component with `how`, and wait until as many pods as before are ready."""
     before = pods(kube, component)
     lost = before[0]["metadata"]
     how(kube, lost["name"])
@@ -57,7 +57,7 @@ def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> 
 
 
 def evict(kube: Kubectl, pod: str) -> None:
-    """As a node drain does, which asks again while the disruption budget has not seen yet that all are ready."""
+    """Evict a pod as a node drain does. Retry while the disruption budget does not count all pods as ready yet."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": kube.namespace}}
     path = f"/api/v1/namespaces/{kube.namespace}/pods/{pod}/eviction"
     deadline = time.monotonic() + 60
@@ -91,20 +91,20 @@ def to_and_fro(kube: Kubectl, state: str) -> None:
     settled(kube)
 
 
-# A server that is killed breaks the connections of its own clients, which nothing hides.
+# A killed server breaks its clients' connections, so it is not among these.
 LOSSES = (("engine", evict), ("coordinator", evict), ("server", evict), ("engine", kill), ("coordinator", kill))
 
 
-@pytest.mark.skipif(not SOAK, reason="`make soak` runs it, seven minutes long")
-def test_no_request_fails_whatever_is_done_to_the_resource(kube: Kubectl) -> None:
+@pytest.mark.skipif(not SOAK, reason="takes seven minutes; `make soak` runs it")
+def test_no_request_fails_during_any_disturbance(kube: Kubectl) -> None:
     spec = yaml.safe_load(SAMPLE.read_text())["spec"]
-    # In float32 an answer is the same whatever else is in its batch.
+    # In float32 an answer does not depend on its batch.
     deployed = deploy(
         kube, replicas=2, server={**spec["server"], "replicas": 2}, model={**spec["model"], "dtype": "Float32"}
     )
     settled(kube)
     series: list[Disturbance] = []
-    where = f"{os.cpu_count()} processors ({machine.machine()})"
+    where = f"{os.cpu_count()} CPUs ({machine.machine()})"
     print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}, {WORKERS} clients\n{HEADING}")
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Runs a fuzz target in a child process with limits on time and memory, and reports what broke them."""
+"""Run a fuzz target in a child process with limits on time and memory, and report the input that exceeds them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from tests.fuzz.strategies import mutated
 CORPUS = Path(__file__).parent / "corpus"
 FINDINGS = Path(__file__).parents[2] / "build" / "fuzz"
 HANG_SECONDS = 1.0
-"""Of CPU time for one input, on the reference machine."""
+"""Limit of CPU time for one input, on the reference machine."""
 STALL_SECONDS = 60.0
-"""Without a new input, however busy the CPU is."""
+"""Limit of wall-clock time for one input."""
 START_SECONDS = 600.0
-"""Until the first input: a cold machine imports torch first."""
+"""Limit of wall-clock time until the first input: a cold machine imports torch first."""
 _REFERENCE_SECONDS = 0.04
-"""What the calibration takes on the reference machine."""
+"""CPU time of the calibration on the reference machine."""
 _LARGEST = 1 << 20
-"""Bytes of an input that are kept for a report."""
+"""Bytes of an input that a report contains."""
 _HEAD = struct.Struct("<QQ")
 _BATCH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A parser of foreign bytes.
+    """A parser of untrusted bytes.
 
-    name:         also of its corpus.
-    run:          parses its argument; the current directory is empty, and it leaves nothing there that matters.
-    errors:       what it may raise.
-    strategy:     makes inputs from the corpus; by default mutations of bytes.
-    memory_bytes: by which the process may grow.
+    name:         name of the target and of its corpus.
+    run:          parses its argument. The current directory is empty at first and may be written to.
+    errors:       the exceptions that it may raise.
+    strategy:     generates inputs from the corpus; by default mutations of bytes.
+    memory_bytes: limit of the process's growth.
     """
 
     name: str
@@ -57,14 +57,14 @@ class Target:
     memory_bytes: int = 256 << 20
 
     def corpus(self) -> list[bytes]:
-        """Its valid seeds, then past findings, by name."""
+        """Return its valid seeds, then past findings, by name."""
         paths = sorted((CORPUS / self.name).iterdir(), key=lambda path: (not path.name.startswith("valid"), path.name))
         return [path.read_bytes() for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An input that a target must not fail for, and how it does."""
+    """An input that a target fails for, and the failure."""
 
     what: str
     data: bytes
@@ -80,7 +80,7 @@ def fuzz(target: Target, *, seconds: float, seed: int) -> Outcome:
     """Run `target` on its corpus, then on new inputs for some seconds of wall-clock time."""
     outcome = _run(target, target.corpus(), seconds=seconds, seed=seed)
     if outcome.finding is not None and outcome.finding.what.startswith("took"):
-        # A machine may be suspended for a second: the input must take as long a second time.
+        # The machine may have been suspended for a second: run the input a second time.
         return Outcome(outcome.inputs, replay(target, [outcome.finding.data]).finding)
     return outcome
 
@@ -116,13 +116,13 @@ def _run(target: Target, corpus: Sequence[bytes], *, seconds: float, seed: int) 
         if process.exitcode == -signal.SIGPROF:
             return Outcome(inputs, Finding(f"took more than {HANG_SECONDS:g} s of CPU time, calibrated", current))
         if process.exitcode != 0 or not report.is_file():
-            return Outcome(inputs, Finding(f"ended the process with {process.exitcode}", current))
+            return Outcome(inputs, Finding(f"terminated the process with {process.exitcode}", current))
         found = json.loads(report.read_text())
         return Outcome(inputs, None if found is None else Finding(found["what"], bytes.fromhex(found["data"])))
 
 
 def _watch(process: object, shared: mmap.mmap) -> bool:
-    """Wait for the end of the child; True if it had to be killed because it made no progress."""
+    """Wait until the child exits. Return True if it made no progress and was killed."""
     before, since = 0, time.monotonic()
     while True:
         process.join(1.0)  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def _watch(process: object, shared: mmap.mmap) -> bool:
 
 
 class _Broken(Exception):
-    """The target did what it must not."""
+    """The target failed."""
 
 
 def _be_child(name: str, corpus: list[bytes], seconds: float, seed: int, folder: str) -> None:
@@ -156,7 +156,7 @@ def _be_child(name: str, corpus: list[bytes], seconds: float, seed: int, folder:
     except _Broken as broken:
         finding = {"what": str(broken), "data": child.current.hex()}
     Path(folder, "report.json").write_text(json.dumps(finding))
-    # No clean-up that a broken target could disturb.
+    # Skip the clean-up, which a broken target could disturb.
     os._exit(0)
 
 
@@ -175,8 +175,8 @@ class _Child:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
 
     def replay(self, corpus: Sequence[bytes]) -> None:
-        """corpus: begins with a valid input."""
-        # What is allocated once, such as lazily imported modules, does not count.
+        """Run the target on the corpus, which begins with a valid input."""
+        # One-time allocations, such as lazily imported modules, do not count.
         self.check(corpus[0])
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + 4 * self._target.memory_bytes
@@ -210,18 +210,18 @@ class _Child:
             batch += 1
 
     def check(self, data: bytes) -> None:
-        """Run the target on `data`. Raises _Broken; ends the process where it takes too long."""
+        """Run the target on `data`. Raises _Broken; a signal terminates the process if it exceeds the time limit."""
         self._inputs += 1
         self.current = data[:_LARGEST]
         self._shared[_HEAD.size : _HEAD.size + len(self.current)] = self.current
         _HEAD.pack_into(self._shared, 0, self._inputs, len(self.current))
-        # The default action of the signal ends the process, also in compiled code.
+        # The default action of the signal terminates the process, also in compiled code.
         signal.setitimer(signal.ITIMER_PROF, self._limit)
         try:
             self._target.run(data)
         except self._target.errors as error:
             if _is_of_memory(error):
-                raise _Broken(f"ran out of memory and said {error!r}"[:500]) from error
+                raise _Broken(f"ran out of memory and raised {error!r}"[:500]) from error
             str(error).encode()
         except Exception as error:
             raise _Broken(f"raised {type(error).__name__}: {error}"[:500]) from error
@@ -229,7 +229,7 @@ class _Child:
             signal.setitimer(signal.ITIMER_PROF, 0)
         grown = 0 if self._baseline is None else _peak() - self._baseline
         if grown > self._target.memory_bytes:
-            self._baseline = None  # a peak stays: shrinking could not tell the next input from this one
+            self._baseline = None  # the peak includes this input: the check cannot measure later inputs
             raise _Broken(f"took {grown >> 20} MiB of memory: at most {self._target.memory_bytes >> 20} are allowed")
 
 
@@ -242,12 +242,12 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 
 def _peak() -> int:
-    """Of resident memory, in bytes."""
+    """Return the peak of resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _calibration() -> float:
-    """CPU time of a fixed amount of work."""
+    """Return the CPU time of a fixed amount of work."""
     begin = time.process_time()
     total = 0
     for number in range(500_000):
@@ -257,6 +257,6 @@ def _calibration() -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hypothesis prints what it found; the parent reports it."""
+    """Discard the output of Hypothesis: the parent reports the finding."""
     with Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         yield

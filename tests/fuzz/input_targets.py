@@ -1,4 +1,4 @@
-"""Targets of what clients, peers and servers send: messages, request bodies, event streams, grammars, templates."""
+"""Targets that parse input of clients, peers and servers: messages, bodies, event streams, grammars, templates."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+from machine import scaled
 from pydantic import BaseModel, ValidationError
 
 from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, texts_of
 from megatron_runtime.protocol.messages import MalformedMessageError, decode
+from megatron_runtime.sampling import grammar_compiler
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
 from megatron_runtime.server.openai.jobs import structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_runtime.tokenization import chat_template
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from megatron_runtime.tokenization.loader import backend_from_json
 from tests.fuzz.harness import Target
 from tests.fuzz.strategies import mutated, mutated_json
 
+HELPER_SECONDS = scaled(0.3)
+"""Replaces the product's time limits of helper processes, which endless templates and grammars would use up."""
 _MSGPACK = [bytes([code]) for code in (0x80, 0x8F, 0x90, 0x91, 0x9F, 0xC0, 0xC4, 0xC6, 0xC9, 0xDB, 0xDD, 0xDF)]
 _JINJA = [
     b"{% for m in messages %}",
@@ -59,7 +64,7 @@ def _event_stream(data: bytes) -> None:
 
 
 class _Bytes:
-    """A vocabulary of single bytes and an end."""
+    """A vocabulary of single bytes and an end token."""
 
     vocab_size = 257
     eos_ids = (256,)
@@ -78,17 +83,19 @@ def _compiler() -> GrammarCompiler:
 
 
 def _grammar(data: bytes) -> None:
-    """data: a structured output of SamplingParams, as JSON."""
+    """Compile `data`, a structured output of SamplingParams as JSON."""
     try:
         structure = load_json(data.decode())
     except ValueError:
         return
+    grammar_compiler.COMPILE_SECONDS = HELPER_SECONDS
     params = SamplingParams(structured_output=structure)
     if params.structured_output is not None:
         _compiler().begin(params.structured_output, list(b'{"a'))
 
 
 def _chat_template(data: bytes) -> None:
+    chat_template.RENDER_SECONDS = HELPER_SECONDS
     template = ChatTemplate(data.decode(errors="replace"), special={"bos_token": "<s>", "eos_token": "</s>"})
     template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}])
 

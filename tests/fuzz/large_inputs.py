@@ -49,4 +49,4 @@ LARGE_INPUTS: Mapping[str, Callable[[], dict[str, bytes]]] = {
         "a million files": b'{"sha": "' + b"c" * 40 + b'", "siblings": [' + b"0," * 1_000_000 + b"0]}"
     },
 }
-"""By target, what they are and how they are made."""
+"""Functions that generate the inputs of a target: description to bytes."""

@@ -1,4 +1,4 @@
-"""A target that does all that no target may: the harness must notice."""
+"""A target that fails in every way that the harness must detect."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from tests.fuzz.harness import Target
 
 
-class Refused(ValueError):
-    """What this target may raise."""
+class RejectedError(ValueError):
+    """The error that this target may raise."""
 
 
 def _run(data: bytes) -> None:
@@ -29,9 +29,9 @@ def _run(data: bytes) -> None:
             try:
                 _fill(8 << 30)
             except MemoryError as error:
-                raise Refused("too large") from error
-        case b"refuse":
-            raise Refused("no")
+                raise RejectedError("too large") from error
+        case b"reject":
+            raise RejectedError("no")
 
 
 def _fill(count: int) -> None:
@@ -39,4 +39,4 @@ def _fill(count: int) -> None:
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
 
 
-MISBEHAVING = Target(name="misbehaving", run=_run, errors=(Refused,))
+MISBEHAVING = Target(name="misbehaving", run=_run, errors=(RejectedError,))

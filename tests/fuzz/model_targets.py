@@ -1,4 +1,4 @@
-"""Targets of what a model is loaded from: GGUF, safetensors, Megatron checkpoints, configurations, a hub's listing."""
+"""Targets that read model files: GGUF, safetensors, Megatron checkpoints, configurations, a hub's listing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.fuzz.harness import CORPUS, Target
 from tests.fuzz.strategies import LARGE_NUMBERS, mutated, mutated_json
 
 MODEL = CORPUS.parent / "model"
-"""A model of two layers, and its Megatron checkpoint: what the input is put into."""
+"""A model of two layers and its Megatron checkpoint. The input replaces one of their files."""
 _LOADING = (UnsupportedModelError, ModelFileError)
 
 _CODES = [code for name in pickle.__all__ if isinstance(code := getattr(pickle, name), bytes) and len(code) == 1]
@@ -56,7 +56,7 @@ def _gguf(data: bytes) -> None:
 
 @cache
 def _copied(name: str) -> Path:
-    """The model in the current directory, to be changed."""
+    """Return a copy of the model in the current directory."""
     if not Path(name).exists():
         shutil.copytree(MODEL / name, name)
     return Path(name)
@@ -72,7 +72,7 @@ def _safetensors(data: bytes) -> None:
 
 
 def _safetensors_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
-    """Files with changed bytes, and files whose header is another JSON document."""
+    """Generate files with changed bytes, and files with a changed JSON header."""
     headers = [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in corpus]
     body = corpus[0][-2048:]
     of_headers = mutated_json(headers).map(lambda header: struct.pack("<Q", len(header)) + header + body)
@@ -86,7 +86,7 @@ def _index(data: bytes) -> None:
 
 
 def _use(config: ModelConfig) -> None:
-    """What is done with a configuration before any tensor is looked for."""
+    """Use a configuration as the loader does before it reads tensors."""
     tensor_shapes(config)
 
 
@@ -124,7 +124,7 @@ def _saved_tensor(data: bytes) -> None:
 def _pickle(data: bytes) -> None:
     read_pickle(
         io.BytesIO(data),
-        where="it",
+        where="the input",
         trusted=_TRUSTED,
         opaque=lambda module, name: True,
         persistent=lambda pid: None,
@@ -132,7 +132,7 @@ def _pickle(data: bytes) -> None:
 
 
 def _pickle_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
-    """Changed pickles, and programs of random opcodes that have what they work on more often than not."""
+    """Generate changed pickles, and programs of random opcodes that mostly have valid operands."""
     names = [
         f"{module}\n{name}\n".encode() for module, name in {**saved_files._TRUSTED_IN_INDEX, **configuration._TRUSTED}
     ]

@@ -1,4 +1,4 @@
-"""Writes the valid seeds of the model formats, and the small model that inputs are put into.
+"""Write the valid seeds of the model formats, and the small model whose files the inputs replace.
 
 Run as `.venv/bin/python -m tests.fuzz.seeds` from the root of the repository.
 """

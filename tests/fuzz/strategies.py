@@ -16,9 +16,9 @@ LARGE_NUMBERS = (*NUMBERS, (1 << 61) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 MUTATIONS = ("flip", "number", "delete", "insert", "repeat", "splice", "cut", "token")
 
 MOST_BYTES = 4 << 20
-"""Of a document: what the server accepts as a body."""
+"""Limit of a document's size: the server's limit for a body."""
 DEEP = "deeply nested"
-"""Stands for a document of thousands of levels, which json.dumps() could not write."""
+"""Placeholder for a document of thousands of levels, which json.dumps() cannot write."""
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -32,7 +32,7 @@ VALUES: tuple[Any, ...] = (
 
 @st.composite
 def mutated(draw: st.DrawFn, seeds: Sequence[bytes], tokens: Sequence[bytes] = ()) -> bytes:
-    """One of `seeds` with a few changes. tokens: pieces that mean something to the parser."""
+    """Generate one of `seeds` with a few changes. tokens: byte strings with a meaning for the parser."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(MUTATIONS))
@@ -61,7 +61,7 @@ def mutated(draw: st.DrawFn, seeds: Sequence[bytes], tokens: Sequence[bytes] = (
 
 
 def mutated_json(seeds: Sequence[bytes], values: Sequence[Any] = VALUES) -> st.SearchStrategy[bytes]:
-    """One of the JSON documents among `seeds` with a few values replaced, removed, added or repeated."""
+    """Generate one of the JSON documents in `seeds` with a few values replaced, removed, added or repeated."""
     documents = []
     for seed in seeds:
         with contextlib.suppress(ValueError, RecursionError):
@@ -89,17 +89,17 @@ def _changed(draw: st.DrawFn, documents: Sequence[Any], values: Sequence[Any]) -
         elif isinstance(container[key], list):
             times = draw(st.sampled_from(repeats))
             container[key] = container[key] * times
-            if times == 1000:  # twice would be gigabytes before any parser sees them
+            if times == 1000:  # a second time would allocate gigabytes in the strategy itself
                 repeats.remove(times)
         elif isinstance(container, list):
             container.append(copy.deepcopy(container[key]))
     text = json.dumps(document)
-    assume(len(text) + 8000 * text.count(DEEP) < MOST_BYTES)  # what runs here counts as the parser's memory
+    assume(len(text) + 8000 * text.count(DEEP) < MOST_BYTES)  # memory allocated here counts as the parser's
     return text.replace(f'"{DEEP}"', "[" * 4000 + "]" * 4000).encode()
 
 
 def _places(value: Any) -> Any:
-    """Every (container, key) of a document, without going into what was replaced by something huge."""
+    """Yield every (container, key) of a document, of lists only the first 50 items."""
     if isinstance(value, dict | list):
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value[:50]))
         for key, below in items:

@@ -1,4 +1,4 @@
-"""Targets of transport/zmtp: what a peer sends to a ROUTER or a DEALER, with and without keys."""
+"""Targets of transport/zmtp: the bytes that a peer sends to a ROUTER or a DEALER, with and without keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PIECES = [
 
 
 class _Transport:
-    """Takes what a connection writes."""
+    """Accepts the writes of a connection."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -51,7 +51,7 @@ class _Transport:
 
 
 class _Owner:
-    """Checks the bounds of what a connection delivers."""
+    """Checks the size of the messages that a connection delivers."""
 
     handler_errors = 0
 
@@ -90,7 +90,7 @@ def _connection(make: Callable[[], Handshake], data: bytes) -> None:
 
 
 def _curve_frame(data: bytes) -> None:
-    """The content of an encrypted frame, and a frame that is not authentic."""
+    """Decrypt `data` as the content of a valid frame, then as a frame that is not authentic."""
     box = CurveBox(KEY, last_received=0)
     _, content = CurveBox(KEY, last_received=0).open(_sealed(data))
     assert content == data

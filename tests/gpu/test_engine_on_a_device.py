@@ -1,4 +1,4 @@
-"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the CPU."""
+"""The engine on a CUDA device, with decode steps replayed from CUDA graphs, gives the CPU's answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 @pytest.mark.parametrize("graph_rows", [0, 3, 4])
 @pytest.mark.parametrize("model", [SMALL, MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_are_those_of_the_cpu(mode, graph_rows, model):
+def test_answers_equal_the_cpus(mode, graph_rows, model):
     on_device = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=graph_rows)
     expected = answers(engine_on(CpuExecutor, mode, model))
     assert answers(engine_on(on_device, mode, model)) == expected
     assert answers(engine_on(on_device, mode, model), suspend_after=6) == expected
 
 
-def test_a_profiled_range_begins_and_ends_and_changes_no_answer():
+def test_profiling_changes_no_answer():
     on_device = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=4)
     engine = engine_on(on_device, KVCacheManagementMode.PERSIST)
     engine.executor.profile(True)

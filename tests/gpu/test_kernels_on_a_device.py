@@ -1,4 +1,4 @@
-"""The kernels, compiled, on a CUDA device: each equals its reference at the shapes of an 8B Llama."""
+"""The compiled kernels on a CUDA device equal their references at the shapes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_kernels.registry import Backend, KernelConfig, select_kernels
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ERRORS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Norm of the difference over the norm of the reference: some roundings of the type. A token that is drawn otherwise,
-because two sums round to either side of a number, would be one of at most 64 and show as more."""
+"""Norm of the difference over the norm of the reference: some roundings of the type. One of 64 sampled tokens that
+differs would exceed it."""
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
-def test_every_case(dtype):
+def test_every_kernel_equals_its_reference(dtype):
     device = torch.device("cuda")
     for case in cases(ModelShape(), device, dtype, tokens=[1, 7, 64], context=1040):
         own = select_kernels(KernelConfig(**{case.operation: Backend.TRITON}), device)

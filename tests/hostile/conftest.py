@@ -1,4 +1,4 @@
-"""Measurements of the hostile-client tests, printed at the end of the run."""
+"""Print the measurements of the hostile-client tests at the end of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LINES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Record a measurement. It is printed after all tests and asserted by none."""
+    """Record a measurement, which is printed after all tests."""
 
     def add(line: str) -> None:
         request.config.stash.setdefault(_LINES, []).append(line)

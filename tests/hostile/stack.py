@@ -1,4 +1,4 @@
-"""A whole installation on loopback: a coordinator with keys, two echo engines and an OpenAI server with API keys."""
+"""An installation on loopback: a coordinator with keys, two echo engines and an OpenAI server with API keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_SEQUENCE_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Window:
-    """What eight well-behaved streams noticed during a period. longest_wait: seconds."""
+    """Measurements of eight well-behaved streams during a period. longest_wait: seconds."""
 
     longest_wait: float
     tokens: int
@@ -53,7 +53,7 @@ class Streams:
         return streams
 
     async def window(self) -> Window:
-        """End the present window and begin the next."""
+        """Return the current window and begin the next."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         return await self._next()
@@ -69,7 +69,7 @@ class Streams:
 
 
 class Stack:
-    """Started engines are restarted when they exit, as a StatefulSet does; `exits` lists them."""
+    """Restarts engines that exit, as a StatefulSet does; `exits` lists them."""
 
     def __init__(self, directory: Path) -> None:
         self.fleet = Fleet(directory)
@@ -77,7 +77,7 @@ class Stack:
         self.exits: list[str] = []
         self.url = ""
         self.longest_undisturbed = 0.0
-        """Seconds that a well-behaved stream waited while there was no attack."""
+        """Longest wait of a well-behaved stream without an attack, in seconds."""
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self, *engine_arguments: str) -> None:
@@ -122,7 +122,7 @@ class Stack:
 
     @property
     def processes(self) -> dict[str, Process]:
-        """Those that must not end."""
+        """The processes that must keep running."""
         return {"coordinator": self.coordinator, "server": self.server, **self.fleet.engines}
 
     def reset_peaks(self) -> None:
@@ -131,7 +131,7 @@ class Stack:
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
     def peak_memory(self) -> dict[str, int]:
-        """Peak resident bytes of each process since reset_peaks(), and what its children take now."""
+        """Return the peak resident bytes of each process since reset_peaks(), plus its children's current bytes."""
         sizes = {}
         for name, process in self.processes.items():
             status = Path(f"/proc/{process.pid}/status").read_text()

@@ -1,4 +1,4 @@
-"""Hostile input from one client while eight well-behaved streams run: no stream fails or stalls, no process ends.
+"""Hostile input from one client while eight well-behaved streams run: no stream fails or stalls, no process exits.
 
 All attacks run against one installation, one after the other. The longest wait is compared with that of an undisturbed
 run on the same machine. The exact values are printed at the end.
@@ -33,7 +33,7 @@ MEMORY_BOUNDS = {"coordinator": 256 * MIB, "server": 768 * MIB, **dict.fromkeys(
 """Peak resident memory of each process, with its helper processes."""
 UNDISTURBED_SECONDS = 4.0
 LONGEST_WAIT_MULTIPLE = 20
-"""Of the longest undisturbed wait so far, which is at least two steps: 0.8 s on an idle machine."""
+"""Multiple of the longest undisturbed wait so far, which is at least two steps: 0.8 s on an idle machine."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -88,7 +88,7 @@ async def chained_schema_definitions(stack: Stack) -> None:
 
 
 async def slow_grammars(stack: Stack) -> None:
-    """Valid grammars that take long to compile or to match; each differs, so that none is cached."""
+    """Valid grammars that take long to compile or to match. Each differs, so that no grammar is cached."""
     async with stack.hostile_client() as http:
 
         async def one(number: int) -> None:
@@ -108,7 +108,7 @@ async def many_stop_tokens(stack: Stack) -> None:
 
 
 async def longest_lists_allowed(stack: Stack) -> None:
-    """Every list of the request at its documented maximum, with as many choices as are allowed."""
+    """Every list of the request at its documented maximum, with the maximum number of choices."""
     async with stack.hostile_client() as http:
         for stops in (64, 16):
             body = _completion(
@@ -177,7 +177,7 @@ async def malformed_http(stack: Stack) -> None:
 
 
 async def slow_connections(stack: Stack) -> None:
-    """Connections that send their headers, or their body, a byte at a time; none may keep others out."""
+    """Connections that send their headers or body a byte at a time. Other clients must still be served."""
     host, port = stack.url.removeprefix("http://").split(":")
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
     begun_body = head + b"content-type: application/json\r\ncontent-length: 100000\r\n\r\n{"
@@ -216,7 +216,7 @@ async def message_bombs(stack: Stack) -> None:
             attacker.send_multipart(Hello(role=Role.CLIENT, name="attacker", incarnation=1).to_frames())
             for _ in range(3):
                 attacker.send(bomb)
-            # The connection may be closed; a STATUS on another one shows that the frames were read.
+            # The connection may be closed; the answer to STATUS on another one shows that the frames were read.
         link = await stack.fleet.admin()
         await link.status(timeout_seconds=LONG_SECONDS)
         await asyncio.sleep(1)
@@ -225,7 +225,7 @@ async def message_bombs(stack: Stack) -> None:
 
 
 async def hundreds_of_long_requests(stack: Stack) -> None:
-    """More than all engines run at once, from one API key; the sender closes its connections at the end."""
+    """More requests of one API key than all engines can run at once. The client then closes its connections."""
     async with httpx.AsyncClient(
         base_url=stack.url,
         timeout=LONG_SECONDS,
@@ -244,7 +244,7 @@ async def hundreds_of_long_requests(stack: Stack) -> None:
 
 
 async def connections_that_never_read(stack: Stack) -> None:
-    """Streams whose client stops reading."""
+    """Streams whose client does not read."""
     host, port = stack.url.removeprefix("http://").split(":")
     body = json.dumps(_completion(max_tokens=2000, stream=True, ignore_eos=True)).encode()
     head = (
@@ -303,10 +303,10 @@ async def test_streams_of_others_go_on(
     waits = f"longest wait {disturbed.longest_wait:.2f} s, undisturbed {undisturbed.longest_wait:.2f} s"
     report(f"{attack.__name__}: {waits}; {sizes}")
     assert disturbed.failures == []
-    assert stack.exits == exits, "an engine ended"
+    assert stack.exits == exits, "an engine exited"
     assert {name: process.pid for name, process in stack.processes.items()} == before
     assert all(process.running for process in stack.processes.values())
     allowed = LONGEST_WAIT_MULTIPLE * stack.longest_undisturbed
     assert disturbed.longest_wait < allowed, "a well-behaved stream stalled"
     for name, memory in largest.items():
-        assert memory < MEMORY_BOUNDS[name], f"{name} takes {memory // MIB} MiB"
+        assert memory < MEMORY_BOUNDS[name], f"{name} uses {memory // MIB} MiB"

@@ -1,4 +1,4 @@
-"""Eight well-behaved clients that stream answers, and how long each waited. A program of its own.
+"""A program with eight well-behaved clients that stream answers and measure their waits.
 
 Arguments: URL, API key, model. Standard input: a line ends a window. Standard output: one JSON object for each window,
 the first as soon as every client streams:
@@ -6,7 +6,7 @@ the first as soon as every client streams:
     {"longest_wait": 0.04, "tokens": 412, "answers": 9, "failures": []}
 
 longest_wait: longest time between two events of one stream, or before its first, in seconds.
-A failure is an HTTP error, a stream that ends early, or an answer that differs from the first one.
+A failure is an HTTP error, a truncated stream, or an answer that differs from the first one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Clients:
         self.window = Window()
 
     def end_window(self) -> Window:
-        """Return the present window; waits that are not over yet count as long as they are."""
+        """Return the current window and begin the next. Waits in progress count up to now."""
         now = time.monotonic()
         for heard in self._heard.values():
             self.window.longest_wait = max(self.window.longest_wait, now - heard)

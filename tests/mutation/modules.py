@@ -1,4 +1,4 @@
-"""The modules that are mutated, and the tests that must fail for it. The only place that names either."""
+"""The modules that are mutated, and the tests that must detect it."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{NATIVE}/scheduler.py": _ENGINE_TESTS,
     f"{NATIVE}/kv/*.py": _ENGINE_TESTS,
 }
-"""Paths or patterns of modules, from the root of the repository, to the test files whose tests may kill a mutant."""
+"""Paths or patterns of modules, relative to the repository, to the test files whose tests may kill a mutant."""

@@ -1,7 +1,7 @@
-"""Small changes of a module's source, one at a time, each of which a test should notice.
+"""Small changes of a module's source, one at a time, each of which a test should detect.
 
-Not changed, because no test should depend on it: texts, annotations, decorators, log lines, assertions and
-`check_integrity`, which is itself a test.
+Texts, annotations, decorators, log lines and assertions are not changed, because no test should depend on them.
+`check_integrity` is not changed because it is itself a test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIMPLE = (ast.Continue, ast.Break, ast.Raise, ast.Delete, ast.AugAssign)
 
 @dataclass(frozen=True)
 class Mutant:
-    """`path` with the source of lines `first` to `last` changed. `begins`: the line that its statement begins at."""
+    """`path` with lines `first` to `last` changed. `begins`: first line of the changed statement."""
 
     path: str
     begins: int
@@ -48,7 +48,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: str) -> Iterator[Mutant]:
-    """Every mutant of a module, in the order of its lines; those that cannot be compiled are left out."""
+    """Yield every mutant of a module that compiles, in the order of its lines."""
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     starts = [0]
     for line in lines:
@@ -78,7 +78,7 @@ def _edits(tree: ast.Module) -> Iterator[Edit]:
 
 
 def _nodes(node: ast.AST, statement: ast.AST) -> Iterator[tuple[ast.stmt, ast.stmt | ast.expr]]:
-    """The nodes that may be changed, each with its statement."""
+    """Yield the nodes that may be changed, each with its statement."""
     if isinstance(node, ast.stmt):
         statement = node
     if isinstance(node, ast.stmt | ast.expr) and isinstance(statement, ast.stmt):
@@ -103,7 +103,7 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.stmt | ast.expr) -> Iterator[str]:
-    """What may stand in the place of `node`."""
+    """Yield the sources that may replace `node`."""
     match node:
         case ast.Compare(ops=[op], comparators=[right]):
             yield _text(ast.Compare(node.left, [_COMPARISONS[type(op)]()], [right]))

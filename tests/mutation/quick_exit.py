@@ -1,6 +1,6 @@
-"""A pytest plugin that ends the process once the outcome is printed.
+"""A pytest plugin that exits the process as soon as the outcome is printed.
 
-A test that fails in the middle may leave sockets open. The end of the interpreter would wait for them without limit.
+A failed test may leave sockets open, and the interpreter's exit would wait for them without limit.
 """
 
 from __future__ import annotations

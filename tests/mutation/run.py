@@ -1,13 +1,13 @@
-"""Mutation testing: change the product a little, and see whether a test fails.
+"""Mutation testing: change one expression or statement of the product, and check whether a test fails.
 
 `docs/development/mutation-testing.md` explains the results.
 
-    MEGATRON_MUTANTS=N   how many mutants, drawn from all (default 200).
-    MEGATRON_SEED=N      of the draw (default 1): the same number draws the same mutants.
-    MEGATRON_MUTATED=P   only modules whose path contains P.
-    MEGATRON_MUTATION_SECONDS=N  no mutant is begun after N seconds (default 3600).
+    MEGATRON_MUTANTS=N   number of mutants, a random sample (default 200).
+    MEGATRON_SEED=N      seed of the sample (default 1).
+    MEGATRON_MUTATED=P   mutate only modules whose path contains P.
+    MEGATRON_MUTATION_SECONDS=N  start no mutant after N seconds (default 3600).
 
-The product is changed in copies of the repository under build/; the working tree is not touched.
+The changes are made in copies of the repository under build/, not in the working tree.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ WORKERS = min(4, os.cpu_count() or 1)
 TEST_SECONDS = 15
 """A test that takes longer than this under a mutant has failed: the longest takes three seconds."""
 LEAST_KILLED = 0.65
-"""Share of the mutants that tests must notice: of 161 they noticed 78 %, and a sample of 50 may have far fewer."""
+"""Minimum share of killed mutants. Of 161 mutants the tests killed 78 %; a small sample may have far fewer."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """lines: for each module and line the tests that execute it; "" stands for what an import executes."""
+    """lines: for each module and line the tests that execute it; "" stands for the import of the module."""
 
     lines: dict[str, dict[str, list[str]]]
     seconds: dict[str, float]
 
     def tests_for(self, mutant: Mutant) -> list[str]:
-        """Tests that can notice the mutant, the shortest first. Of what an import executes, all of the module."""
+        """Return the tests that can detect the mutant, shortest first. For import-time code: all of the module."""
         lines = self.lines.get(mutant.path, {})
         found = {test for line in range(mutant.begins, mutant.last + 1) for test in lines.get(str(line), ())}
         if "" in found or not found & self.seconds.keys():
@@ -72,7 +72,7 @@ def copy_to(folder: Path) -> Path:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """The tests of `folder` find its product. What a soak sets for tests of its own is no matter of theirs."""
+    """Return the environment for tests of the copy in `folder`, without the variables of `make soak`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_")}
     paths = [folder / "operator", folder / "runtime", folder / "kernels", folder / "tests/mutation", folder]
     return {**inherited, "PYTHONPATH": ":".join(map(str, paths)), **more}
@@ -84,7 +84,7 @@ def pytest(folder: Path, *arguments: str, env: dict[str, str], seconds: float) -
 
 
 def record(folder: Path, modules: set[str], tests: tuple[str, ...]) -> Record:
-    """Run the tests once, unchanged. What was recorded before is taken while no file has changed."""
+    """Run the tests once without a mutant. Reuse the previous record if no file has changed."""
     digest = hashlib.sha256(repr((sorted(modules), tests)).encode())
     files = [path for name in ("operator", "runtime", "tests") for path in (folder / name).rglob("*.py")]
     for path in sorted(path for path in files if path.parent.name != "mutation"):
@@ -104,14 +104,14 @@ _times = itertools.count(1_000_000_000)
 
 
 def put(path: Path, source: str) -> None:
-    """Each version of a module has a time of its own, so that no bytecode is taken for that of another version."""
+    """Write a version of a module with a new modification time, so that Python does not use stale bytecode."""
     path.write_text(source)
     moment = next(_times)
     os.utime(path, (moment, moment))
 
 
 def try_out(mutant: Mutant, folder: Path, tests: list[str], seconds: float) -> dict[str, Any]:
-    """Put the mutant in the place of its module in `folder`, run the tests, and put the module back."""
+    """Write the mutant into `folder`, run the tests, and restore the module."""
     begun = time.monotonic()
     original = (folder / mutant.path).read_text()
     outcome, by = "not covered" if not tests else "survived", None

@@ -1,4 +1,4 @@
-"""Bad values of every field of the spec, generated from its schema: wrong types, out of range, malformed, unknown."""
+"""Invalid values of every field of the spec, generated from its schema: wrong type, out of range, unknown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEDGES: list[dict[str, Any]] = [
     {"server": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
     {"replicas": 0},
 ]
-"""What the schema takes and no engine can live with, or only a cluster unlike this one: changes of the spec."""
+"""Changes of the spec that the schema accepts and with which no engine of the test cluster can run."""
 WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x"}
 
 
@@ -43,7 +43,7 @@ class BadValue:
         return ".".join(("spec", *self.path))
 
     def spec(self) -> dict[str, Any]:
-        """A spec that is wrong in this one field."""
+        """Return a spec that is invalid in this one field."""
         spec = copy.deepcopy(GOOD)
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             spec["model"]["source"] = {}
@@ -64,14 +64,14 @@ def _along(path: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
 
 
 def _minimal(schema: Schema) -> Any:
-    """The smallest value that the schema takes, so that nothing but the one field is wrong."""
+    """Return a minimal valid value, so that only the one field is invalid."""
     if schema.get("type") != "object":
         return "org/name" if "/" in schema.get("pattern", "") else "x"
     return {name: _minimal(schema["properties"][name]) for name in schema.get("required", ())}
 
 
 def bad_values() -> list[BadValue]:
-    """All of them, in the order of the schema."""
+    """Return all invalid values in the order of the schema."""
     return list(_of(structural_schema(MegatronInferenceSpec), ()))
 
 

@@ -1,4 +1,4 @@
-"""What a coordinator says to an admin that is not the operator."""
+"""Query a coordinator's status as an admin other than the operator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 
 async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:
-    """STATUS as a second admin sees it, of the resource `demo` on this machine."""
+    """Return the status of the coordinator of resource `demo` on this machine."""
     admin = await api.get(SECRET, namespace, "megatron-operator-admin")
     keys = await api.get(SECRET, namespace, "demo-keys")
     return await ask_at(port, admin=admin, keys=keys)
 
 
 async def ask_at(address: int | str, *, admin: Mapping[str, Any], keys: Mapping[str, Any]) -> StatusReply:
-    """STATUS of the coordinator at an admin port.
+    """Return the status of the coordinator at an admin port.
 
     admin, keys: the Secrets of the operator and of the resource.
     """

@@ -1,4 +1,4 @@
-"""Plays the shell of a coordinator's core: events at a simulated time go in, effects are performed in memory."""
+"""Runs a coordinator's core at a simulated time: passes events to it and performs its effects in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Peer = tuple[int, bytes]
 
 
 class CoreDriver:
-    """deliver: called with the peer and the frames of each message; returns None if there is no such connection, False
-    if it accepts nothing more."""
+    """deliver: called with the peer and the frames of each message. Returns None if the connection does not exist,
+    False if it accepts no more messages."""
 
     def __init__(self, settings: CoordinatorSettings, deliver: Callable[[Peer, list[bytes]], bool | None]) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ class CoreDriver:
         self._perform()
 
     def pump(self) -> None:
-        """As every heartbeat does."""
+        """Dispatch queued requests, as every heartbeat does."""
         self.core.dispatcher.pump()
         self._perform()
 
@@ -52,13 +52,13 @@ class CoreDriver:
     def _perform(self) -> None:
         while effects := self.core.context.effects:
             self.core.context.effects = []
-            refused = []
+            rejected = []
             for peer, frames in effects:
                 if frames is None:
                     self.closed.append(peer)
                     continue
                 accepted = self._deliver(peer, frames)
                 if not accepted:
-                    refused.append((peer, frames, accepted is None))
-            if refused:
-                self.core.not_sent(refused, Counter(peer for peer, _ in effects))
+                    rejected.append((peer, frames, accepted is None))
+            if rejected:
+                self.core.not_sent(rejected, Counter(peer for peer, _ in effects))

@@ -1,4 +1,4 @@
-"""Waiting for what another process makes true."""
+"""Wait for a condition that another process makes true."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from machine import scaled
 
 LOOK_SECONDS = 0.1
 LONG_SECONDS = scaled(120)
-"""A timeout that only a defect reaches, on this machine."""
+"""A timeout that only a defect exceeds, scaled to this machine."""
 
 
 async def eventually(
@@ -19,7 +19,7 @@ async def eventually(
     what: str,
     look_seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Return when `condition` holds. Raises AssertionError naming `what` after `seconds` of an idle machine."""
+    """Return when `condition` holds. Raises AssertionError with `what` after scaled(seconds)."""
     limit = scaled(seconds)
     try:
         async with asyncio.timeout(limit):

@@ -1,4 +1,4 @@
-"""A hub on this machine: the part of the Hugging Face hub's HTTP API that a download uses, with faults on request."""
+"""A fake of the Hugging Face hub on loopback: the part of its HTTP API that a download uses, with fault injection."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LARGE = (".safetensors", ".gguf", ".distcp", ".bin")
-"""Files of these kinds are stored apart: the hub knows their sha256, and of others git's name."""
+"""Files with these suffixes are LFS files, which the hub lists with sha256, and others with git's blob id."""
 
 
 @dataclass
 class FakeHub:
-    """files: of the one repository, by path.
+    """files: content of the repository's files, by path.
 
-    token:       asked for, where there is one.
-    cut_after:   bytes after which a file's connection breaks, used up one by one; None lets one pass.
-    statuses:    answered instead of files, used up one by one, with the seconds to wait.
-    list_statuses: the same for the list.
-    trickling:   paths of which a connection gives 64 KiB.
-    endless:     paths whose content goes on after its end.
-    damaged:     paths whose content is other than the list says, for so many times.
-    ignores_range: gives whole files to whoever asks for parts.
-    requests:    (path, range) of files that were asked for.
-    listed:      how often the list was asked for.
-    list_body:   answered instead of the list.
-    list_headers: of the answer, beside its length.
-    list_forever: the list never ends.
+    token:       required token; None allows requests without a token.
+    cut_after:   bytes after which the connection of a file breaks, one entry per request; None sends the whole file.
+    statuses:    (status, Retry-After) answered instead of a file, one entry per request.
+    list_statuses: the same for the listing.
+    trickling:   paths of which each connection sends 64 KiB only.
+    endless:     paths whose content continues after the listed size.
+    damaged:     number of requests, by path, whose content differs from the listing.
+    ignores_range: send whole files for range requests.
+    elsewhere:   address of another server, to which file requests are redirected.
+    requests:    (path, range) of the requested files.
+    listed:      number of requests for the listing.
+    list_body:   replaces the listing.
+    list_headers: further headers of the listing.
+    list_forever: send the listing without an end.
     """
 
     files: dict[str, bytes]
@@ -103,23 +104,23 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             hub.listed += 1
         if hub.token is not None and given != f"Bearer {hub.token}":
-            self._refuse(401 if given is None else 403, "Access to model org/name is restricted")
+            self._reject(401 if given is None else 403, "Access to model org/name is restricted")
         elif path.startswith("/api/models/"):
             self._list(path)
         elif path.startswith(f"/{hub.repository}/resolve/{hub.commit}/"):
-            self._give(unquote(path.removeprefix(f"/{hub.repository}/resolve/{hub.commit}/")))
+            self._send_file(unquote(path.removeprefix(f"/{hub.repository}/resolve/{hub.commit}/")))
         else:
-            self._refuse(404, "Entry not found")
+            self._reject(404, "Entry not found")
 
     def _list(self, path: str) -> None:
         hub = self.owner
         if hub.list_statuses:
             status, after = hub.list_statuses.pop(0)
-            self._refuse(status, "slow down", after)
+            self._reject(status, "slow down", after)
             return
         wanted = [f"/api/models/{hub.repository}/revision/{name}" for name in (hub.branch, hub.commit)]
         if path not in wanted:
-            self._refuse(404, "Repository Not Found")
+            self._reject(404, "Repository Not Found")
             return
         body = json.dumps(hub.listing()).encode() if hub.list_body is None else hub.list_body
         self.send_response(200)
@@ -133,13 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(bytes(1 << 20))
         self.close_connection = hub.list_forever
 
-    def _give(self, name: str) -> None:
+    def _send_file(self, name: str) -> None:
         hub = self.owner
         wanted = self.headers.get("range")
         hub.requests.append((name, wanted))
         if hub.statuses:
             status, after = hub.statuses.pop(0)
-            self._refuse(status, "slow down", after)
+            self._reject(status, "slow down", after)
             return
         if hub.elsewhere is not None:
             self.send_response(302)
@@ -157,13 +158,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data) - start))
         self.end_headers()
         cut = hub.cut_after.pop(0) if hub.cut_after else 1 << 16 if name in hub.trickling else None
-        with contextlib.suppress(ConnectionError):  # of one that has had enough
+        with contextlib.suppress(ConnectionError):  # the client may close the connection
             self.wfile.write(data[start : None if cut is None else start + cut])
         if cut is not None:
             self.wfile.flush()
             self.close_connection = True
 
-    def _refuse(self, status: int, message: str, after: str = "") -> None:
+    def _reject(self, status: int, message: str, after: str = "") -> None:
         self.send_response(status)
         self.send_header("x-error-message", message)
         if after:

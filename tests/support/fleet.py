@@ -1,4 +1,4 @@
-"""A coordinator, engines and clients as processes of their own, with keys, to be killed, frozen and replaced."""
+"""A coordinator, engines and clients as separate processes with keys, which tests kill, freeze and replace."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Process:
         await self.ended()
 
     async def ended(self) -> int:
-        """Its exit status, when it has one."""
+        """Wait until it exits, and return its exit status."""
         return await asyncio.to_thread(self.process.wait)
 
     def freeze(self) -> None:
@@ -68,7 +68,7 @@ class Process:
         self.process.send_signal(signal.SIGCONT)
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample, by name; samples with labels as `name{value,…}`."""
+        """Return every sample by name; samples with labels as `name{value,…}`."""
 
         def get() -> str:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/metrics", timeout=LONG_SECONDS) as answer:
@@ -83,7 +83,7 @@ class Process:
 
 
 class Fleet:
-    """Starts `megatron` subcommands on this machine, CURVE on. Whatever still runs at close() is killed."""
+    """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run."""
 
     def __init__(self, directory: Path) -> None:
         self.keys_dir = directory / "keys"
@@ -97,14 +97,14 @@ class Fleet:
         self._closers = contextlib.ExitStack()
 
     async def coordinator(self, *arguments: str) -> Process:
-        """Started for itself: the time that its start takes is a part of what its loss costs."""
+        """Start the coordinator as a new interpreter: its start time is a part of the recovery time."""
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
         command = self._command("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
         return self._start(command, self._health_port, warm=False)
 
     async def engine(self, name: str, *arguments: str, warm: bool = True) -> Process:
-        """An echo engine, unless `arguments` name another executor.
+        """Start an echo engine, unless `arguments` name another executor.
 
         warm: forked from a process that has imported torch.
         """
@@ -116,14 +116,14 @@ class Fleet:
         return self.engines[name]
 
     async def engine_program(self, name: str, script: Path) -> Process:
-        """An engine that is a program of its own: `script COORDINATOR NAME HEALTH_PORT KEYS_DIR`."""
+        """Start an engine from another program: `script COORDINATOR NAME HEALTH_PORT KEYS_DIR`."""
         (health_port,) = free_ports(1)
         command = [str(script), f"tcp://127.0.0.1:{self.engine_port}", name, str(health_port), str(self.keys_dir)]
         self.engines[name] = self._start(command, health_port, warm=True)
         return self.engines[name]
 
     def start_command(self, *arguments: str) -> Process:
-        """Another `megatron` command, without a port for probes."""
+        """Start another `megatron` command, without a port for probes."""
         return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=False)
 
     def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
@@ -136,7 +136,7 @@ class Fleet:
         return self._processes[-1]
 
     async def run_python(self, script: Path, *arguments: str) -> asyncio.subprocess.Process:
-        """A Python program that is killed at the end like the rest; its standard output can be read."""
+        """Start a Python program whose standard output can be read. close() kills it."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(script), *arguments), stdout=asyncio.subprocess.PIPE
         )
@@ -172,7 +172,7 @@ class Fleet:
 async def until_status(
     link: ControlLink, condition: Callable[[StatusReply], bool], *, seconds: float = LONG_SECONDS, what: str
 ) -> StatusReply:
-    """Until what the coordinator says of itself fits."""
+    """Wait until the coordinator's status meets the condition, and return the status."""
     status: StatusReply | None = None
     try:
         async with asyncio.timeout(seconds):
@@ -200,7 +200,7 @@ async def until_serving(link: ControlLink, names: Iterable[str], *, seconds: flo
 
 @dataclass(eq=False)
 class Record:
-    """What one stream brought. arrivals: when each frame came, monotonic seconds."""
+    """The received frames of one stream. arrivals: time of each frame, monotonic seconds."""
 
     prompt: list[int]
     length: int
@@ -209,20 +209,20 @@ class Record:
     arrivals: list[float] = field(default_factory=list)
 
     def longest_gap(self, *, since: float) -> float:
-        """The longest wait for a frame that ended after `since`."""
+        """Return the longest wait for a frame that arrived after `since`."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
     def check(self, answer: list[int]) -> None:
         assert self.final is not None, "the stream ended without a final"
         assert self.final["status"] == "COMPLETED", self.final
-        assert self.final["generated_tokens"] == answer, "the answer is not that of an undisturbed run"
-        # The last step's tokens travel in the final alone.
-        assert self.streamed == answer[: len(self.streamed)], "a token was lost, doubled or moved on the way"
+        assert self.final["generated_tokens"] == answer, "the answer differs from that of an undisturbed run"
+        # The final alone contains the last step's tokens.
+        assert self.streamed == answer[: len(self.streamed)], "a token was lost, duplicated or reordered"
 
 
 class Load:
-    """Many streams at once over some clients, and when how many tokens had come."""
+    """Many concurrent streams of several clients, with a count of the received tokens."""
 
     def __init__(self, clients: list[InferenceClient]) -> None:
         self.records: list[Record] = []
@@ -258,17 +258,17 @@ class Load:
                 event.set()
 
     async def until(self, tokens: int, *, seconds: float = LONG_SECONDS) -> None:
-        """Until so many tokens have come over all streams."""
+        """Wait until all streams together have received `tokens` tokens."""
         event = asyncio.Event()
         self._progress.append((tokens, event))
         self._count(0)
         await asyncio.wait_for(event.wait(), seconds)
 
     async def finish(self, *, seconds: float = LONG_SECONDS) -> None:
-        """Until every stream has ended."""
+        """Wait until every stream is complete."""
         done, pending = await asyncio.wait(self._tasks, timeout=seconds)
         for task in pending:
             task.cancel()
-        assert not pending, f"{len(pending)} of {len(self._tasks)} streams did not end within {seconds:g} s"
+        assert not pending, f"{len(pending)} of {len(self._tasks)} streams did not complete within {seconds:g} s"
         for task in done:
             task.result()

@@ -1,4 +1,4 @@
-"""A coordinator of a tenant's own image: it answers garbage, too much, or values that no real one can have."""
+"""A hostile coordinator from a tenant's image: it answers garbage, floods, or values that no real one can have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENGINE = {"name": "demo-engine-0\x1b[2J\nnot a line", "state": "RUNNING", "dige
 
 
 def reply(**fields: object) -> bytes:
-    """STATUS_REPLY with these fields, whatever they are."""
+    """Return a STATUS_REPLY with these fields, which are not validated."""
     return pack([int(Header.STATUS_REPLY), {"incarnation": 1, "state": "RUNNING", **fields}])
 
 
@@ -47,18 +47,18 @@ ANSWERS: dict[str, Callable[[], list[bytes]]] = {
 
 
 class HostileCoordinator:
-    """Answers HELLO so that it is registered, with the highest fence, and every STATUS with the next of `answers`."""
+    """Answers HELLO with the highest fence, and every STATUS with the next of `answers`."""
 
     def __init__(
         self, answers: dict[str, Callable[[], list[bytes]]] = ANSWERS, *, floods: int = 0, path: Path | None = None
     ) -> None:
         """
-        floods: further answers to each STATUS.
+        floods: number of additional answers to each STATUS.
         path:   of the Unix socket to listen on; None means loopback.
         """
         self.told: list[str] = []
         self.round = asyncio.Event()
-        """Set when each answer was given."""
+        """Set when each of the answers was sent."""
         self._answers: Iterator[tuple[str, Callable[[], list[bytes]]]] = itertools.cycle(answers.items())
         self._count = len(answers)
         self._floods = floods
@@ -92,8 +92,7 @@ class HostileCoordinator:
             self.told.append(name)
             if len(self.told) >= self._count:
                 self.round.set()
-            said = answer()
-            if said:
-                connection.send(said)
+            if sent := answer():
+                connection.send(sent)
             for _ in range(self._floods):
                 connection.send([reply()])

@@ -1,4 +1,4 @@
-"""What an attacker sends: noise, and real messages that are damaged, cut, out of order, sent again."""
+"""Frames of an attacker: noise, and real messages that are damaged, truncated, out of order or repeated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from megatron_runtime.protocol.messages import (
 
 
 class HostileFrames:
-    """An endless source by `rng`.
+    """An endless source of frames, by `rng`.
 
-    Left out is what is somebody's right: a registration or a departure in another's name, and the plain SHUTDOWN.
+    It omits messages that the sender is authorised to send: registration or departure under another name, and SHUTDOWN
+    of the Megatron protocol.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -69,7 +70,7 @@ class HostileFrames:
         return [bytes(frame) for frame in frames]
 
     def _submit(self) -> list[bytes]:
-        """A request that is what it should be, and is forgotten again by the next ABORT of its uid, or never."""
+        """Return a valid request, which a later ABORT of its uid may cancel."""
         rng = self._rng
         uid = rng.randbytes(16)
         if rng.random() < 0.5 and self._sent:
@@ -90,7 +91,7 @@ def _is_a_right(frames: list[bytes]) -> bool:
 
 
 def control_frames(kind: Header) -> list[bytes]:
-    """A verb as an administrator would send it."""
+    """Return a verb as an administrator sends it."""
     return Control(kind=kind, operation_id="not mine to give", fence=1 << 40).to_frames()
 
 
@@ -111,7 +112,7 @@ def _nested(size: int) -> bytes:
 
 
 def _one_map(size: int) -> bytes:
-    """The same key again and again."""
+    """Return a map that repeats one key."""
     entries = (size - 5) // 2
     return _map(entries) + b"\x01\xc0" * entries
 
@@ -134,9 +135,9 @@ BOMBS: dict[str, Callable[[int], bytes]] = {
     "never filled": lambda size: _array(size) * (size // 5),
     "too deep": lambda size: b"\x91" * size,
 }
-"""Frames of about so many bytes that become many objects, or claim to."""
+"""Functions that return a frame of about `size` bytes that decodes to many objects, or declares them."""
 
 
 def bombs_of(header: int, size: int) -> list[bytes]:
-    """One message of each kind under `header`: it goes in as its second element."""
+    """Return one message per bomb, with the bomb as second element after `header`."""
     return [b"\x92" + pack(header) + bomb(size) for bomb in BOMBS.values()]

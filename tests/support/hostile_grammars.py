@@ -1,4 +1,5 @@
-"""Grammars that crash, stall or bloat a compiler without limits. Each returns a structured output of SamplingParams."""
+"""Grammars that crash or stall a compiler without limits, or exhaust its memory. Each function returns a structured
+output of SamplingParams."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def chained_terminals(count: int) -> Structure:
 
 
 def chained_references(count: int, *, arrays: int = 0) -> Structure:
-    """arrays: how many levels of `items` each definition has around its `$ref`."""
+    """arrays: levels of `items` around the `$ref` of each definition."""
     definitions: dict[str, Any] = {f"d{count}": {"type": "integer"}}
     for number in range(count):
         schema: dict[str, Any] = {"$ref": f"#/$defs/d{number + 1}"}
@@ -41,13 +42,13 @@ def nested_arrays(depth: int) -> Structure:
 
 
 def multiples(count: int, *, of: int = 9973) -> Structure:
-    """Makes `of` states for each property: seconds to minutes for some hundreds of properties."""
+    """Needs `of` states per property: seconds to minutes for some hundreds of properties."""
     properties = {f"p{number}": {"type": "integer", "multipleOf": of - 2 * number} for number in range(count)}
     return {"type": "json_schema", "value": {"type": "object", "properties": properties}}
 
 
 def ambiguous(count: int) -> Structure:
-    """Compiles in no time; the mask after the first token takes up to seconds."""
+    """Compiles fast; the mask after the first token takes up to seconds."""
     sequences = " | ".join(" ".join(["s"] * length) for length in range(2, count + 2))
     return {"type": "grammar", "value": f'start: ("x" s "\\n")+\ns: {sequences} | /(.|\\n)/'}
 
@@ -69,10 +70,10 @@ REJECTED_BY_TEXT: dict[str, Structure] = {
     "large multiple": {"type": "json_schema", "value": {"type": "integer", "multipleOf": 1_000_003}},
     "long text": {"type": "regex", "value": "a" * 100_000},
 }
-"""Exceed a limit of grammar_limits."""
+"""Grammars that exceed a limit of grammar_limits."""
 
 REJECTED_BY_TRIAL: dict[str, tuple[Structure, str]] = {
     "40 references with 10 arrays each": (chained_references(40, arrays=10), "SIGSEGV"),
     "300 multiples": (multiples(300), "longer than"),
 }
-"""Within those limits: end the process that tries them, and words of the error."""
+"""Grammars within those limits that terminate the compiling process, with a part of the error message."""

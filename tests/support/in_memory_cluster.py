@@ -1,7 +1,7 @@
-"""A cluster small enough to reason about: an API server, pods and a coordinator as plain data.
+"""A fake cluster in memory: an API server, pods and a coordinator as plain data.
 
-`Cluster.step()` is one pass of the operator; `Cluster.tick()` lets everything else move one step. The coordinator
-rejects what its protocol calls illegal by failing the test, so no test needs to look for it.
+`Cluster.step()` is one pass of the operator; `Cluster.tick()` advances everything else by one step. An illegal signal
+fails the test with an AssertionError, so no test needs to check for it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FakeCoordinator:
     engines: dict[str, FakeEngine] = field(default_factory=dict)
     operations: dict[str, OperationReport] = field(default_factory=dict)
     begun: list[Signal] = field(default_factory=list)
-    """Every operation that was started, once each."""
+    """Every started operation, once."""
     open: Signal | None = None
     all_draining: bool = False
     queue: int = 0
@@ -108,7 +108,7 @@ class FakeCoordinator:
         assert signal.fence >= self.fence, f"stale fence {signal.fence} < {self.fence}"
         assert self.open is None, f"{signal.kind} while {self.open} is under way"
         assert signal.kind in LEGAL_SIGNALS[self.state], f"illegal: {signal.kind} in {self.state}"
-        assert signal.expected_engines <= len(self.engines), "expects engines that are not there"
+        assert signal.expected_engines <= len(self.engines), "expects engines that are not registered"
         self.fence = signal.fence
         self.begun.append(signal)
         self.open = signal
@@ -119,7 +119,7 @@ class FakeCoordinator:
                 engine.draining = engine.draining or signal.engine in (None, name)
 
     def finish(self) -> None:
-        """Every rank confirms what is open."""
+        """All ranks confirm the open operation."""
         if self.open is None:
             return
         if self.open.source in self.bad_sources:
@@ -176,7 +176,7 @@ class FakeCoordinator:
 
 
 class Cluster:
-    """One resource and all around it."""
+    """One resource and its environment."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class Cluster:
         return ChildRef("Secret", f"{self.name}-keys")
 
     def step(self, *, crash_after: int | None = None) -> Decision:
-        """One pass: decide, persist, act. `crash_after` actions the operator dies."""
+        """Make one pass: decide, persist, act. crash_after: number of actions after which the operator is killed."""
         decision = decide(self.world())
         MegatronInferenceStatus.model_validate(decision.status)
         if decision.status != self.status:
@@ -286,19 +286,16 @@ class Cluster:
                 secret = self.objects[self.secret]
                 secret["data"] = patch["data"]
                 secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
-        elif isinstance(action, ApplyChild):
+        elif isinstance(action, ApplyChild | VetChild):
             if action.ref in self.reject:
                 self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
                 return
             self.rejections.pop(action.ref, None)
+            if isinstance(action, VetChild):
+                self.vetted[action.ref] = action.hash
+                return
             self.unverified.discard(action.ref)
             self._store(action.manifest)
-        elif isinstance(action, VetChild):
-            if action.ref in self.reject:
-                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
-            else:
-                self.vetted[action.ref] = action.hash
-                self.rejections.pop(action.ref, None)
         elif isinstance(action, DeleteChild):
             assert self.objects[action.ref]["metadata"]["uid"] == action.uid
             del self.objects[action.ref]
@@ -324,11 +321,11 @@ class Cluster:
             self.events.append(action)
 
     def put(self, manifest: dict[str, Any]) -> None:
-        """An apply that the API server took."""
+        """Store an applied object."""
         self._store(manifest)
 
     def remove(self, kind: str, name: str, uid: str) -> None:
-        """A deletion that the API server took, if it was of that very object."""
+        """Delete an object or pod if the uid matches."""
         if kind == "Pod":
             if self.pods[name]["metadata"]["uid"] == uid:
                 self.deleted_pods.append(name)
@@ -346,10 +343,10 @@ class Cluster:
         obj["metadata"].setdefault("resourceVersion", "2")
         self.objects[ref] = obj
 
-    # --- Everything else ----------------------------------------------------------------------------------------
+    # --- Kubernetes, engines and the coordinator ----------------------------------------------------------------
 
     def tick(self, *, finish: bool = True) -> None:
-        """Kubernetes, engines and the coordinator move one step."""
+        """Advance Kubernetes, engines and the coordinator by one step."""
         self.now += timedelta(seconds=1)
         self._reconcile_pods()
         if any(pod["metadata"]["labels"]["app.kubernetes.io/component"] == "coordinator" for pod in self.pods.values()):
@@ -362,7 +359,7 @@ class Cluster:
                 self._bring_keys(self.coordinator)
 
     def _bring_keys(self, coordinator: FakeCoordinator) -> None:
-        """Mounted Secrets are swapped; peers take up their own pair, the coordinator takes up its own at its start."""
+        """Update mounted Secrets. Peers reload their key pairs at once, the coordinator its own at its start only."""
         secret = self.objects.get(self.secret)
         if secret is None:
             return
@@ -404,7 +401,7 @@ class Cluster:
         return {"metadata": metadata, "spec": spec, "status": status}
 
     def restart_coordinator(self, pod: str) -> None:
-        """It comes back knowing what engines told it, and takes its own key from the files of that moment."""
+        """Restart the coordinator. It recovers its state from the engines and reads its key from the current files."""
         assert self.coordinator is not None
         self._remove_pod(pod)
         self.coordinator.keys = None
@@ -434,7 +431,7 @@ class Cluster:
                 )
 
     def settle(self, *, limit: int = 80) -> Decision:
-        """Passes and ticks until nothing changes any more."""
+        """Make passes and ticks until nothing changes."""
         quiet = 0
         decision = self.step()
         for _ in range(limit):
@@ -449,7 +446,7 @@ class Cluster:
                 return decision
         raise AssertionError("did not settle:\n" + "\n".join(self.log[-12:]))
 
-    # --- What tests look at -------------------------------------------------------------------------------------
+    # --- State for assertions -----------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -467,11 +464,6 @@ class Cluster:
 
     def engine_pods(self) -> list[str]:
         return sorted(name for name in self.pods if "-engine-" in name)
-
-
-def _object(kind: str, name: str) -> dict[str, Any]:
-    owner = [{"uid": OWNER_UID}]
-    return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "ownerReferences": owner}}
 
 
 MINIMAL: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}

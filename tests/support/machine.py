@@ -1,7 +1,7 @@
-"""How slow this machine is, measured once before the tests, so that no timeout depends on its speed.
+"""The speed of this machine, measured once before the tests, so that timeouts scale with it.
 
-A timeout in a test says how long an idle two-core machine may take; `scaled()` makes it as much longer as this machine
-is slower. MEGATRON_TIME_SCALE sets the factor instead of measuring it.
+A timeout in a test is the time that an idle two-core machine may take. `scaled()` multiplies it by the factor by which
+this machine is slower. MEGATRON_TIME_SCALE sets the factor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _REFERENCE_SECONDS = 0.15
 
 
 def measure_scale() -> float:
-    """The factor: the time that concurrent threads take for a fixed piece of work, over the reference; at least 1.
+    """Return the time that concurrent threads take for a fixed computation, divided by the reference; at least 1.
 
-    The threads compute without the interpreter lock, so a CPU quota and the load of other processes count.
+    The threads compute without the interpreter lock, so the factor includes a CPU quota and the load of other
+    processes.
     """
 
     def work() -> None:
@@ -34,10 +35,10 @@ def measure_scale() -> float:
     return max(1.0, (time.monotonic() - begun) / _REFERENCE_SECONDS)
 
 
-# Processes of pytest-xdist inherit the first one's measurement.
+# Worker processes of pytest-xdist inherit the measurement.
 SCALE = float(os.environ.setdefault("MEGATRON_TIME_SCALE", f"{measure_scale():.2f}"))
 
 
 def scaled(seconds: float) -> float:
-    """`seconds` of an idle two-core machine, in seconds of this one."""
+    """Convert seconds of an idle two-core machine to seconds of this machine."""
     return seconds * SCALE

@@ -1,4 +1,4 @@
-"""Small models with random weights, in a directory as transformers writes it. No weight is zero, one or repeated."""
+"""Small models with random weights, in a directory in the format of transformers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ CONFIGS = {
         LLAMA, family="qwen3_moe", qk_norm=True, moe=replace(_EXPERTS, normalize=False, dense_layers=(1,))
     ),
 }
-"""Models that Megatron-LM can describe."""
+"""Configurations that Megatron-LM supports."""
 
 
 def random_tensors(
     config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return random values for every tensor of the model, by its name in transformers."""
+    """Return every tensor of the model, by its name in transformers."""
     generator = torch.Generator().manual_seed(seed)
     family = FAMILIES[config.family]
     return {
@@ -69,7 +69,7 @@ def all_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def random_model(config: ModelConfig, *, seed: int = 0) -> TensorsInMemory:
-    """Return a checkpoint with random weights in memory."""
+    """Return a model in memory, as a program may pass it."""
     return TensorsInMemory(config, random_tensors(config, seed=seed))
 
 
@@ -83,7 +83,7 @@ def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.T
 
 
 def write_speaking_model(directory: Path) -> Path:
-    """Write a random model of four heads with the vocabulary and the tokenizer of the built-in model."""
+    """Write a model of four heads with the built-in model's vocabulary and tokenizer."""
     sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "head_dim": 16}
     config = replace(LLAMA, **sizes, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
     model = write_model(directory, config, random_tensors(config, seed=1))

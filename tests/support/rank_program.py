@@ -1,10 +1,13 @@
-"""One rank of an engine without a coordinator: rank 0 answers the prompts it is given, the others follow it.
+"""One rank of an engine without a coordinator: rank 0 answers the given prompts, the other ranks follow it.
 
-Its options: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
-suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, send "step" each
-time); kernels (as a GPU does, on a CPU; "graphs": its steps of decodes padded as for graphs); fail (rank, name of
-a method of TorchExecutor, how often: it raises on that rank); hang (rank, one of HANGS, after how many orders: what
-happens then in layer 1); rendezvous_seconds; step_timeout_seconds.
+Options:
+  model; tensor, pipeline, expert; prompts; rendezvous_seconds; step_timeout_seconds
+  sampling       fields of SamplingParams, one dict per prompt
+  suspend_after  number of steps after which the engine is suspended and resumed
+  forever        repeat the prompts without end and send "step" each time
+  kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
+  fail           (rank, name of a method of TorchExecutor, number of times): the method raises on that rank
+  hang           (rank, one of HANGS, number of orders): the rank hangs in layer 1 after that many orders
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ HANGS_NOW = "hangs from now on: "
 
 
 def _compute(seconds: float) -> None:
-    """Computes in a library that does not hold the interpreter."""
+    """Compute in a library that releases the interpreter lock."""
     began = time.thread_time()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     rounds = int(100_000 * seconds / (time.thread_time() - began))
@@ -88,7 +91,7 @@ def _config() -> InferenceConfig:
 
 
 def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
-    """What an engine on `executor` makes of the prompts."""
+    """Return an engine's answers to the prompts, computed by `executor`."""
     engine = DynamicInferenceEngine(executor, _config())
     found: dict[int, dict[str, list[Any]]] = {}
     for index, (prompt, sampling) in enumerate(zip(options["prompts"], options["sampling"], strict=True)):
@@ -112,12 +115,12 @@ def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str, messages: Connection | None) -> None:
-    """The whole life of one rank's process."""
+    """Run one rank's process."""
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, sys.stderr.fileno())
     end = Path(f"{log}.end")
     end.touch()
-    # Where a container's status would look for it; functions have it as a default.
+    # The path of the termination message is a default argument.
     termination.write_termination_message.__defaults__ = (end,)
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -187,7 +190,7 @@ def _plant_hang(how: str, after: int) -> None:
 
 
 class EagerGraphs(DecodeGraphs):
-    """Runs what a graph would replay: the same padded steps, from the same buffers."""
+    """Runs the steps that a graph replays: the same padded steps, from the same buffers."""
 
     def __init__(self, run: Callable[[int], StepOutput]) -> None:
         self._run = run
@@ -197,7 +200,7 @@ class EagerGraphs(DecodeGraphs):
 
 
 def executor_of_kernels(*, has_graphs: bool) -> Callable[..., TorchExecutor]:
-    """What a GPU does, with torch's references of the kernels."""
+    """Return the GPU's executor on the CPU, with torch's references of the kernels."""
     config = _config()
     if has_graphs:
         cuda_executor.DecodeGraphs = EagerGraphs  # type: ignore[misc]

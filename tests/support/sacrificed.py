@@ -1,4 +1,4 @@
-"""A child for the tests of SacrificialProcess: does what the request says, however bad for its process."""
+"""A child for the tests of SacrificialProcess: it executes requests that crash, stall or exhaust its process."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from megatron_runtime.process.sacrificial_process import serve
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     if setup == b"fail":
-        raise ValueError("told to fail")
+        raise ValueError("configured to fail")
 
     def handle(request: bytes) -> bytes:
         match request.split():
@@ -18,7 +18,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
                 ctypes.string_at(0)
             case [b"sleep", seconds]:
                 time.sleep(float(seconds))
-            case [b"hold", seconds]:  # native code that keeps the interpreter's lock
+            case [b"hold", seconds]:  # native code that holds the interpreter lock
                 ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
             case [b"allocate", size]:
                 return str(len(bytearray(int(size)))).encode()

@@ -1,4 +1,4 @@
-"""An engine for tests: speaks the protocol over a real socket, generates hashes, misbehaves as told."""
+"""A fake engine: it implements the protocol over a real socket, generates echo tokens, and fails on request."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ class Job:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """step_seconds: time between tokens; None generates only in step().
+    """A fake engine.
 
-    mute:   control messages that get no answer.
-    failing: control messages that fail.
+    step_seconds: time between tokens; None generates only in step().
+
+    mute:    control messages that it does not answer.
+    failing: control messages that it answers with an error.
     """
 
     address: str
@@ -172,8 +174,8 @@ class ScriptedEngine:
         try:
             budget = unpack(dispatch.params)["num_tokens_to_generate"]
         except (MalformedMessageError, KeyError, TypeError) as error:
-            refusal = {"status": "FAILED", "finish_reason": "error", "error": {"code": 400, "message": str(error)}}
-            self.send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(refusal)))
+            rejection = {"status": "FAILED", "finish_reason": "error", "error": {"code": 400, "message": str(error)}}
+            self.send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(rejection)))
             return
         prompt = tokens_from_bytes(dispatch.prompt).tolist()
         self.jobs[dispatch.dispatch_id] = Job(dispatch, prompt, generated, budget, len(generated))
@@ -191,7 +193,7 @@ class ScriptedEngine:
             self._schedule()
 
     def step(self) -> None:
-        """One token for every job."""
+        """Generate one token for every job."""
         partials: dict[int, tuple[list[PartialEntry], list[int]]] = {}
         for number, job in list(self.jobs.items()):
             if len(job.generated) < job.budget:
@@ -248,12 +250,12 @@ class ScriptedEngine:
         self._schedule()
 
     def leave(self) -> None:
-        """Say DISCONNECT and close."""
+        """Send DISCONNECT and close."""
         self.send(Disconnect(reason="test"))
         self.close(linger_ms=500)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Vanish without a word. Idempotent."""
+        """Close without DISCONNECT. Idempotent."""
         for timer in self._timers:
             timer.cancel()
         self.socket.close(linger_ms=linger_ms)

@@ -1,6 +1,6 @@
-"""The core of a coordinator, engines and a client in one thread, at a simulated time.
+"""The core of a coordinator, simulated engines and a simulated client in one thread, at a simulated time.
 
-Engines generate as echo engines do. A request whose prompt begins with POISON ends the engine that runs it.
+Engines generate the tokens of echo engines. A request whose prompt begins with POISON crashes the engine that runs it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class Job:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """poison_length: tokens of prompt and answer at which a poison request ends the engine.
+    """A simulated engine.
 
-    silent: neither generates nor sends. reported: what heartbeats say is running; None: the truth.
+    poison_length: tokens of prompt and answer at which a poison request crashes the engine.
+    silent:        neither generates nor sends.
     """
 
     name: str
@@ -92,8 +93,8 @@ class SimulatedEngine:
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request of the client, and what has come of it."""
+class ClientRequest:
+    """A request of the client and its answer."""
 
     uid: bytes
     prompt: list[int]
@@ -108,29 +109,29 @@ class Asked:
         return self.answer is not None or self.error is not None or self.reply is not None
 
     def check(self) -> None:
-        """It was answered as by an engine that nothing ever disturbed."""
+        """Check that the answer equals that of an undisturbed engine."""
         assert self.error is None, self.error
         assert self.answer == echo_answer(self.prompt, self.length, vocab_size=VOCABULARY)
-        assert self.tokens == self.answer[: len(self.tokens)], "a token was lost, doubled or moved"
+        assert self.tokens == self.answer[: len(self.tokens)], "a token was lost, duplicated or reordered"
 
 
 class SimulatedFleet:
     def __init__(self, *, seed: int = 1, suspect: float = 2.0, dead: float = 10.0, **settings: Any) -> None:
         self.inboxes: dict[Peer, deque[Any]] = {}
-        """What was sent to each connection; its peer reads it in the next turn."""
+        """Messages to each connection, which its peer reads in the next turn."""
         self.full: set[Peer] = set()
-        """Connections that accept nothing for now."""
+        """Connections that currently accept no message."""
         self.random = random.Random(seed)
         timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
         self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver)
         self.core = self.driver.core
         self.say = self.driver.say
         self.engines: dict[str, SimulatedEngine] = {}
-        self.asked: dict[bytes, Asked] = {}
+        self.asked: dict[bytes, ClientRequest] = {}
         self.crashes: list[str] = []
-        """Names of engines that a poison request or crash() ended, in order."""
+        """Names of engines crashed by a poison request or crash(), in order."""
         self.restart_turns: int | None = None
-        """A crashed engine comes back after so many turns; None: never."""
+        """Turns after which a crashed engine restarts; None: never."""
         self._returning: list[list[Any]] = []
         self._count = 0
         self.client = self._peer(Role.CLIENT)
@@ -157,7 +158,7 @@ class SimulatedFleet:
     # --- engines ------------------------------------------------------------------------------------------------
 
     def engine(self, name: str, *, loading_turns: int = 0, **options: Any) -> SimulatedEngine:
-        """Start a process: it registers now and serves after `loading_turns`."""
+        """Start an engine: it registers now and serves after `loading_turns`."""
         engine = SimulatedEngine(
             name, self._peer(Role.ENGINE), self.random.getrandbits(63), loading_turns=loading_turns, **options
         )
@@ -168,7 +169,7 @@ class SimulatedFleet:
         return engine
 
     def plain_engine(self, name: str) -> SimulatedEngine:
-        """Needs `single_port=True`."""
+        """Start an engine of the Megatron protocol. Needs `single_port=True`."""
         peer = (SHARED_PORT, name.encode())
         self.inboxes[peer] = deque()
         engine = self.engines[name] = SimulatedEngine(name, peer, 0, plain=True)
@@ -176,12 +177,12 @@ class SimulatedFleet:
         return engine
 
     def cut(self, engine: SimulatedEngine, *, by_peer: bool = True) -> None:
-        """End its connection. The process lives."""
+        """Close the engine's connection. The engine keeps running."""
         self.inboxes.pop(engine.peer, None)
         self.driver.connection_lost(engine.peer, by_peer=by_peer)
 
     def crash(self, engine: SimulatedEngine) -> None:
-        """The process ends by a signal."""
+        """Crash an engine."""
         engine.alive = False
         self.crashes.append(engine.name)
         if self.restart_turns is not None:
@@ -189,7 +190,7 @@ class SimulatedFleet:
         self.cut(engine)
 
     def reconnect(self, engine: SimulatedEngine) -> None:
-        """An engine that lives, on a new connection. It forgets what it had."""
+        """Open a new connection of a running engine, which drops its requests."""
         engine.peer = self._peer(Role.ENGINE)
         engine.incarnation = self.random.getrandbits(63)
         engine.jobs.clear()
@@ -204,8 +205,10 @@ class SimulatedFleet:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def ask(self, *prompt: int, tokens: int = 40, streaming: bool = True, model: str = "", **meta: Any) -> Asked:
-        asked = Asked(self.random.randbytes(16), list(prompt), tokens)
+    def ask(
+        self, *prompt: int, tokens: int = 40, streaming: bool = True, model: str = "", **meta: Any
+    ) -> ClientRequest:
+        asked = ClientRequest(self.random.randbytes(16), list(prompt), tokens)
         self.asked[asked.uid] = asked
         params = pack({"num_tokens_to_generate": tokens, "streaming": streaming})
         if model:
@@ -214,7 +217,7 @@ class SimulatedFleet:
         self.say(self.client, submit)
         return asked
 
-    def abort(self, asked: Asked) -> None:
+    def abort(self, asked: ClientRequest) -> None:
         del self.asked[asked.uid]
         self.say(self.client, Abort(asked.uid))
 
@@ -224,7 +227,7 @@ class SimulatedFleet:
     # --- turns --------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Everybody reads what was sent, engines make one step, and a little time passes."""
+        """Let all peers read their messages and all engines make one step, and advance the time."""
         for engine in list(self.engines.values()):
             if engine.alive:
                 self._play(engine)
@@ -250,7 +253,7 @@ class SimulatedFleet:
         raise AssertionError(f"not within {turns} turns")
 
     def finish(self, *, turns: int = 3000) -> None:
-        """Until every request has its answer or its error."""
+        """Run turns until every request has an answer or an error."""
         self.until(lambda: all(asked.ended for asked in self.asked.values()), turns=turns)
 
     def _play(self, engine: SimulatedEngine) -> None:
@@ -324,7 +327,7 @@ class SimulatedFleet:
                         tokens = [next(new) for _ in range(count)]
                         asked = self.asked.get(uid)
                         if asked is not None:
-                            assert offset == len(asked.tokens), "a partial is not the next one"
+                            assert offset == len(asked.tokens), "a partial is missing or repeated"
                             asked.tokens += tokens
                 case Final() as final if final.uid in self.asked:
                     self.asked[final.uid].answer = tokens_from_bytes(final.tokens).tolist()

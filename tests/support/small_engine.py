@@ -1,4 +1,4 @@
-"""An engine of a small random model, on any device, and answers of it."""
+"""An engine with a small random model, on any device, and its answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PROMPTS = [list(range(1, 40)), list(range(1, 40)), [7], list(range(60, 90))]
 def engine_on(
     make_executor: Callable[..., TorchExecutor], mode: KVCacheManagementMode, model: ModelConfig = SMALL
 ) -> DynamicInferenceEngine:
-    """make_executor: CpuExecutor, or CudaExecutor with its sizes given."""
+    """Return an engine. make_executor: CpuExecutor, or CudaExecutor with its size arguments bound."""
     config = InferenceConfig(
         max_requests=4,
         max_tokens=48,
@@ -98,4 +98,4 @@ def answers(engine: DynamicInferenceEngine, *, suspend_after: int | None = None)
 
 
 def _no_tokenizer():
-    raise AssertionError("prompts are token ids here")
+    raise AssertionError("these tests use token ids only")

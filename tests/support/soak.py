@@ -1,9 +1,9 @@
-"""How often and how large the survival tests run: once and short in `make test`, many times in `make soak`.
+"""Sizes and repetitions of randomised tests: once and small in `make test`, many times and large in `make soak`.
 
 MEGATRON_SOAK=1           full sizes.
-MEGATRON_REPETITIONS=N    repetitions of each test, whatever its own number.
-MEGATRON_SEED=N           the first seed; a test's seed is in its name.
-MEGATRON_PART=K/N         of what a soak tries one by one, every Nth only, from the Kth on: N shorter runs for one long.
+MEGATRON_REPETITIONS=N    repetitions of each test.
+MEGATRON_SEED=N           the first seed. A test's name contains its seed.
+MEGATRON_PART=K/N         run every Nth case of an exhaustive test, from the Kth on: splits one long run into N.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FIRST_SEED = int(os.environ.get("MEGATRON_SEED", "1"))
 
 
 def size(test: int, *, soak: int) -> int:
-    """A number that is `test` in `make test` and `soak` in `make soak`."""
+    """Return `test` in `make test` and `soak` in `make soak`."""
     return soak if SOAK else test
 
 
 def part(everything: Sequence[T]) -> list[T]:
-    """What MEGATRON_PART leaves of it; without it, everything."""
+    """Return the cases that MEGATRON_PART selects; all without it."""
     which, of = map(int, os.environ.get("MEGATRON_PART", "1/1").split("/"))
     assert 1 <= which <= of, f"MEGATRON_PART={which}/{of}: K/N has K from 1 to N"
     return list(everything[which - 1 :: of])

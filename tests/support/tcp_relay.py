@@ -1,4 +1,4 @@
-"""A TCP relay on loopback that can hold back the bytes to the server, as a network that delivers late."""
+"""A TCP relay on loopback that can delay the bytes to the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 
 
 class TcpRelay:
-    """One listening port on loopback in front of another."""
+    """A listening port on loopback that relays to another port."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -16,7 +16,7 @@ class TcpRelay:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.held = 0
-        """Bytes that were held back."""
+        """Number of delayed bytes."""
 
     @property
     def port(self) -> int:
@@ -34,11 +34,11 @@ class TcpRelay:
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
     def hold(self) -> None:
-        """From now on the server hears nothing."""
+        """Stop forwarding to the server."""
         self._flowing.clear()
 
     def release(self) -> None:
-        """What was held back arrives, and all that follows."""
+        """Forward the delayed bytes and all that follow."""
         self._flowing.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

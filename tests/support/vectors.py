@@ -44,7 +44,7 @@ _PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_ge
 
 
 class _PlainFrames:
-    """A message of the plain protocol, given as its list."""
+    """A message of the Megatron protocol, as its list."""
 
     def __init__(self, *items: object) -> None:
         self._items = items

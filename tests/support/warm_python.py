@@ -1,7 +1,7 @@
-"""Processes that are forked from one that has imported what they need: imports take longer than most of what they do.
+"""Processes forked from a process that has already imported their modules, because imports take seconds.
 
-One server of multiprocessing for each process of pytest, started with the first of them. A program that is about the
-interpreter's own start or end, or about memory, is started for itself instead.
+Each pytest process has one fork server of multiprocessing, started with the first such process. Tests of interpreter
+start and exit or of memory start a new interpreter instead.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TORCH = (
     "megatron_runtime.backends.echo.backend",
     "megatron_runtime.backends.native.build",
     "rank_program",
-    "pytest",  # every process looks into the main module of the one that asks for it
+    "pytest",  # every process imports the main module of the pytest process
 )
-"""What engines and ranks import."""
+"""Modules of engines and ranks."""
 
 PLATFORM = (
     "megatron_operator.controller.main",
@@ -40,23 +40,23 @@ PLATFORM = (
     "megatron_runtime.backends.echo.backend",
     "pytest",
 )
-"""What an operator, a coordinator and an echo engine import: no torch."""
+"""Modules of an operator, a coordinator and an echo engine, without torch."""
 
 
 @cache
 def warm_context(modules: Sequence[str] = TORCH) -> ForkServerContext:
-    """Starts processes within milliseconds. The first call of a process decides which modules they have."""
+    """Return a context that starts processes within milliseconds. The first call sets the imported modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     with pytest.MonkeyPatch.context() as environment:
-        # Not every Python hands its path to the server, which then skips what it cannot import.
+        # Some Python versions do not pass sys.path to the server, which skips modules that it cannot import.
         environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
     return context
 
 
 class WarmProgram:
-    """`script` as the __main__ of a warm process, with its standard output in a pipe."""
+    """`script` as __main__ of a forked process, with its standard output in a pipe."""
 
     def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         receiver, sender = warm_context().Pipe(duplex=False)
@@ -74,29 +74,29 @@ class WarmProgram:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Once it has ended: negative for a signal."""
+        """Wait until it exits and return its exit code, negative for a signal."""
         self._process.join(LONG_SECONDS)
         return self._process.exitcode
 
     def finish(self) -> str:
-        """What it has written since the last read, up to its end, which must be a good one."""
+        """Return the rest of its output. It must exit with status 0."""
         output = self.stdout.read()
         assert self.exit_code() == 0, output
         return output
 
     def close(self) -> None:
-        """Ends it if it still runs."""
+        """Kill it if it still runs."""
         self._process.kill()
         self._process.join()
         self.stdout.close()
 
 
 class WarmProcess:
-    """`python -m module …`, or a script by its path: as much of `subprocess.Popen` as tests need.
+    """`python -m module …`, or a script by its path: the part of `subprocess.Popen` that tests need.
 
-    environment: all that it has.
-    log: what its standard output and error are added to; without one they are those of the tests.
-    modules: what it has imported already, where no warm process was asked for before.
+    environment: its whole environment.
+    log:         file to which its standard output and error are appended; None inherits those of the tests.
+    modules:     imported modules, if this is the first forked process.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WarmProcess:
     ) -> None:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(log.open("ab")) if log is not None else None
-            # A connection is how multiprocessing hands over an open file.
+            # multiprocessing passes an open file as a Connection.
             outputs = [
                 stack.enter_context(Connection(os.dup(file.fileno() if file is not None else number), readable=False))
                 for number in (1, 2)
@@ -144,7 +144,7 @@ class WarmProcess:
 
 def _be_command(command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Connection]) -> None:
     os.environ.clear()
-    # The server ends when the tests do, and with it what would outlive them.
+    # The fork server exits with pytest, and the processes with the fork server.
     os.environ.update(environment, MEGATRON_PARENT_PID=str(os.getppid()))
     for number, output in enumerate(outputs, start=1):
         with output:

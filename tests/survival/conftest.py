@@ -1,4 +1,4 @@
-"""Real processes under load, all torn down; what was measured is printed at the end."""
+"""Fixtures: processes that are stopped after each test, and measurements that are printed at the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Say what was measured; printed after all tests, asserted by none."""
+    """Record a measurement, which is printed after all tests."""
 
-    def say(line: str) -> None:
+    def add(line: str) -> None:
         request.config.stash.setdefault(_LINES, []).append(f"{request.node.name}: {line}")
 
-    return say
+    return add
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

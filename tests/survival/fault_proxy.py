@@ -1,4 +1,4 @@
-"""Stands between peers and a coordinator, and loses, doubles and delays the acknowledgements and commits that pass."""
+"""A proxy between peers and a coordinator that loses, duplicates and delays acknowledgements and commits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from megatron_runtime.transport.event_socket import EventSocket
 
 
 class FaultProxy:
-    """Peers connect to `address`; each gets a connection of its own to the coordinator at `target`.
+    """Peers connect to `address`. The proxy opens one connection per peer to the coordinator at `target`.
 
-    share: of the acknowledgements and commits meet a fate, by `rng`; the others pass, and so does everything else, in
-           order.
-    fates: how many met which, and how many of each message met one.
+    share: the share of acknowledgements and commits that get a fault, by `rng`. All other messages pass in order.
+    fates: number of messages by fault, and number of faults by message type.
     """
 
     MOST_SECONDS_LATE = 0.6
@@ -77,7 +76,7 @@ class FaultProxy:
                 socket.send(frames)
 
     def _fate(self, frames: list[bytes]) -> str:
-        # A message to a peer still has its routing identity in front.
+        # A message to a peer begins with the routing identity.
         for candidate in (frames, frames[1:]):
             with contextlib.suppress(MalformedMessageError):
                 message = decode(candidate) if candidate else None

@@ -1,4 +1,4 @@
-"""A client that submits streams and waits, so that a test can kill it: `killed_client.py PORT KEYS STREAMS TOKENS`.
+"""A client that submits streams and waits until a test kills it: `killed_client.py PORT KEYS STREAMS TOKENS`.
 
 Prints `started` when each stream has yielded a token.
 """

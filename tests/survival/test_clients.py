@@ -1,4 +1,4 @@
-"""Clients that vanish, that do not read, that come all at once."""
+"""Clients that are killed, that do not read, and many clients at once."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ import zmq
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from machine import scaled
-from soak import repeated
+from soak import repeated, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.protocol.headers import Role
@@ -19,12 +19,13 @@ from megatron_runtime.protocol.messages import Final, Heartbeat, Hello, Partial,
 from megatron_runtime.sampling_params import SamplingParams
 
 ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.01", "--kv-cache-memory", "16Mi")
+UNREAD_TOKENS = size(200, soak=500)
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @repeated()
-async def test_requests_of_a_vanished_client_are_aborted_and_their_blocks_freed(fleet: Fleet, seed: int) -> None:
+async def test_requests_of_a_killed_client_are_aborted_and_their_blocks_freed(fleet: Fleet, seed: int) -> None:
     await fleet.coordinator()
     engine = await fleet.engine("engine-0", *ENGINE_OPTIONS)
     link = await fleet.admin()
@@ -36,7 +37,7 @@ async def test_requests_of_a_vanished_client_are_aborted_and_their_blocks_freed(
     assert (await engine.metrics())["megatron_kv_cache_usage_perc"] > 0
     staying = Load([await fleet.client()])
     for number in range(20):
-        staying.add([seed, number], 600)
+        staying.add([seed, number], size(200, soak=600))
     vanishing.kill()
     await until_status(link, lambda status: status.in_flight <= 20, seconds=60, what="its requests are aborted")
     await staying.finish(seconds=60)
@@ -47,11 +48,11 @@ async def test_requests_of_a_vanished_client_are_aborted_and_their_blocks_freed(
         metrics = await engine.metrics()
         return metrics["megatron_kv_cache_usage_perc"] == metrics["megatron_num_requests_running"] == 0
 
-    await eventually(freed, seconds=30, what="the engine holds no block")
+    await eventually(freed, seconds=30, what="the engine has freed all KV blocks")
 
 
 class LazyReader:
-    """A client that submits and sends heartbeats, and reads nothing until the test calls for it."""
+    """A client that submits requests, sends heartbeats, and reads nothing before read_all()."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._context = zmq.Context()
@@ -77,7 +78,7 @@ class LazyReader:
         self.socket.send_multipart(Submit(uid, RequestMeta(streaming=True, seed=1), body, b"", params).to_frames())
 
     async def read_all(self) -> tuple[dict[bytes, list[int]], dict[bytes, list[int]]]:
-        """Streamed tokens and final tokens by uid, when all finals have come."""
+        """Wait for all finals. Return streamed tokens and final tokens by uid."""
         streamed: dict[bytes, list[int]] = {uid: [] for uid in self.prompts}
         finals: dict[bytes, list[int]] = {}
         while len(finals) < len(self.prompts):
@@ -103,7 +104,7 @@ class LazyReader:
 
 
 @repeated(soak=3)
-async def test_a_client_that_does_not_read_delays_no_other_and_gets_everything_when_it_reads(
+async def test_a_client_that_does_not_read_affects_no_other_and_receives_everything_later(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
     coordinator = await fleet.coordinator()
@@ -115,20 +116,20 @@ async def test_a_client_that_does_not_read_delays_no_other_and_gets_everything_w
     try:
         before = memory().rss
         for number in range(200):
-            lazy.submit([seed, number], 500)
+            lazy.submit([seed, number], UNREAD_TOKENS)
         others = Load([await fleet.client()])
         for number in range(150):
-            others.add([number, seed], 300)
+            others.add([number, seed], size(100, soak=300))
         await others.finish(seconds=120)
         for record in others.records:
             record.check(echo_answer(record.prompt, record.length))
-        await until_status(link, lambda status: status.in_flight == 0, seconds=120, what="the lazy one's are done too")
+        await until_status(link, lambda status: status.in_flight == 0, seconds=120, what="all requests are complete")
         grown = (memory().rss - before) / (1 << 20)
-        report(f"200 streams of 500 tokens unread: coordinator grew by {grown:.1f} MiB")
+        report(f"200 streams of {UNREAD_TOKENS} tokens unread: coordinator grew by {grown:.1f} MiB")
         assert grown < 200
         streamed, finals = await asyncio.wait_for(lazy.read_all(), scaled(60))
         for uid, prompt in lazy.prompts.items():
-            assert finals[uid] == echo_answer(prompt, 500)
+            assert finals[uid] == echo_answer(prompt, UNREAD_TOKENS)
             assert streamed[uid] == finals[uid][: len(streamed[uid])]
     finally:
         await lazy.close()

@@ -1,4 +1,4 @@
-"""An echo engine injects the configured faults and otherwise behaves as usual."""
+"""Fault injection of the echo engine: each configured fault occurs, and the platform recovers from it."""
 
 import asyncio
 import re
@@ -97,7 +97,7 @@ def params() -> Callable[[int], SamplingParams]:
     return lambda tokens: SamplingParams(num_tokens_to_generate=tokens)
 
 
-def test_faults_are_read_and_unknown_ones_are_rejected() -> None:
+def test_faults_are_parsed_and_an_invalid_fault_is_rejected() -> None:
     faults = parse_faults(["fail-verb:verb=PAUSE,rank=1", "stall-verb:verb=STOP,seconds=2", "drop-heartbeats:after=3"])
     assert [(fault.verb, fault.rank, fault.times) for fault in faults.of(FailVerb)] == [("PAUSE", 1, 1)]
     assert [fault.seconds for fault in faults.of(StallVerb)] == [2.0]
@@ -116,7 +116,7 @@ def test_faults_are_read_and_unknown_ones_are_rejected() -> None:
         assert spec in str(caught.value)
 
 
-def test_the_documented_faults_are_faults() -> None:
+def test_the_documented_faults_exist() -> None:
     page = Path(__file__).parents[2] / "docs" / "development" / "fault-injection.md"
     specs = [line.split("`")[1] for line in page.read_text().splitlines() if re.match(r"\| `[a-z]+-", line)]
     kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts, CrashOnToken}
@@ -126,7 +126,7 @@ def test_the_documented_faults_are_faults() -> None:
 @pytest.mark.parametrize(
     "options", [{"echo_faults": ("ignore-aborts",)}, {"echo_ranks": 2}, {"echo_step_seconds": 0.1}], ids=str
 )
-def test_a_real_executor_takes_no_faults(options) -> None:
+def test_a_real_executor_rejects_fault_options(options) -> None:
     with pytest.raises(ValueError, match="--executor echo"):
         build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
 
@@ -153,13 +153,13 @@ async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
 
 
 @pytest.mark.parametrize("way", ["step", "rank ended", "rank silent", "control", "leaves"])
-async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, client, params, way) -> None:
-    """The reason of its DISCONNECT distinguishes the two; its requests continue elsewhere in both cases."""
+async def test_only_an_engine_that_fails_in_a_step_counts_as_crashed(stage, client, params, way) -> None:
+    """Its DISCONNECT gives the reason. Its requests are replayed on another engine in any case."""
     worker = stage.engine("ends", faults=("slow-step:seconds=0.02", *(("fail-step:at=5",) if way == "step" else ())))
     await stage.coordinator.wait_for_engines(1)
     future = client.add_request([1, 2], params(50))
     async with asyncio.timeout(LONG_SECONDS):
-        while not stage.coordinator.core.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
+        while not stage.coordinator.core.engines.in_flight():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     if way == "rank ended":
         worker.on_failure(BackendFailure.of(RankLostError(1, "its connection ended")))
@@ -178,7 +178,7 @@ async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, cl
     assert (counters.engines_lost, counters.engine_crashes) == (1, int(way in ("step", "rank ended")))
 
 
-async def test_an_engine_one_of_whose_ranks_fails_is_evicted_named_and_comes_back(stage, client, params) -> None:
+async def test_an_engine_with_a_failed_rank_is_evicted_and_rejoins(stage, client, params) -> None:
     stage.engine("whole", ranks=2)
     stage.engine("broken", ranks=2, faults=("fail-verb:verb=PAUSE,rank=1",))
     await stage.coordinator.wait_for_engines(2)
@@ -193,7 +193,9 @@ async def test_an_engine_one_of_whose_ranks_fails_is_evicted_named_and_comes_bac
 
 
 @pytest.mark.parametrize("verb", ["PAUSE", "SUSPEND", "RESUME"])
-async def test_a_verb_that_the_only_engine_fails_is_undone_and_work_goes_on(stage, client, params, verb) -> None:
+async def test_a_verb_that_the_only_engine_fails_is_rolled_back_and_serving_continues(
+    stage, client, params, verb
+) -> None:
     stage.engine("only", faults=(f"fail-verb:verb={verb}",))
     await stage.coordinator.wait_for_engines(1)
     path = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE]
@@ -208,7 +210,7 @@ async def test_a_verb_that_the_only_engine_fails_is_undone_and_work_goes_on(stag
     assert (await client.add_request([7], params(6)))["generated_tokens"] == echo_answer([7], 6)
 
 
-async def test_a_stalled_rank_removes_its_engine_and_no_other(stage, client, params) -> None:
+async def test_a_stalled_rank_evicts_its_own_engine_only(stage, client, params) -> None:
     stage.engine("whole")
     stage.engine("stalled", ranks=2, faults=("stall-verb:verb=PAUSE,rank=1,seconds=2",))
     await stage.coordinator.wait_for_engines(2)
@@ -218,7 +220,7 @@ async def test_a_stalled_rank_removes_its_engine_and_no_other(stage, client, par
     assert (await client.add_request([7], params(6)))["generated_tokens"] == echo_answer([7], 6)
 
 
-async def test_a_step_that_fails_ends_the_engine_and_another_finishes_its_requests(stage, client, params) -> None:
+async def test_a_failed_step_stops_the_engine_and_another_completes_its_requests(stage, client, params) -> None:
     failing = stage.engine("failing", faults=("fail-step:at=20",))
     await stage.coordinator.wait_for_engines(1)
     streams = [client.add_request_streaming([n], params(40)) for n in range(1, 9)]
@@ -230,7 +232,7 @@ async def test_a_step_that_fails_ends_the_engine_and_another_finishes_its_reques
         assert final["generated_tokens"] == echo_answer([number], 40)
 
 
-async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) -> None:
+async def test_an_engine_without_heartbeats_is_dropped_and_can_rejoin(stage) -> None:
     stage.engine("mute", faults=("drop-heartbeats:after=3,count=60",))
     await stage.coordinator.wait_for_engines(1)
     coordinator = stage.coordinator
@@ -241,7 +243,7 @@ async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) 
     await asyncio.wait_for(coordinator.wait_for_engines(1), scaled(20))
 
 
-async def test_an_engine_that_ignores_aborts_affects_no_client(stage, client, params) -> None:
+async def test_an_engine_that_ignores_aborts_affects_no_other_request(stage, client, params) -> None:
     worker = stage.engine("deaf", faults=("ignore-aborts", "slow-step:seconds=0.002"))
     await stage.coordinator.wait_for_engines(1)
     stream = client.add_request_streaming([3], params(200))

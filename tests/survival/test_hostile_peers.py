@@ -1,4 +1,4 @@
-"""A flood of malformed frames from clients, engines and unknown peers affects no other peer."""
+"""A flood of broken frames from clients, engines and unknown peers: the coordinator keeps serving other clients."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ STREAMS_PER_BURST = 20
 OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}
 MOST_GROWTH_BYTES = 256 << 20
 LOOKS = 10
-"""A count that stays the same over so many looks at a busy coordinator has come to its end."""
+"""The coordinator has read all frames when the count stays the same for this many queries."""
 
 
 class Attackers:
-    """DEALER sockets. What they are answered is thrown away, not left: ZeroMQ closes a connection whose peer reads
-    nothing, heartbeats included, and nothing more is sent on it.
+    """DEALER sockets. read() discards the answers: ZeroMQ closes a connection whose peer reads nothing, heartbeats
+    included, and then sends nothing more on it.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -72,7 +72,7 @@ def attackers(fleet: Fleet) -> Iterator[Attackers]:
 
 
 @pytest.mark.timeout(3600)
-async def test_a_flood_of_malformed_frames_affects_no_other_peer(
+async def test_a_flood_of_broken_frames_affects_no_other_client(
     fleet: Fleet, attackers: Attackers, report: Callable[[str], None]
 ) -> None:
     coordinator = await fleet.coordinator()
@@ -110,7 +110,7 @@ async def test_a_flood_of_malformed_frames_affects_no_other_peer(
         return len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
 
     status = await until_status(link, all_were_read, seconds=300, what="every frame was read")
-    assert status.rejected_frames > FRAMES * 0.8, "most are broken, the others are requests"
+    assert status.rejected_frames > FRAMES * 0.8, "most frames are broken, the others are requests"
     most = max(most, memory().rss)
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
     growth = most - start
@@ -121,17 +121,16 @@ async def test_a_flood_of_malformed_frames_affects_no_other_peer(
     assert coordinator.running
 
 
-async def test_control_messages_of_other_roles_are_rejected_and_counted(fleet: Fleet, attackers: Attackers) -> None:
+async def test_unauthorized_control_is_rejected_and_counted(fleet: Fleet, attackers: Attackers) -> None:
     coordinator = await fleet.coordinator()
     await fleet.engine("engine-0")
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
     before = (await link.status()).rejected_frames
-    wrong = KeyPair.generate()
-    stranger = PeerKeys(wrong, fleet.keys(Role.ADMIN).server_public)
+    unknown = PeerKeys(KeyPair.generate(), fleet.keys(Role.ADMIN).server_public)
     outside = [
         attackers.connect(Role.ADMIN, None),
-        attackers.connect(Role.ADMIN, stranger),
+        attackers.connect(Role.ADMIN, unknown),
         attackers.connect(Role.ADMIN, fleet.keys(Role.CLIENT)),
         attackers.connect(Role.ADMIN, fleet.keys(Role.ENGINE)),
     ]
@@ -140,7 +139,7 @@ async def test_control_messages_of_other_roles_are_rejected_and_counted(fleet: F
         for socket in inside:
             socket.send_multipart(control_frames(kind))
         for socket in outside:
-            # A rejected socket has no connection any more, and would wait for one.
+            # A rejected socket has no connection and would block.
             with contextlib.suppress(zmq.Again):
                 socket.send_multipart(control_frames(kind), zmq.NOBLOCK)
 
@@ -149,10 +148,10 @@ async def test_control_messages_of_other_roles_are_rejected_and_counted(fleet: F
         return counts["megatron_coordinator_rejected_frames_total{wrong_role}"] >= len(inside) * len(SIGNALS)
 
     await eventually(counted, seconds=30, what="verbs on the wrong port are counted")
-    # Three of those outside get as far as showing a key that the admin port does not know.
+    # Three of the outside sockets present a key that the admin port does not know.
     wanted = before + len(inside) * len(SIGNALS) + 3
     status = await until_status(
-        link, lambda status: status.rejected_frames >= wanted, seconds=30, what="refused keys are counted"
+        link, lambda status: status.rejected_frames >= wanted, seconds=30, what="rejected keys are counted"
     )
     assert (status.state, status.fence) == ("RUNNING", 0)
     assert [engine.state for engine in status.engines if engine.name == "engine-0"] == ["RUNNING"]

@@ -1,4 +1,4 @@
-"""With a real model in float32 an engine that dies changes no answer."""
+"""With a real model in float32 a killed engine changes no answer."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ MODEL_OPTIONS = ("--executor", "torch", "--dtype", "float32", "--threads", "1", 
 
 @pytest.mark.timeout(600)
 @repeated(soak=5)
-async def test_a_model_engine_is_killed_and_every_answer_is_that_of_an_undisturbed_run(
+async def test_answers_after_a_killed_model_engine_equal_an_undisturbed_run(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
     await fleet.coordinator()

@@ -1,4 +1,4 @@
-"""Another engine implementation behind the real worker, coordinator and server: the seam carries all that it must."""
+"""Another EngineBackend behind the real worker, coordinator and server: the interface is sufficient."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import toy_backend
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, free_ports, until_serving, until_status
-from toy_backend import toy_answer
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+
+from . import toy_backend
+from .toy_backend import toy_answer
 
 ENGINES = ("engine-0", "engine-1")
 TOY = Path(toy_backend.__file__)
@@ -50,7 +51,7 @@ async def pool(fleet: Fleet) -> Pool:
     return pool
 
 
-async def test_it_serves_chat_and_rejects_unsupported_fields_by_name(pool: Pool) -> None:
+async def test_it_serves_chat_and_rejects_unsupported_fields(pool: Pool) -> None:
     (port,) = free_ports(1)
     keys = str(pool.fleet.keys_dir)
     pool.fleet.start_command(
@@ -95,7 +96,7 @@ async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
     await pool.control(Header.SUSPEND)
     await asyncio.sleep(10 * toy_backend.TICK_SECONDS)
     assert load.tokens == held
-    await pool.fleet.engine_program("engine-2", TOY)  # one that joins loads nothing before RESUME
+    await pool.fleet.engine_program("engine-2", TOY)  # an engine that joins now loads nothing before RESUME
     await until_status(
         pool.admin,
         lambda status: [engine.state for engine in status.engines] == ["SUSPENDED"] * 3,
@@ -110,7 +111,7 @@ async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
         record.check(toy_answer(record.prompt, record.length))
 
 
-async def test_a_verb_that_it_lacks_fails_and_names_the_remedy(pool: Pool) -> None:
+async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> None:
     with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS needs weight updates, which backend 'toy'") as failed:
         await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
     assert "--executor" in str(failed.value)
@@ -119,7 +120,7 @@ async def test_a_verb_that_it_lacks_fails_and_names_the_remedy(pool: Pool) -> No
     assert reply["generated_tokens"] == toy_answer([3], 4)
 
 
-async def test_an_engine_that_is_killed_loses_and_doubles_no_token(pool: Pool) -> None:
+async def test_a_killed_engine_loses_and_duplicates_no_token(pool: Pool) -> None:
     load = Load([pool.client])
     for number in range(40):
         load.add([number, 1], 80)
@@ -129,5 +130,5 @@ async def test_an_engine_that_is_killed_loses_and_doubles_no_token(pool: Pool) -
     for record in load.records:
         record.check(toy_answer(record.prompt, record.length))
     await until_status(
-        pool.admin, lambda status: len(status.engines) == 1, what="the coordinator has given up the killed engine"
+        pool.admin, lambda status: len(status.engines) == 1, what="the coordinator has removed the killed engine"
     )

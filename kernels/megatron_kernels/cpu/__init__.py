@@ -1,1 +1,1 @@
-"""A decoder's step, compiled for the processor: tiles in LLVM IR, loops in numba, threads that meet at barriers."""
+"""A decoder's step, compiled for the CPU: tiles in LLVM IR, loops in numba, threads synchronised by barriers."""

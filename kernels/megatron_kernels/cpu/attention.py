@@ -1,4 +1,4 @@
-"""Attention over a paged cache: keys and values of a token lie in one row of a page, float32 or bfloat16."""
+"""Attention over a paged cache. Keys and values of a token are one row of a page, float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_kernels.cpu.rows import load_bfloat16
 
 _SPAN = 16
 _WIDE = 64
-"""Values of a token that are summed up at once: as many accumulators as hide the latency of an addition."""
+"""Values of a token that are summed at once: enough accumulators to hide the latency of an addition."""
 _FOLDS = (
     ([0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]),
     ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
     ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
 )
-"""Lanes of two vectors that are added, level by level; no lane leaves its half before the last."""
+"""Shuffle masks of the lanes of two vectors that are added, by level. Only the last level crosses halves."""
 Load = Callable[[Code, ir.Value], ir.Value]
 
 _DOTS = dict.fromkeys(("query", "keys", "stride", "tokens", "size", "scores"), I64)
@@ -30,7 +30,7 @@ def _load_float32(code: Code, address: ir.Value) -> ir.Value:
 
 
 def _dots(code: Code, a: dict[str, ir.Value], load: Load, width: int) -> None:
-    """Eight tokens at a time, whose sums over lanes are made together; what is left one by one."""
+    """Compute eight tokens at a time, whose sums over lanes are reduced together, then the rest one by one."""
     b = code.b
     whole = b.and_(a["tokens"], constant(I64, -LANES))
 

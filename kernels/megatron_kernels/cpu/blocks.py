@@ -1,7 +1,7 @@
-"""Weights as files hold them, to panels.
+"""Conversion of quantised weights in the formats of files to panels.
 
-To floats: what one unit of outputs needs of 32 inputs, through a square [16 outputs][32 inputs] of float32. Values are
-those of layers/quantized.py to the bit: a product, then a sum. To integers: as they are, eight rows of one block each.
+To floats: 32 inputs of one unit of outputs, through a square [16 outputs][32 inputs] of float32. The values equal those
+of layers/quantized.py bit by bit: a product, then a sum. To integers: unchanged, eight rows of one block each.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _rows(code: Code, a: dict[str, ir.Value]) -> list[ir.Value]:
 
 
 def _gathered(code: Code, kind: ir.Type, addresses: list[ir.Value]) -> ir.Value:
-    """One number of each row, as a vector."""
+    """Return one number of each row as a vector."""
     result = ir.Constant(ir.VectorType(kind, LANES), ir.Undefined)
     for lane, address in enumerate(addresses):
         result = code.b.insert_element(result, code.load(kind, address), constant(I32, lane))
@@ -158,14 +158,14 @@ def _gathered(code: Code, kind: ir.Type, addresses: list[ir.Value]) -> ir.Value:
 def _write_words(code: Code, a: dict[str, ir.Value], rows: list[ir.Value], offset: int, words: int) -> None:
     """Words of four inputs, eight at a time: those of all rows together."""
     for start in range(0, words, LANES):
-        # As floats, which are only moved.
+        # Loaded as floats, because they are only moved.
         loaded = [_words(code, row, offset + 4 * start, min(LANES, words - start)) for row in rows]
         for number, vector in enumerate(code.transposed(loaded)[: words - start]):
             code.store(vector, a["panel"], (start + number) * 32)
 
 
 def _words(code: Code, row: ir.Value, offset: int, count: int) -> ir.Value:
-    """Eight words, or four and what follows of no meaning."""
+    """Return eight words, or four words and four undefined lanes."""
     if count == LANES:
         return code.load(F32_V, row, offset)
     half = code.load(ir.VectorType(ir.FloatType(), count), row, offset)

@@ -1,7 +1,7 @@
 """The compiled function: from a cache on disk, or compiled now.
 
-Machine code is made for every x86 processor with AVX2, FMA and F16C, so one file serves all of them: an image can carry
-it. It is kept beside this package and in the user's cache directory, which serves other installations, too.
+The machine code runs on every x86 CPU with AVX2, FMA and F16C, so an image can contain it. It is stored in this package
+and in the user's cache directory, which other installations share.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import llvmlite.binding as llvm
 
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
-_PROCESSOR = "x86-64-v3"
+_CPU = "x86-64-v3"
 _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _SYMBOL = "megatron_native"
 _WORDS = 5
 _SOURCES = (
-    *("attention", "blocks", "entry", "entry_points", "examine", "ir", "lookup", "panels", "products", "records"),
+    *("attention", "blocks", "entry", "entry_points", "validate", "ir", "lookup", "panels", "products", "records"),
     *("rows", "sizes", "step", "step_attention", "sync", "tiles"),
 )
-"""What the machine code is made of."""
+"""Modules that are compiled into the machine code. Their content is part of the cache key."""
 
 Entry = Callable[[int, int, int, int, int], None]
 _LOADING = Lock()
@@ -51,7 +51,7 @@ def is_supported() -> bool:
 
 
 def entry() -> Entry:
-    """The compiled function; see entry_points.py. Threads that ask at once get one."""
+    """Return the compiled function; see entry_points.py. Thread-safe."""
     with _LOADING:
         return _entry()
 
@@ -68,7 +68,7 @@ def _entry() -> Entry:
 
 
 def keep() -> None:
-    """Leaves the function in every place where it is looked for, whichever of them it was found in."""
+    """Store the function at every path where entry() searches for it."""
     entry()
     present = [path for path in _paths() if path.is_file()]
     for path in _paths():
@@ -77,7 +77,7 @@ def keep() -> None:
 
 
 def compile_now() -> bytes:
-    """An object file. Takes seconds, and numba."""
+    """Compile and return the object file. Takes seconds and needs numba."""
     from numba import cfunc, types
 
     from megatron_kernels.cpu.entry import entry as source
@@ -85,7 +85,7 @@ def compile_now() -> bytes:
     begun = time.perf_counter()
     callback = cfunc(types.void(*[types.int64] * _WORDS), error_model="numpy")(source)
     module = llvm.parse_assembly(callback.inspect_llvm())
-    # The function itself, without the wrapper that would report exceptions to Python: it needs nothing of numba.
+    # The function without its Python wrapper: it needs no symbol of numba.
     inner = callback.native_name.removeprefix("cfunc.")
     for function in module.functions:
         if function.name == inner:
@@ -96,7 +96,7 @@ def compile_now() -> bytes:
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(_target_machine(), llvm.create_pipeline_tuning_options()))
     code: bytes = _target_machine().emit_object(module)
-    _LOG.info("compiled the processor's kernels in %.1f s", time.perf_counter() - begun)
+    _LOG.info("compiled the CPU kernels in %.1f s", time.perf_counter() - begun)
     return code
 
 
@@ -104,13 +104,13 @@ def _target_machine() -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=_PROCESSOR, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=_CPU, opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
 @cache
 def _engine() -> llvm.ExecutionEngine:
-    """It owns the machine code, so it stays as long as the process."""
+    """Return the execution engine. It owns the machine code, so the process keeps it."""
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
 
 
@@ -119,7 +119,7 @@ def _load(code: bytes) -> Entry:
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     address = engine.get_function_address(_SYMBOL)
-    # numba's convention: where a result and an exception would go, then the arguments; returns 0.
+    # numba's calling convention: addresses for a result and an exception, then the arguments; returns 0.
     function = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * _WORDS)(address)
     nowhere = (ctypes.c_void_p * 2)()
     places = ctypes.addressof(nowhere), ctypes.addressof(nowhere) + ctypes.sizeof(ctypes.c_void_p)
@@ -133,7 +133,7 @@ def _load(code: bytes) -> Entry:
 
 @cache
 def _paths() -> list[Path]:
-    digest = hashlib.sha256(f"{llvmlite.__version__} {_PROCESSOR}".encode())
+    digest = hashlib.sha256(f"{llvmlite.__version__} {_CPU}".encode())
     for name in _SOURCES:
         digest.update((_HERE / f"{name}.py").read_bytes())
     file = f"native-{digest.hexdigest()[:16]}.o"
@@ -147,7 +147,7 @@ def _write(path: Path, code: bytes) -> bool:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
         os.chmod(file.name, 0o644)
-        # At once or not at all: others may start at the same time.
+        # Atomic, because other processes may start at the same time.
         os.replace(file.name, path)
     except OSError as error:
         _LOG.info("compiled code cannot be kept at %s: %s", path, error)

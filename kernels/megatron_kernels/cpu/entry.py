@@ -1,4 +1,4 @@
-"""The one function that is compiled: what it does is its first argument."""
+"""The one function that is compiled. Its first argument selects the operation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 from numba import carray
 
 from megatron_kernels.cpu.entry_points import (
-    EXAMINE,
     JOB,
     LEAD,
     LOOK_UP,
@@ -16,8 +15,8 @@ from megatron_kernels.cpu.entry_points import (
     RUN_STEP,
     SERVE,
     STOP,
+    VALIDATE,
 )
-from megatron_kernels.cpu.examine import examine
 from megatron_kernels.cpu.ir import compiled, pointer
 from megatron_kernels.cpu.lookup import look_up
 from megatron_kernels.cpu.panels import pack
@@ -26,6 +25,7 @@ from megatron_kernels.cpu.records import PRODUCT, STEP
 from megatron_kernels.cpu.sizes import SEMAPHORE_BYTES
 from megatron_kernels.cpu.step import run_step
 from megatron_kernels.cpu.sync import barrier, sem_init, sem_post, wait
+from megatron_kernels.cpu.validate import validate
 
 _LEADER, _NONE = np.int64(0), np.int64(0)
 _STEP_TYPE, _PRODUCT_TYPE, _JOB_TYPE = np.dtype(STEP), np.dtype(PRODUCT), np.dtype(JOB)
@@ -45,7 +45,7 @@ def _run(job, thread):
 
 @compiled
 def _work(job_address, semaphore, thread, others):
-    """Thread 0 wakes the others and runs the job with them; another runs jobs until told to stop."""
+    """Thread 0 wakes the other threads and runs the job with them; any other thread runs jobs until STOP."""
     job = carray(pointer(job_address), 1, dtype=_JOB_TYPE)[0]
     while True:
         if thread == 0:
@@ -73,8 +73,8 @@ def entry(what, a, b, c, d):
     elif what == MAKE_SEMAPHORES:
         for number in range(b):
             sem_init(a + number * SEMAPHORE_BYTES, 0, 0)
-    elif what == EXAMINE:
-        examine(a)
+    elif what == VALIDATE:
+        validate(a)
     elif what == POST:
         for number in range(b):
             sem_post(a + number * SEMAPHORE_BYTES)

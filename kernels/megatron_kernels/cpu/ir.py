@@ -1,7 +1,7 @@
 """Functions on vectors, written as LLVM IR and called from numba.
 
-Addresses are 64-bit integers. A function takes and returns scalars only, is defined once a module, and is not inlined:
-its registers are its own.
+Addresses are 64-bit integers. A function takes and returns scalars only, is defined once per module, and is not
+inlined, so that it has all registers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _EXCHANGES = (
     (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
     (4, [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
 )
-"""Lanes that vectors so many apart give each other on the way to a transposed square."""
+"""Shuffle masks for vectors at this distance, for transposing a square."""
 _EXCHANGED = (0, 2, 1, 3, 4, 6, 5, 7)
-"""Where the columns of the square are then."""
+"""Order of the square's columns after the shuffles."""
 
 _NUMBA_TYPES = {I32: types.int32, I64: types.int64, F32: types.float32}
 
 compiled = njit(nogil=True, error_model="numpy")
-"""What calls the functions below: numba code that raises nothing."""
+"""Decorator of numba code that calls the functions below and raises nothing."""
 
 Body = Callable[["Code", dict[str, ir.Value]], ir.Value | None]
 
@@ -114,12 +114,12 @@ class Code:
         return [vectors[i] for i in _EXCHANGED]
 
     def prefetch(self, address: ir.Value, offset: int) -> None:
-        """Ask for the cache line there; any address will do."""
+        """Prefetch the cache line at an address, which need not be valid."""
         pointer = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
         module = self.function.module
         known = module.globals.get("llvm.prefetch.p0i8") or ir.Function(module, kind, "llvm.prefetch.p0i8")
-        # To be read, and kept near, as data.
+        # Arguments: read access, high locality, data cache.
         self.b.call(known, [self._pointer(I8, address, offset), *(constant(I32, value) for value in (0, 3, 1))])
 
     def loop(
@@ -226,7 +226,7 @@ def _intrinsic(name: str, parameters: list[str], signature: Any, codegen: Any) -
 
 @intrinsic
 def pointer(typingctx: Any, address: Any) -> Any:
-    """An address as what numba's carray() takes."""
+    """Convert an address to the pointer that numba's carray() accepts."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))

@@ -1,4 +1,4 @@
-"""Rows of a packed matrix, unpacked one by one: a table that is the head as well is kept once."""
+"""Rows of a packed matrix, unpacked one by one, so that tied embedding and head share one matrix."""
 
 from __future__ import annotations
 

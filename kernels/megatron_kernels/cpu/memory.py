@@ -1,4 +1,4 @@
-"""The memory that packed weights lie in."""
+"""The memory of packed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 PAGES_THREAD = "megatron-pages"
-"""Which ends when pages are joined."""
+"""Name of the thread that joins pages."""
 _PAGE = 1 << 12
 _LARGE_PAGE = 1 << 21
 _CHUNK = 1 << 26
@@ -21,7 +21,7 @@ _PROVIDED = 1 << 22
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 """MADV_POPULATE_WRITE and MADV_COLLAPSE of madvise(2)."""
 _REST = 3.0
-"""Times as long as it works, the thread that joins pages sleeps."""
+"""Ratio of sleep to work of the thread that joins pages."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,11 +37,11 @@ class _Chunk:
 
 
 class WeightMemory:
-    """Of one load: matrices lie one after another in large mappings, which go when the last matrix in them goes.
+    """The memory of one model load. Matrices share large mappings. A mapping is released with its last matrix.
 
-    Pages come many at once, in two thirds of the time that it takes to touch them one by one. They come as pages of
-    4 KiB and are joined to pages of 2 MiB later: on a virtual machine whose host had taken such pages back, to have
-    540 MB of them at once took up to 3 s, others 0.3 s. For any thread.
+    Pages are populated in bulk, which takes two thirds of the time of touching them one by one. They are populated as
+    pages of 4 KiB and joined to pages of 2 MiB later: on a virtual machine whose host had reclaimed such pages, 540 MB
+    of 2 MiB pages took up to 3 s, of 4 KiB pages 0.3 s. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -49,20 +49,20 @@ class WeightMemory:
         self._chunks: list[_Chunk] = []
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], at the start of a page, not set to anything."""
+        """Return uninitialised memory, uint8 [size], that begins at a page."""
         with self._lock:
             chunk = self._chunk_for(size)
             address = chunk.taken
             chunk.taken = min(_round_up(address + size, _PAGE), chunk.stop)
-        # In pieces, for other threads may need memory, too.
+        # In pieces, because other threads may need memory too.
         for start in range(address, address + size, _PROVIDED):
             if _advise(start, min(_PROVIDED, address + size - start), _POPULATE_WRITE) != 0:
                 break  # Linux before 5.14: pages come as they are touched
         return torch.frombuffer(chunk.mapping, dtype=torch.uint8, count=size, offset=address - chunk.base)
 
     def join_pages(self) -> threading.Thread:
-        """Begin to move what was taken into pages of 2 MiB, which a step reads faster: one entry of the processor's
-        tables serves 512 times as much. In a thread of its own, which works a quarter of the time; returns it.
+        """Begin to join the used memory to pages of 2 MiB, which a step reads faster because each TLB entry covers
+        512 times as much. Return the thread that does it, which works a quarter of the time.
         """
         with self._lock:
             parts = [(weakref.ref(chunk.mapping), chunk.start, chunk.taken) for chunk in self._chunks]
@@ -98,7 +98,7 @@ def _join_pages(parts: list[tuple[weakref.ref[mmap.mmap], int, int]]) -> None:
 
 
 def _advise(address: int, size: int, advice: int) -> int:
-    """madvise(2), while other threads run. Returns 0 or the error's number."""
+    """Call madvise(2) without the interpreter lock. Return 0 or the error number."""
     done = _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
     return ctypes.get_errno() if done != 0 else 0
 

@@ -1,4 +1,4 @@
-"""From dense or quantised weights to the panels of tiles.py.
+"""Packing of dense and quantised weights into the panels of tiles.py.
 
 N outputs, K inputs, U units of 16 outputs, P panels of 8, B blocks of 32 inputs.
 """
@@ -33,7 +33,7 @@ from megatron_kernels.cpu.tuning import tuning
 from megatron_kernels.quantized import Q4_0, Q4_1, Q8_0, QuantizedTensor
 
 QUANTIZED_KINDS = frozenset((Q4_0, Q4_1, Q8_0))
-"""GGML types that are packed as they are, without a change of any value."""
+"""GGML types that are packed without a change of any value."""
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int4": INT4, "int8": INT8}
 _BLOCK_SOURCES = {Q4_0: FROM_Q4_0, Q4_1: FROM_Q4_1, Q8_0: FROM_Q8_0}
 _FLOAT_SOURCES = {torch.float32: FROM_FLOAT32, torch.bfloat16: FROM_BFLOAT16, torch.float16: FROM_FLOAT16}
@@ -72,10 +72,10 @@ def fits(outputs: int, inputs: int) -> bool:
 def pack(
     weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str, memory: WeightMemory | None = None
 ) -> PackedMatrix:
-    """Pack a weight in the format of this name; a quantised one as it is, where that is an integer format.
+    """Pack a weight in the format of this name. A quantised weight keeps its values in an integer format.
 
-    weight: several of one kind are one, rows after rows; each must fit by itself.
-    memory: where it goes; None is one of its own.
+    weight: one weight, or several of one kind whose rows are concatenated; each must fit by itself.
+    memory: where it is allocated; None allocates separately.
     """
     memory = memory or WeightMemory()
     if isinstance(weight, QuantizedTensor):
@@ -103,7 +103,7 @@ class _Rows:
 
 
 def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int, memory: WeightMemory) -> PackedMatrix:
-    """From where the weight lies straight into panels: no other copy of it is made."""
+    """Pack the weight directly from its memory, without another copy."""
     outputs = sum(part.count for part in parts)
     packed = PackedMatrix(form, outputs, inputs, memory.take(int(outputs * inputs * _VALUE_BYTES[form])))
     matrix, square = packed.record, np.empty(SQUARE_BYTES, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Weights from where a file is mapped straight into panels."""
+"""Packing of weights directly from a mapped file into panels."""
 
 from __future__ import annotations
 

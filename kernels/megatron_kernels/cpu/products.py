@@ -19,7 +19,7 @@ from megatron_kernels.cpu.sizes import (
 )
 from megatron_kernels.cpu.sync import barrier
 
-# Plain numbers would be constants of the type, and each function that gets one compiled once more.
+# Python integers would be compile-time constants and would compile each function again for every value.
 SET, ADD = np.int64(0), np.int64(1)
 NO_NORM = np.int64(0)
 _TILE_STRIDE = np.int64(UNIT * 4)

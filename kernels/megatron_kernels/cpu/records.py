@@ -1,4 +1,4 @@
-"""What the compiled step is told, as records in memory: addresses are bytes, strides are in bytes, all in 64 bits."""
+"""Arguments of the compiled step, as records in memory. Addresses and strides are in bytes. All fields have 64 bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MATRIX = _record(
 )
 
 FROM_Q4_0, FROM_Q4_1, FROM_Q8_0, FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = range(6)
-"""What a matrix is packed from; see blocks.py."""
+"""Source formats of packing; see blocks.py."""
 
 PACKING = _record(
     "kind",
@@ -35,7 +35,7 @@ PACKING = _record(
 )
 """One matrix to be packed."""
 
-EXAMINATION = _record(
+VALIDATION = _record(
     "address",
     "num_words",  # of eight bytes
     "scales",  # address of the scales of the first block; 0: there are none
@@ -45,7 +45,7 @@ EXAMINATION = _record(
     "sum",  # to be written: of all words
     "is_finite",  # to be written
 )
-"""Weights to be looked at as they are stored."""
+"""Arguments of weight validation."""
 
 LAYER = _record(
     "is_local",
@@ -60,12 +60,11 @@ LAYER = _record(
 """Norm weights and bias are float32; address 0 where the model has none."""
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
-"""Where a layer's matrices lie among its MATRICES_PER_LAYER."""
+"""Index of each matrix among a layer's MATRICES_PER_LAYER."""
 MATRICES_PER_LAYER = 4
 
 ITEM = np.dtype([(name, np.int64) for name in ("sequence", "kv_head", "first", "count")])
-"""A piece of attention: `count` tokens of a sequence of the step from its token number `first` on, for one group of
-heads."""
+"""An attention work item: `count` tokens of a sequence of the step, from its token `first`, for one group of heads."""
 
 STEP = _record(
     "threads",

@@ -116,7 +116,7 @@ def exponentials(code: Code, a: dict[str, ir.Value]) -> ir.Value:
 
 @function(x=I64, cos=I64, sin=I64, half=I64)
 def rotate(code: Code, a: dict[str, ir.Value]) -> None:
-    """Turn one head of 2 · half floats in place; `cos` and `sin` have half floats."""
+    """Rotate one head of 2 · half floats in place; `cos` and `sin` have half floats."""
     b = code.b
 
     def body(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:

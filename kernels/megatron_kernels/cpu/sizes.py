@@ -1,4 +1,4 @@
-"""Sizes that compiled code and its callers agree on. No numba: who only calls needs none."""
+"""Sizes shared by compiled code and its callers. No numba, which the callers do not need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INT4_BLOCK_BYTES = 160
 INT8_BLOCK_BYTES = 272
 """Of eight outputs."""
 UNIT = 16
-"""Outputs of a piece of a matrix: one panel of floats, two of integers."""
+"""Outputs of a unit of a matrix: one panel of floats, two of integers."""
 MOST_ROWS = 6
 """Of a float tile: 6 x 2 accumulators, 2 weights and one activation fill 15 of 16 registers."""
 MOST_INT4_ROWS = 4
@@ -23,17 +23,17 @@ SQUARE_BYTES = UNIT * BLOCK * 4
 SEMAPHORE_BYTES = 64
 """sem_t has 32 bytes on 64-bit Linux; each has a cache line of its own."""
 _ROW_BYTES = 1 << 18
-"""Activations that stay in a processor's second cache while all panels of a piece pass over them."""
+"""Bytes of activations that stay in the L2 cache while all panels of a work item use them."""
 
 
 def block_rows(form: int, inputs: int) -> int:
-    """Rows that are kept in the cache while panels pass over them: a multiple of both tiles' rows."""
+    """Rows that stay in the cache while panels use them: a multiple of both tiles' rows."""
     size = inputs * 4 if form in (FLOAT32, BFLOAT16) else inputs
     return max(24, _ROW_BYTES // size // 24 * 24)
 
 
 def least_scratch(context: int, *, group: int, head_dim: int, inputs: int, has_prompts: bool) -> int:
-    """Floats that each thread needs at the side of a step.
+    """Return the floats of scratch memory that each thread needs for a step.
 
     context: tokens of the longest sequence, a multiple of 16. group: query heads that share a key-value head.
     inputs: of the gated product.

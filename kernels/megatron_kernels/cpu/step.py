@@ -49,7 +49,7 @@ def _add_output(step, thread, matrix, source, norm):
 
 @compiled
 def run_step(step, thread):
-    """x becomes the last hidden states; logits of the rows asked for, the cache filled."""
+    """Run all layers: x becomes the last hidden states, the cache is filled, the requested logits are written."""
     threads, count = step.threads, step.tokens
     layers = carray(pointer(step.layers), step.num_layers, dtype=_LAYER_TYPE)
     matrices = carray(pointer(step.matrices), step.num_layers * MATRICES_PER_LAYER + 1, dtype=_MATRIX_TYPE)
@@ -76,7 +76,7 @@ def run_step(step, thread):
 
 @compiled
 def _logits(step, thread, head):
-    """Of the rows asked for, which are gathered first."""
+    """Compute the logits of the requested rows, which are gathered first."""
     hidden = step.hidden
     row = thread
     while row < step.num_logits:

@@ -1,4 +1,4 @@
-"""Attention of a step: queries, keys and values finished, the cache filled, and pieces that threads draw as tickets.
+"""Attention of a step: queries, keys and values are completed, the cache is filled, and threads take work items.
 
 Compiled by numba.
 """
@@ -19,7 +19,7 @@ _ITEM_TYPE = np.dtype(ITEM)
 
 @compiled
 def append(step, layer, thread, number):
-    """Finish queries and keys of every token; write keys and values to the cache."""
+    """Normalise and rotate queries and keys of every token; write keys and values to the cache."""
     size, heads, kv_heads = step.head_dim, step.heads, step.kv_heads
     stride = (heads + 2 * kv_heads) * size * 4
     cos, sin = (step.local_cos, step.local_sin) if layer.is_local else (step.cos, step.sin)
@@ -47,7 +47,7 @@ def append(step, layer, thread, number):
 
 @compiled
 def _cache_row(step, number, sequence, position):
-    """Address of a token's keys, and how many tokens lie in its page from there on."""
+    """Return the address of a token's keys and the number of tokens in its page from there on."""
     page = position // step.page_size
     offset = position - page * step.page_size
     table = step.block_tables + sequence * step.block_table_stride
@@ -120,7 +120,7 @@ def _gather(step, number, item, begin, end, keys_to, values_to):
         for token in range(UNIT):
             to = values_to + (position - begin + token) * size * 4
             if position + token >= end:
-                # Not yet written: anything may be there, and nothing times a number that is none is none.
+                # Unwritten slots contain arbitrary values, and 0 · NaN is NaN.
                 rows.fill(to, size, np.float32(0.0))
             elif step.is_bfloat16:
                 rows.widen(values + token * step.row_stride, to, size)
@@ -131,7 +131,7 @@ def _gather(step, number, item, begin, end, keys_to, values_to):
 
 @compiled
 def _attend_many(step, number, window, item, scratch):
-    """Some new tokens of a sequence, one group of heads, some rows of queries at a time against all they see."""
+    """Some new tokens of a sequence, one group of heads, some query rows at a time against all visible keys."""
     size, group = step.head_dim, step.heads // step.kv_heads
     count = read(step.sequence_counts + item.sequence * 8)
     cached = read(step.sequence_lengths + item.sequence * 8) - count

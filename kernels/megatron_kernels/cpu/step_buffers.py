@@ -1,4 +1,4 @@
-"""Memory that a step is told to use: grown to what was needed so far, written anew by each step."""
+"""Work buffers of steps. They grow to the largest step so far, and each step overwrites them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Buffers:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
     def floats(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """float32 of this shape; the values are those of an earlier step."""
+        """Return a float32 array of this shape with undefined values."""
         size = prod(shape)
         array = self._arrays.get(name)
         if array is None or array.size < size:

@@ -1,4 +1,4 @@
-"""What numba lacks for threads: words of memory by address, atomic addition, semaphores of the C library."""
+"""Synchronisation primitives that numba lacks: loads and stores by address, atomic addition, semaphores of libc."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @function(I64, address=I64, amount=I64)
 def fetch_add(code: Code, a: dict[str, ir.Value]) -> ir.Value:
-    """Add to the word there, for all threads at once; return what it was."""
+    """Add to the word at an address atomically; return its previous value."""
     pointer = code.b.inttoptr(a["address"], I64.as_pointer())
     return code.b.atomic_rmw("add", pointer, a["amount"], "seq_cst")
 
 
 @function(I64, address=I64)
 def read(code: Code, a: dict[str, ir.Value]) -> ir.Value:
-    """The word there; what its writer wrote before is seen after."""
+    """Load the word at an address with acquire ordering."""
     pointer = code.b.inttoptr(a["address"], I64.as_pointer())
     return code.b.load_atomic(pointer, "acquire", 8, typ=I64)
 
 
 @function(address=I64, value=I64)
 def write(code: Code, a: dict[str, ir.Value]) -> None:
-    """Set the word there; what was written before is seen by who reads it."""
+    """Store the word at an address with release ordering."""
     code.b.store_atomic(a["value"], code.b.inttoptr(a["address"], I64.as_pointer()), "release", 8)
 
 

@@ -166,7 +166,7 @@ def _int8(code: Code, a: dict[str, ir.Value], rows: int) -> None:
             for row in range(rows):
                 x = _row(code, a, "x", row, block, BLOCK)
                 bytes_ = b.bitcast(code.splat(code.load(I32, x, 4 * group)), _I8_V)
-                # Unsigned times signed: the sign of the weight goes to the activation.
+                # The instruction multiplies unsigned by signed: the sign of the weight is moved to the activation.
                 signed = code.call("llvm.x86.avx2.psign.b", _I8_V, bytes_, weight)
                 product = code.call("llvm.x86.avx2.pmadd.ub.sw", _I16_V, magnitude, signed)
                 wide = code.call("llvm.x86.avx2.pmadd.wd", I32_V, product, constant(_I16_V, 1))
@@ -184,7 +184,7 @@ def _int8(code: Code, a: dict[str, ir.Value], rows: int) -> None:
 
 
 def _ask_ahead(code: Code, a: dict[str, ir.Value], at: ir.Value, size: int) -> None:
-    """What the processor foresees by itself ends with each page."""
+    """Prefetch weights: the CPU's own prefetcher stops at the end of each page."""
     there = code.b.add(at, a["ahead"])
     for line in range(0, size, _LINE):
         code.prefetch(there, line)
@@ -229,7 +229,7 @@ def _by_rows(
 def float32_tile(code: Code, a: dict[str, ir.Value]) -> None:
     """y[rows][16] = (y +) x[rows][inputs] · panel. Strides in bytes; `panel_stride` is that of one input.
 
-    Nothing is asked for ahead: it was as fast without.
+    Nothing is prefetched: it was as fast without.
     """
     _by_rows(code, a, _TILE, _float32, MOST_ROWS)
 

@@ -1,4 +1,4 @@
-"""Sizes that change how fast a step is, and nothing else: chosen when an engine is made. No numba."""
+"""Sizes that affect only the speed of a step, chosen when an engine is created. No numba."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_kernels.cpu.sizes import MOST_INT4_ROWS, MOST_INT8_ROWS, MOST_ROWS
 from megatron_kernels.cpu.switches import InvalidSwitchError, Switch, is_on
 
 TUNING_VARIABLE = "MEGATRON_NATIVE_TUNING"
-"""name=number,…: other values than the defaults, for benchmarks."""
+"""Environment variable for benchmarks: name=number,… replaces defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Defaults were chosen on processors with AVX2; `bench/switches.py --tuning` measures others.
+    """The defaults were chosen on CPUs with AVX2; `bench/switches.py --tuning` measures other values.
 
-    tile_rows:   most rows of activations that share one reading of a weight; a format's own limit holds, too.
-    ahead:       bytes before they are needed, weights are asked for.
-    query_block: tokens of a prompt that share one gathering of the keys.
+    tile_rows:   limit of activation rows that share one read of a weight; a format's own limit applies too.
+    ahead:       prefetch distance of weights in bytes.
+    query_block: tokens of a prompt that share one gather of the keys.
     """
 
     tile_rows: int = MOST_ROWS
@@ -43,7 +43,7 @@ _SWITCHES = {
 
 
 def tuning(environment: Mapping[str, str] = os.environ) -> Tuning:
-    """As the switches and TUNING_VARIABLE say.
+    """Return the sizes set by the switches and TUNING_VARIABLE.
 
     Raises InvalidSwitchError naming the variable, its value and the remedy.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_kernels.cpu.examination import sum_and_finiteness
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint

@@ -11,7 +11,7 @@ import torch
 from megatron_kernels.cpu.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
 from megatron_kernels.cpu.sizes import UNIT, least_scratch
 from megatron_kernels.cpu.step_buffers import Buffers
-from megatron_kernels.cpu.team import shared_team
+from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_kernels.cpu.tuning import tuning
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
@@ -64,7 +64,7 @@ class NativeDecoder(DecoderModel):
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         assert runs_natively(config, weights)
         super().__init__(config, weights)
-        self._team = shared_team()
+        self._team = shared_thread_pool()
         self._tuning = tuning()
         self._buffers = Buffers()
         self._kept: list[torch.Tensor] = []

@@ -1,5 +1,5 @@
-"""The whole engine on the forward pass for a GPU, on the CPU with torch's references: scheduling, prefix cache,
-sampling on the "device", suspend and resume. And the benchmark's cases, in small."""
+"""The engine with the GPU forward pass, run on the CPU by torch's references: scheduling, prefix cache, sampling on
+the "device", suspend and resume. And small cases of the benchmark."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ON_KERNELS = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=0, devi
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_answers_are_those_of_the_cpu(mode):
+def test_answers_equal_the_cpus(mode):
     expected = answers(engine_on(CpuExecutor, mode))
     assert all(len(tokens) == 12 for tokens in expected.values())
     assert answers(engine_on(ON_KERNELS, mode)) == expected
     assert answers(engine_on(ON_KERNELS, mode), suspend_after=6) == expected
 
 
-def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
+def test_profiling_synchronises_the_device_and_starts_and_stops_the_profiler(monkeypatch):
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: done.append("start"))
@@ -46,7 +46,7 @@ def test_the_cpu_reports_that_it_has_no_cuda_profiler(make_executor):
 
 
 @pytest.mark.parametrize("model", [MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_of_other_families_are_those_of_the_cpu(model):
+def test_answers_of_other_families_equal_the_cpus(model):
     mode = KVCacheManagementMode.OFFLOAD
     expected = answers(engine_on(CpuExecutor, mode, model))
     assert answers(engine_on(ON_KERNELS, mode, model), suspend_after=6) == expected

@@ -1,5 +1,5 @@
-"""The forward pass for a GPU, run on the CPU by torch's references and by Triton's interpreter, computes what the
-CPU's own computes: same weights, same step plans, same logits, same tokens."""
+"""The GPU forward pass, run on the CPU by torch's references and Triton's interpreter, equals the CPU's forward pass:
+same weights, same step plans, same logits, same tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_weights(config: ModelConfig) -> DecoderWeights:
 
 
 def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int, ...] = ()) -> StepPlan:
-    """A step in which the sequences have `cached` tokens and compute `new` more. targets: rows that want the
+    """Return a step in which the sequences have `cached` tokens and compute `new` more. targets: rows that return the
     log-probabilities of their prompt."""
     random = np.random.default_rng(step)
     positions = np.concatenate([np.arange(c, c + n) for c, n in zip(cached, new, strict=True)]).astype(np.int32)
@@ -88,7 +88,7 @@ def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int,
     )
 
 
-# Prompts; a token each, over the end of a page; a prompt before a decode in the plan; more of two prompts.
+# Prompts; one token each, across a page boundary; a prompt chunk before decodes; chunks of two prompts.
 STEPS = (
     plan_of([0, 0, 0], [15, 7, 20], step=0, targets=(1,)),
     plan_of([15, 7, 20], [1, 1, 1], step=1),
@@ -109,9 +109,9 @@ STEPS = (
     ],
     ids=lambda value: value.family if isinstance(value, ModelConfig) else value,
 )
-# What becomes of places of experts that nobody wrote is not read.
+# The kernels also compute expert slots that are never written or read.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
-def test_every_kind_of_step(config, backend):
+def test_every_kind_of_step_equals_the_cpus(config, backend):
     source = ModelInMemory(RandomCheckpoint(config, torch.float32, CPU), name="random weights")
     options = {
         "dtype": "float32",
@@ -136,7 +136,7 @@ def test_every_kind_of_step(config, backend):
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config.family)
-def test_padding_changes_nothing(config):
+def test_padding_of_a_decode_step_changes_no_result(config):
     """A step of decodes padded to a graph's size has the same tokens, and writes only its own slots."""
     kernels = select_kernels(KernelConfig(), CPU)
     buffers = StepBuffers(max_tokens=64, max_rows=8, max_pages=3, device=CPU)
@@ -148,7 +148,7 @@ def test_padding_changes_nothing(config):
         staged = buffers.stage(plan, decode_size=size)
         logits_BV = model.logits(model(staged.step, cache))
         found.append((model.sample(logits_BV, staged.step)[:3].tolist(), cache))
-        # What a larger step leaves in the buffers must not show in a smaller one.
+        # A smaller step must not read what a larger one left in the buffers.
         buffers.stage(STEPS[3])
     assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[0][1], found[1][1])

@@ -1,8 +1,8 @@
-"""Triton's interpreter runs the kernels here (tests/unit/conftest.py): on the processor, in NumPy, without a GPU.
+"""Triton's interpreter runs the kernels here (tests/unit/conftest.py): on the CPU, in NumPy, without a GPU.
 
-What that proves is the arithmetic and the addressing of a kernel, nothing about its speed. Two differences to a device:
-the interpreter truncates float32 to bfloat16 where a GPU rounds to nearest (tolerances below allow for it), and it has
-no products of bfloat16 matrices (the kernels widen them under it, which is exact).
+This tests the arithmetic and the addressing of a kernel, not its speed. The interpreter differs from a device in two
+ways: it truncates float32 to bfloat16 where a GPU rounds to nearest (the tolerances allow for it), and it has no
+products of bfloat16 matrices (the kernels convert them to float32, which is exact).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of one value that was computed in float32 and rounded once: half a unit in the last place is 2^-9 (bfloat16) or
+    """Tolerance of a value computed in float32 and rounded once: half a unit in the last place is 2^-9 (bfloat16) or
     2^-12 (float16) of it; the interpreter's truncation makes the first 2^-7, and intermediate roundings double it."""
 
     rtol: float
@@ -45,7 +45,7 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    """Run torch on one thread: on a loaded machine, threads that wait at barriers are many times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

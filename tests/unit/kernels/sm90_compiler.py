@@ -1,8 +1,8 @@
 """Compiles every kernel for compute capability 9.0 (H100, H200) with Triton's own compiler, which needs no GPU.
 
-Run as a program, without TRITON_INTERPRET: calls the kernels' public functions on tensors in main memory with every
-launch replaced by a compilation of exactly what would be launched, and prints one JSON object: kernel name -> list of
-{shared: bytes of shared memory, registers: of a thread, local: bytes of local memory of a thread (spills)}.
+Run it as a program, without TRITON_INTERPRET. It calls the kernels' public functions on tensors in main memory and
+replaces every launch by a compilation of the same kernel. It prints one JSON object: kernel name -> list of
+{shared: bytes of shared memory, registers: per thread, local: bytes of local memory per thread (spills)}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Compilations:
         self._seen: set[str] = set()
 
     def launch(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        """In place of JITFunction.run."""
+        """Replaces JITFunction.run."""
         del grid, warmup
         bind = create_function_from_signature(function.signature, function.params, BACKEND)
         bound, specialization, options = bind(*args, **{**kwargs, "debug": False})
@@ -56,8 +56,8 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def call_every_kernel() -> None:
-    """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens;
-    experts as in a Qwen3 of 30B, and heads as in a Gemma 3 of 1B."""
+    """Compile for the shapes of an 8B Llama in bfloat16 (32 heads on 8 key-value heads of 128, 4096 hidden, 128256
+    tokens), the experts of Qwen3 30B and the heads of Gemma 3 1B."""
     from megatron_kernels import (
         add_rms_norm_triton,
         moe_experts_triton,
@@ -73,7 +73,7 @@ def call_every_kernel() -> None:
     bf16, int32 = torch.bfloat16, torch.int32
     norm = torch.zeros(128, dtype=bf16)
     expert_gate_up, expert_down = torch.zeros(2, 2 * 768, 4096, dtype=bf16), torch.zeros(2, 4096, 768, dtype=bf16)
-    # One, an odd number and a multiple of 16: what Triton compiles apart unless told not to.
+    # 1, an odd number and a multiple of 16: by default Triton specialises a kernel for each of them.
     for count in (1, 3, 16):
         hidden = torch.zeros(count, 4096, dtype=bf16)
         add_rms_norm_triton.add_rms_norm(hidden, hidden.clone(), hidden[0], epsilon=1e-5)
@@ -86,14 +86,14 @@ def call_every_kernel() -> None:
         cache = torch.zeros(2, 16, 2 * 8 * 128, dtype=bf16)
         table, lengths = torch.zeros(count, 2 * count + 1, dtype=int32), torch.ones(count, dtype=int32)
         for batch, window in ((1, None), (1, 1024), (256, None)):
-            tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_processors=132)
+            tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_sms=132)
             paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, window=window, tuning=tuning)
         starts = torch.arange(count + 1, dtype=int32)
         for window in (None, 1024):
             paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8, window=window)
         wide = {"num_kv_heads": 1, "window": 512}
         wide_cache, wide_q = torch.zeros(2, 16, 2 * 256, dtype=bf16), torch.zeros(count, 4, 256, dtype=bf16)
-        tuning = decode_tuning(batch=1, num_kv_heads=1, head_dim=256, max_tokens=8192, num_processors=132)
+        tuning = decode_tuning(batch=1, num_kv_heads=1, head_dim=256, max_tokens=8192, num_sms=132)
         paged_decode_triton.paged_decode(wide_q, wide_cache, table, lengths, tuning=tuning, **wide)
         paged_prefill_triton.paged_prefill(wide_q, wide_cache, table, lengths, starts, **wide)
         angles, slots = torch.zeros(count, 64), torch.zeros(count, dtype=torch.int64)

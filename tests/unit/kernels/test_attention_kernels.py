@@ -19,14 +19,14 @@ SHAPES = [(1, 64), (3, 64), (2, 128), (5, 64), (1, 80)]
 
 
 class Cache:
-    """Pages in random order, filled with NaN where nothing was written: reading there shows in the result."""
+    """Pages in random order. Unwritten slots are NaN, so a read of one shows in the result."""
 
     def __init__(self, lengths, *, kv_heads, head_dim, dtype, generator):
         pages = [-(-length // PAGE) for length in lengths]
         order = torch.randperm(sum(pages) + 2, generator=generator)
         width = 2 * kv_heads * head_dim
         self.pages = torch.full((len(order), PAGE, width), float("nan"), dtype=dtype)
-        # Unused places of a table name no page at all.
+        # Unused entries of a table contain no valid page number.
         self.table = torch.full((len(lengths), max([1, *pages])), 2**30, dtype=torch.int32)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.kv = [torch.randn(length, width, generator=generator).to(dtype) for length in lengths]
@@ -39,7 +39,7 @@ class Cache:
 
 
 def strided_queries(tokens, heads, head_dim, *, dtype, generator):
-    """As the runtime has them: a view of the fused product's first columns."""
+    """Return queries as in the runtime: a view of the fused product's first columns."""
     fused = torch.randn(tokens, (heads + 4) * head_dim, generator=generator).to(dtype)
     return fused.unflatten(1, (-1, head_dim))[:, :heads]
 
@@ -68,7 +68,7 @@ def test_decode_with_fixed_splits_is_the_same_in_any_batch(generator):
     together = paged_decode_triton.paged_decode(
         q, cache.pages, cache.table, cache.lengths, num_kv_heads=1, fixed_split_tokens=64
     )
-    # The length of the table sets how many parts a launch has: 1, 2 and 17 of them.
+    # The length of the table sets the number of splits of a launch: 1, 2 and 17.
     for pages in (3, 5, 65):
         table = torch.nn.functional.pad(cache.table[2:], (0, 64))[:, :pages]
         alone = paged_decode_triton.paged_decode(
@@ -99,7 +99,7 @@ def test_prefill(queries, cached, shape, kv_heads, padding, window, dtype, toler
 
 
 @pytest.mark.parametrize("window", [None, 1, 12])
-def test_the_references_are_the_attention_of_torch(window, generator):
+def test_the_references_equal_torchs_attention(window, generator):
     cache = Cache([37], kv_heads=2, head_dim=64, dtype=torch.float32, generator=generator)
     q = strided_queries(20, 6, 64, dtype=torch.float32, generator=generator)
     keys, values = cache.kv[0].unflatten(1, (2, 2, 64)).permute(1, 2, 0, 3)
@@ -115,7 +115,7 @@ def test_the_references_are_the_attention_of_torch(window, generator):
     torch.testing.assert_close(decode, prefill[-1:])
 
 
-def test_a_scale_is_used(generator):
+def test_a_given_scale_is_used(generator):
     cache = Cache([20], kv_heads=1, head_dim=64, dtype=torch.float32, generator=generator)
     q = strided_queries(1, 1, 64, dtype=torch.float32, generator=generator)
     arguments = (q, cache.pages, cache.table, cache.lengths)
@@ -132,7 +132,7 @@ def test_a_scale_is_used(generator):
         (1, 128, torch.bfloat16, "must be of one type"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(kv_heads, width, dtype, message):
+def test_inconsistent_shapes_are_rejected(kv_heads, width, dtype, message):
     with pytest.raises(ValueError, match=message):
         paged_decode_triton.paged_decode(
             torch.zeros(1, 3, 64),

@@ -1,4 +1,4 @@
-"""SwiGLU and add+RMSNorm: the kernel equals its reference, for widths that fill no tile."""
+"""SwiGLU and add+RMSNorm: the kernel equals its reference, also for widths that are no multiple of a tile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scop
 )
 @few
 def test_swiglu(tokens, width, activation, dtype, tolerance, generator):
-    # Rows are strided, as where the product was padded.
+    # Rows are strided, as in a padded product.
     gate_up = torch.randn(tokens, 2 * width + 5, generator=generator).to(dtype)[:, : 2 * width]
     actual = swiglu_triton.swiglu(gate_up, activation=activation)
     tolerance.check(actual, swiglu.swiglu(gate_up, activation=activation))
@@ -59,7 +59,7 @@ def test_the_norm_of_zeros_is_zero(adds):
     assert torch.equal(result, torch.zeros(1, 40))
 
 
-def test_the_reference_is_the_norm_of_torch(generator):
+def test_the_reference_equals_torchs_norm(generator):
     x, residual = torch.randn(2, 3, 64, generator=generator)
     weight = torch.randn(64, generator=generator)
     expected = torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-5)

@@ -1,4 +1,4 @@
-"""bench/gpu_kernels.py: its cases are what the kernels take, and it measures nothing without a GPU."""
+"""bench/gpu_kernels.py: the kernels accept its cases, and without a GPU it exits with an error."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def test_every_operation_has_a_case():
     assert {case.operation for case in CASES} == set(select_kernels(KernelConfig(), CPU).backends)
 
 
-def test_a_wrong_result_shows(generator):
+def test_a_wrong_result_is_detected(generator):
     case = next(case for case in CASES if case.operation == "swiglu")
     reference = select_kernels(KernelConfig(), CPU).swiglu
     assert difference(case, lambda x: reference(x) + 1, reference) > 0.1
 
 
-def test_the_larger_bound_binds():
+def test_the_larger_bound_applies():
     ceilings = Ceilings(bytes_per_second=1e9, flops_per_second=1e12)
     prefill = next(case for case in CASES if case.operation == "paged_prefill")
     assert ceilings.bound(prefill) == ("memory", prefill.bytes_moved / 1e9 * 1e6)
     assert Ceilings(1e30, 1e12).bound(prefill) == ("compute", prefill.flops / 1e12 * 1e6)
 
 
-def test_without_a_device_it_refuses(monkeypatch):
+def test_without_a_device_it_exits_with_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = 227 * 1024
-"""What one block may use on compute capability 9.0."""
+"""Shared memory of one block on compute capability 9.0."""
 
 VARIANTS = {
     "_add_rms_norm": 2,
@@ -26,14 +26,14 @@ VARIANTS = {
     "_sum_blocks": 1,
     "_swiglu": 2,
 }
-"""Kernels and how often each is compiled: with and without an addition, parts, norms or a window, for two sizes of
-heads, for both activations, to places and to pairs in tiles for few and for many tokens, but once for all batches."""
+"""Number of compilations by kernel: with and without an addition, splits, norms or a window; two head sizes; both
+activations; expert slots and pairs; tiles for few and for many tokens. Once for all batch sizes."""
 
 
 @pytest.fixture(scope="module")
 def usage():
-    """A process of its own: triton is either an interpreter or a compiler, from its import on. What it has compiled
-    once, from the same source by the same version, it finds again in the user's cache."""
+    """Run the compiler in a separate process: a process uses Triton either as interpreter or as compiler. Triton
+    caches compiled kernels in the user's cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     environment["TRITON_CACHE_DIR"] = str(cache / "megatron" / "triton")

@@ -1,4 +1,4 @@
-"""The experts of a mixture: the kernel equals its reference, which equals each token through its experts."""
+"""Mixture of experts: the kernel equals its reference, which equals applying the chosen experts to each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_kernels import moe_experts, moe_experts_triton, moe_routing
 from megatron_kernels.swiglu import swiglu
 from megatron_kernels.tuning import expert_places
 
-# Places that nobody wrote hold anything, which SwiGLU computes too and nobody reads.
+# SwiGLU also computes unwritten slots, which contain arbitrary values and are not read.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}
@@ -22,7 +22,7 @@ few = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scope
 
 
 def case(tokens, shape, *, dtype, generator, held=None, alignment=16):
-    """(x, gate and up, down, routing) and the keywords of a call."""
+    """Return (x, gate and up, down, routing) and the keywords of a call."""
     num_experts, top_k, hidden, width = shape
     held = held or range(num_experts)
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
@@ -50,7 +50,7 @@ def test_experts(tokens, shape, held, alignment, dtype, generator):
     assert (actual - expected).float().norm() <= ERRORS[dtype] * expected.float().norm()
 
 
-def test_a_token_goes_through_its_experts_and_no_other(generator):
+def test_a_token_is_computed_by_its_experts_only(generator):
     (x, gate_up, down, routing), keywords = case(7, (5, 2, 24, 16), dtype=torch.float32, generator=generator)
     expected = torch.stack(
         [
@@ -64,8 +64,8 @@ def test_a_token_goes_through_its_experts_and_no_other(generator):
     torch.testing.assert_close(moe_experts.moe_experts(x, gate_up, down, routing, **keywords), expected)
 
 
-def test_what_ranks_hold_adds_up(generator):
-    """Each rank computes its experts' share of every token; together they are the mixture."""
+def test_the_results_of_all_ranks_add_up_to_the_mixture(generator):
+    """Each rank computes the contribution of its experts for every token."""
     (x, gate_up, down, routing), keywords = case(9, (6, 2, 32, 16), dtype=torch.float32, generator=generator)
     whole = moe_experts_triton.moe_experts(x, gate_up, down, routing, **keywords)
     parts = [
@@ -79,12 +79,12 @@ def test_what_ranks_hold_adds_up(generator):
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 4096])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 8)])
-def test_tiles_fit_what_an_expert_gets(tokens, num_experts, top_k):
+def test_tiles_fit_the_tokens_of_an_expert(tokens, num_experts, top_k):
     places = expert_places(tokens=tokens, top_k=top_k, num_experts=num_experts)
     assert places == (64 if tokens * top_k / num_experts >= 32 else 16)
 
 
-def test_what_the_kernel_would_address_wrongly_is_refused(generator):
+def test_unsupported_alignment_and_strides_are_rejected(generator):
     (x, gate_up, down, routing), _ = case(2, (4, 2, 32, 16), dtype=torch.float32, generator=generator)
     with pytest.raises(ValueError, match="alignment=1: must be a power of 2 from 16 on"):
         moe_experts_triton.moe_experts(x, gate_up, down, routing, alignment=1)

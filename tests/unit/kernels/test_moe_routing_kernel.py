@@ -1,4 +1,4 @@
-"""Expert routing: the kernel equals its reference, and the order brings each expert's tokens together."""
+"""Expert routing: the kernel equals its reference, and the order groups the tokens by expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scop
 @few
 def test_routing(tokens, shape, normalize, alignment, dtype, generator):
     num_experts, top_k = shape
-    # Few distinct values: many experts are equally likely.
+    # Few distinct values, so that many experts have equal probability.
     logits = torch.randint(-3, 4, (tokens, num_experts + 1), generator=generator).to(dtype)[:, :num_experts]
     arguments = {"top_k": top_k, "normalize": normalize, "alignment": alignment}
     expected = moe_routing.moe_routing(logits, **arguments)
@@ -34,7 +34,7 @@ def test_routing(tokens, shape, normalize, alignment, dtype, generator):
 
 @given(tokens=st.integers(0, 40), alignment=st.sampled_from([1, 4, 16]), top_k=st.integers(1, 6))
 @few
-def test_the_order_holds_every_pair_once_where_its_expert_is(tokens, alignment, top_k, generator):
+def test_the_order_contains_every_pair_once_in_its_experts_range(tokens, alignment, top_k, generator):
     routing = moe_routing.moe_routing(torch.randn(tokens, 6, generator=generator), top_k=top_k, alignment=alignment)
     starts, order = routing.starts_M.tolist(), routing.order_R.tolist()
     assert sorted(pair for pair in order if pair >= 0) == list(range(tokens * top_k))
@@ -51,6 +51,6 @@ def test_the_order_holds_every_pair_once_where_its_expert_is(tokens, alignment, 
         torch.testing.assert_close(routing.weights_TJ.sum(dim=-1), torch.ones(tokens))
 
 
-def test_more_choices_than_experts_are_refused():
+def test_more_choices_than_experts_are_rejected():
     with pytest.raises(ValueError, match="top_k=3: must be from 1 to the 2 experts"):
         moe_routing_triton.moe_routing(torch.zeros(1, 2), top_k=3)

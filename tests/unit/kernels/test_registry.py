@@ -1,4 +1,4 @@
-"""The registry: a switch for each operation, clear refusals, and nothing imported before it is needed."""
+"""The registry: a switch for each operation, clear errors, and lazy imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(KernelConfig)]
 
 
-def test_on_a_processor_everything_is_torch():
+def test_on_a_cpu_every_operation_uses_torch():
     kernels = select_kernels(KernelConfig(), CPU)
     assert set(kernels.backends.values()) == {Backend.TORCH}
     assert {field.name for field in fields(Kernels)} == {*OPERATIONS, "backends"}
@@ -53,7 +53,7 @@ def test_the_environment_sets_all_or_one():
         ({"MEGATRON_KERNEL_GELU": "torch"}, "MEGATRON_KERNEL_GELU names no operation"),
     ],
 )
-def test_a_wrong_environment_is_refused_by_name(environment, message):
+def test_an_invalid_environment_variable_is_rejected_by_name(environment, message):
     with pytest.raises(KernelError, match=message):
         KernelConfig.from_environment(environment)
 
@@ -65,7 +65,7 @@ def test_a_wrong_environment_is_refused_by_name(environment, message):
         (KernelConfig(swiglu=Backend.FLASHINFER), "the package flashinfer is not installed"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(config, message):
+def test_an_unavailable_backend_is_rejected_by_name(config, message):
     with pytest.raises(KernelError, match=message):
         select_kernels(config, CPU)
 
@@ -84,7 +84,7 @@ def test_references_need_neither_triton_nor_a_gpu():
 
 @pytest.fixture
 def adapter(monkeypatch):
-    """Import a module of this package over a stand-in for the package it adapts, and forget it afterwards."""
+    """Import a module of this package with a fake of the package that it adapts, and unload it afterwards."""
 
     def load(name: str, **stand_ins: dict[str, object]) -> ModuleType:
         for package, functions in stand_ins.items():
@@ -98,7 +98,7 @@ def adapter(monkeypatch):
     return load
 
 
-def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
+def test_flash_attention_is_called_with_the_unchanged_pages(adapter, generator):
     seen = []
 
     def flash_attn_with_kvcache(
@@ -114,7 +114,7 @@ def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
         window_size,
         **options,
     ):
-        """As FlashAttention-3 documents it, computed by the references."""
+        """Behave as FlashAttention-3 documents it, computed by the references."""
         seen.append((k_cache, v_cache, options))
         assert causal
         cache = torch.stack((k_cache, v_cache), dim=2).flatten(2)
@@ -152,7 +152,7 @@ def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
     assert [options for _, _, options in seen] == [{"num_splits": 1}, {"max_seqlen_q": 5}]
 
 
-def test_flashinfer_is_called_as_it_documents(adapter, generator):
+def test_flashinfer_is_called_as_documented(adapter, generator):
     def rmsnorm(x, weight, eps):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 

@@ -19,9 +19,9 @@ def angles(tokens, pairs, generator):
     return rotation(positions, 1.0 / 10000 ** (torch.arange(pairs) / pairs), torch.float32)
 
 
-def views(turn, pairs):
-    """The runtime's table without a copy: its second half of sin is the one that is not negated."""
-    return turn.cos_T1D[:, 0, :pairs], turn.sin_T1D[:, 0, pairs:]
+def views(rotary, pairs):
+    """Return views of the runtime's tables. Only the second half of its sin is not negated."""
+    return rotary.cos_T1D[:, 0, :pairs], rotary.sin_T1D[:, 0, pairs:]
 
 
 @given(
@@ -64,14 +64,14 @@ def test_rope_append(slots, heads, head_dim, has_norm, dtype, tolerance, generat
             assert torch.equal(values, qkv[row, q_width + kv_width :])
 
 
-def test_the_reference_is_what_the_runtime_does(generator):
-    turn = angles(5, 32, generator)
+def test_the_reference_equals_the_runtimes_layers(generator):
+    rotary = angles(5, 32, generator)
     qkv = torch.randn(5, 4 * 64, generator=generator)
     cache = torch.zeros(PAGES, PAGE, 2 * 64)
     slots = torch.tensor([40, 3, 7, 0, 16])
     expected = qkv.clone()
-    turn.apply_(expected.unflatten(1, (-1, 64))[:, :3])
-    qk_norm_rope_append.qk_norm_rope_append(qkv, *views(turn, 32), cache, slots, num_heads=2, num_kv_heads=1)
+    rotary.apply_(expected.unflatten(1, (-1, 64))[:, :3])
+    qk_norm_rope_append.qk_norm_rope_append(qkv, *views(rotary, 32), cache, slots, num_heads=2, num_kv_heads=1)
     torch.testing.assert_close(qkv[:, :128], expected[:, :128])
     torch.testing.assert_close(cache.flatten(0, 1)[slots], expected[:, 128:])
 
@@ -80,7 +80,7 @@ def test_the_reference_is_what_the_runtime_does(generator):
     ("width", "norm", "message"),
     [(200, None, "qkv has 200 columns: must be 3 heads x 2 x 32"), (192, torch.ones(64), "both or neither")],
 )
-def test_what_does_not_fit_is_refused(width, norm, message):
+def test_inconsistent_shapes_are_rejected(width, norm, message):
     with pytest.raises(ValueError, match=message):
         qk_norm_rope_append_triton.qk_norm_rope_append(
             torch.zeros(1, width),

@@ -1,4 +1,4 @@
-"""Sampling without sorting: the kernel equals its reference, and both draw what the runtime's sampler draws."""
+"""Sampling without sorting: the kernel equals its reference, and both equal the runtime's sampler."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def parameters(*, rows=1, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, seed=0
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several tiles a row, the last not full, for rows that the interpreter can afford."""
+    """Small tiles, so that short rows have several, the last one partial."""
     monkeypatch.setattr(sampling_triton, "vocabulary_tile", lambda vocabulary: Tile(64, 1))
 
 
 @pytest.fixture(params=[8, 256], ids=["few candidates", "many candidates"])
 def candidates(request, monkeypatch):
-    """A buffer that the likely tokens of a flat row overflow, and one that holds any row of these tests."""
+    """A buffer that overflows for a flat row, and one that holds every row of these tests."""
     monkeypatch.setattr(sampling_triton, "CANDIDATES", request.param)
 
 
@@ -70,7 +70,7 @@ def test_every_mix_of_filters(
     )
 
 
-def test_rows_are_drawn_each_by_its_own_parameters(generator, small_tiles):
+def test_each_row_is_sampled_with_its_own_parameters(generator, small_tiles):
     logits = 2 * torch.randn(4, 130, generator=generator)[:, :100]
     arguments = parameters(
         temperature=[0.0, 1.0, 0.7, 1.0],
@@ -88,7 +88,7 @@ def test_rows_are_drawn_each_by_its_own_parameters(generator, small_tiles):
     assert together.tolist() == [int(token) for token, _ in alone]
 
 
-def test_greedy_takes_the_lowest_of_equals(small_tiles):
+def test_greedy_chooses_the_lowest_of_equal_tokens(small_tiles):
     logits = torch.zeros(1, 200)
     logits[0, [70, 150]] = 1.0
     assert sampling_triton.sample(logits, **parameters(temperature=0.0))[0].tolist() == [70]
@@ -96,7 +96,7 @@ def test_greedy_takes_the_lowest_of_equals(small_tiles):
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0}, {"top_k": 3, "min_p": 1.0}])
 def test_filters_among_equal_weights_keep_the_lowest_ids(filters, small_tiles):
-    """Eight equal tokens: top_k 3 keeps three of them, top_p 0.5 four, min_p 1 all eight."""
+    """Of eight equal tokens, top_k=3 keeps three, top_p=0.5 four, and min_p=1 all eight."""
     logits = torch.full((1, 128), -1e4)
     ids = [2, 9, 60, 63, 64, 65, 100, 127]
     logits[0, ids] = 0.0
@@ -110,8 +110,8 @@ def test_filters_among_equal_weights_keep_the_lowest_ids(filters, small_tiles):
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.99999}, {"top_k": 90, "top_p": 0.99999}])
-def test_filters_that_the_likeliest_do_not_decide(filters, small_tiles):
-    """Three tokens are likely; what the filters keep reaches beyond them."""
+def test_filters_that_keep_more_than_the_likeliest_tokens(filters, small_tiles):
+    """Three tokens are likely, and the filters keep more than these."""
     logits = torch.linspace(-12, -10, 100)[None].clone()
     logits[0, [3, 50, 97]] = torch.tensor([0.0, 1.0, 2.0])
     for position in range(3):
@@ -120,14 +120,14 @@ def test_filters_that_the_likeliest_do_not_decide(filters, small_tiles):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
-def test_a_row_without_a_distribution_gives_a_token_of_the_vocabulary(value, small_tiles):
+def test_a_row_of_infinities_or_nans_returns_a_token_of_the_vocabulary(value, small_tiles):
     tokens, _ = sampling_triton.sample(torch.full((1, 100), value), **parameters(top_k=5, top_p=0.5))
     assert 0 <= int(tokens) < 100
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**62))
 @settings(max_examples=50)
-def test_the_uniform_number_is_the_runtimes(seed, position):
+def test_the_uniform_number_equals_the_runtimes(seed, position):
     expected = uniform(np.array([seed], dtype=np.int64).view(np.uint64), np.array([position]))[0]
     assert sampling.uniform(seed, position) == expected
 
@@ -139,7 +139,7 @@ def test_the_uniform_number_is_the_runtimes(seed, position):
     position=st.integers(0, 10**6),
 )
 @settings(max_examples=40)
-def test_the_reference_draws_what_the_runtime_draws(top_k, top_p, min_p, position):
+def test_the_reference_samples_the_runtimes_tokens(top_k, top_p, min_p, position):
     logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
     arguments = parameters(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=11, position=position)
     token = int(sampling.sample(logits[None], **arguments)[0])

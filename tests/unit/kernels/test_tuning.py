@@ -1,4 +1,4 @@
-"""The cuts are pure functions of shapes with bounds that hold for every shape."""
+"""Tuning parameters are functions of shapes, within bounds for every shape."""
 
 from __future__ import annotations
 
@@ -23,43 +23,41 @@ def test_a_row_tile_holds_the_row(width):
     kv_heads=st.integers(1, 64),
     head_dim=st.sampled_from([64, 128, 256]),
     max_tokens=SIZES,
-    processors=st.integers(1, 200),
+    sms=st.integers(1, 200),
     fixed=st.sampled_from([None, 256, 1024]),
 )
-def test_splits_cover_the_longest_context(batch, kv_heads, head_dim, max_tokens, processors, fixed):
+def test_splits_cover_the_longest_context(batch, kv_heads, head_dim, max_tokens, sms, fixed):
     cut = tuning.decode_tuning(
         batch=batch,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_tokens=max_tokens,
-        num_processors=processors,
+        num_sms=sms,
         fixed_split_tokens=fixed,
     )
     assert cut.splits >= 1
     assert cut.split_tokens % cut.block_tokens == 0
     if fixed is None:
-        # No part is emptier than it must be, and none is made that a full device does not need.
+        # The work is split evenly, and not further than a full device needs.
         assert cut.splits <= min(64, -(-max_tokens // cut.split_tokens))
-        assert cut.splits == 1 or (cut.splits - 1) * batch * kv_heads < 2 * processors
+        assert cut.splits == 1 or (cut.splits - 1) * batch * kv_heads < 2 * sms
     else:
         assert cut.splits * fixed >= max_tokens
         assert cut.split_tokens == fixed
 
 
-def test_a_fixed_cut_must_be_whole_blocks():
+def test_a_fixed_split_must_be_whole_blocks():
     with pytest.raises(ValueError, match="fixed_split_tokens=100: must be a positive multiple of 64"):
-        tuning.decode_tuning(
-            batch=1, num_kv_heads=1, head_dim=64, max_tokens=500, num_processors=1, fixed_split_tokens=100
-        )
+        tuning.decode_tuning(batch=1, num_kv_heads=1, head_dim=64, max_tokens=500, num_sms=1, fixed_split_tokens=100)
 
 
 def test_one_long_sequence_fills_an_h100():
-    cut = tuning.decode_tuning(batch=1, num_kv_heads=8, head_dim=128, max_tokens=32768, num_processors=132)
+    cut = tuning.decode_tuning(batch=1, num_kv_heads=8, head_dim=128, max_tokens=32768, num_sms=132)
     assert cut.splits * 8 >= 132
 
 
 def test_a_large_batch_is_not_split():
-    cut = tuning.decode_tuning(batch=64, num_kv_heads=8, head_dim=128, max_tokens=32768, num_processors=132)
+    cut = tuning.decode_tuning(batch=64, num_kv_heads=8, head_dim=128, max_tokens=32768, num_sms=132)
     assert cut.splits == 1
 
 
@@ -84,7 +82,7 @@ def test_tiles_of_a_vocabulary_and_of_elements_are_bounded(width):
 
 
 @given(tokens=SIZES, heads=st.integers(1, 200), head_dim=st.sampled_from([64, 80, 128]))
-def test_programs_of_heads_are_small_when_tokens_are_few(tokens, heads, head_dim):
+def test_programs_of_heads_are_small_for_few_tokens(tokens, heads, head_dim):
     block = tuning.heads_block(tokens=tokens, num_heads=heads, head_dim=head_dim)
     assert block * tuning.next_power_of_2(head_dim) <= 2048
     assert tokens >= 256 or block <= 4

@@ -1,4 +1,4 @@
-"""What is installed, built, carried into image builds and loaded: the decisions, without doing them."""
+"""Decisions about packages, programs, pip settings, image builds and image loading, without executing them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from localcluster.packages import Requirement
 from localcluster.store import Image, Layer
 
 
-def test_only_packages_of_absent_programs_are_installed_each_once() -> None:
+def test_only_packages_of_missing_programs_are_installed_once() -> None:
     wanted = [Requirement("a", "a1"), Requirement("b", "b1"), Requirement("a", "a2"), Requirement("c", "c1")]
     assert packages.missing(wanted, has=lambda program: program == "b1") == ["a", "c"]
     assert packages.missing(packages.NODE, has=lambda _: True) == []
 
 
-def test_without_apt_the_refusal_names_packages_and_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apt_the_error_names_packages_and_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr("os.geteuid", lambda: 0)
     with pytest.raises(ClusterError, match=r"missing: etcd-server, openssl.*CLUSTER=current"):
@@ -36,7 +36,7 @@ def test_without_apt_the_refusal_names_packages_and_another_way(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("version", "message"), [("go1.22.4", "go1.22.4; Kubernetes 1.34 needs Go 1.24"), (None, "not installed")]
 )
-def test_an_old_or_absent_go_is_refused(
+def test_an_old_or_missing_go_is_rejected(
     version: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if version:
@@ -56,12 +56,12 @@ def test_the_program_cache_follows_compiler_and_module(tmp_path: Path) -> None:
     assert key != programs.cache_key("go1.24.0", tmp_path)
 
 
-def test_only_network_trouble_is_tried_again() -> None:
+def test_only_network_errors_are_retried() -> None:
     assert programs.is_network_trouble('Get "https://proxy": dial tcp 1.2.3.4:443: i/o timeout')
     assert not programs.is_network_trouble("./main.go:3:1: undefined: x")
 
 
-def test_pip_settings_win_in_pips_order_and_carry_to_uv(tmp_path: Path) -> None:
+def test_pip_settings_take_precedence_in_pips_order_and_apply_to_uv(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text("[global]\nindex-url = https://one/simple\ntimeout = 5\ncert = /x\n")
     second.write_text("[install]\nindex-url = https://two/simple\n")
@@ -89,7 +89,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_image_is_rebuilt_for_an_edit_a_new_file_or_a_new_base_and_for_nothing_else(repository: Path) -> None:
+def test_an_image_is_rebuilt_only_for_a_changed_input_or_base(repository: Path) -> None:
     before = images.inputs_digest(repository, "base:1")
     (repository / "docs").mkdir()
     (repository / "docs" / "x.md").write_text("x")
@@ -102,7 +102,7 @@ def test_an_image_is_rebuilt_for_an_edit_a_new_file_or_a_new_base_and_for_nothin
     assert images.inputs_digest(repository, "base:1") != before
 
 
-def test_what_the_docker_ignore_file_lets_in_is_what_is_hashed() -> None:
+def test_the_hashed_inputs_are_those_of_the_docker_ignore_file() -> None:
     allowed = (images.REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == set(images.INPUTS) - {
         "Dockerfile",
@@ -136,7 +136,7 @@ def test_layers_become_hard_links_with_their_modes(tmp_path: Path) -> None:
     (source / "link").symlink_to("d/f")
     source.chmod(0o751)
     target.mkdir()
-    # The mount namespace needs root; what runs inside it does not.
+    # The mount namespace needs root; the command inside it does not.
     command = loading.copy_command(source, target, same_device=True)
     inner = command[command.index("sh") :]
     assert command[: command.index("sh")] == ["unshare", "--mount", "--propagation", "private"]
@@ -153,7 +153,7 @@ def image(reference: str = "localhost/x:dev") -> Image:
     return Image(reference, manifest, config, (Layer("sha256:aa", Path("/l")),))
 
 
-def test_the_imported_archive_has_manifest_and_configuration_and_no_layer() -> None:
+def test_the_imported_archive_contains_no_layer() -> None:
     with tarfile.open(fileobj=io.BytesIO(loading.bare_archive(image()))) as archive:
         names = archive.getnames()
         index = archive.extractfile("index.json")
@@ -184,12 +184,12 @@ def test_an_image_is_read_from_the_store_lowest_layer_first(tmp_path: Path) -> N
         store.find("localhost/x:dev", storage=tmp_path)
 
 
-def test_ids_whose_tag_has_moved_on_are_dropped() -> None:
+def test_ids_without_a_current_tag_are_stale() -> None:
     table = "REF TYPE DIGEST SIZE\nlocalhost/x:dev t sha256:new 1\nsha256:c1 t sha256:old 1\nsha256:c2 t sha256:new 1\n"
     assert runtime.stale_ids(table) == ["sha256:c1"]
 
 
-def test_the_pause_image_names_its_one_program() -> None:
+def test_the_pause_image_contains_its_program_only() -> None:
     archive = runtime.pause_archive(b"program")
     assert archive == runtime.pause_archive(b"program")
     with tarfile.open(fileobj=io.BytesIO(archive)) as outer:

@@ -1,4 +1,4 @@
-"""Selection of the iptables rules to remove, and of subnets that clash with nothing."""
+"""Selection of the iptables rules to remove, and of subnets without conflicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMIT
 """
 
 
-def test_only_the_clusters_rules_and_chains_go() -> None:
+def test_only_the_clusters_rules_and_chains_are_removed() -> None:
     assert network.cleanup(SAVED, bridge="mlc0", keep={}).splitlines() == [
         "*filter",
         "-D INPUT -i mlc0 -j ACCEPT",
@@ -60,7 +60,7 @@ def test_only_the_clusters_rules_and_chains_go() -> None:
     ]
 
 
-def test_chains_from_before_the_cluster_stay() -> None:
+def test_chains_from_before_the_cluster_are_kept() -> None:
     script = network.cleanup(SAVED, bridge="mlc0", keep={"nat": ["CNI-HOSTPORT-DNAT", "CNI-DN-0123"]})
     assert "CNI-" not in script
     assert "-X KUBE-SERVICES" in script
@@ -74,11 +74,11 @@ def networks(*given: tuple[str, str]) -> list[tuple[str, ipaddress.IPv4Network]]
     return [(device, ipaddress.IPv4Network(network)) for device, network in given]
 
 
-def test_a_default_subnet_that_clashes_is_passed_over() -> None:
+def test_a_conflicting_default_subnet_is_skipped() -> None:
     routes = networks(("podman0", "10.88.0.0/16"), ("eth0", "192.168.1.0/24"))
     assert ports.choose_subnet("--pod-subnet", None, ["10.88.0.0/16", "10.188.0.0/16"], routes) == "10.188.0.0/16"
 
 
-def test_an_asked_subnet_that_clashes_is_refused_with_the_device() -> None:
+def test_a_conflicting_subnet_option_is_rejected_with_the_device() -> None:
     with pytest.raises(ClusterError, match=r"--pod-subnet=10\.0\.0\.0/8 overlaps a network of eth0"):
         ports.choose_subnet("--pod-subnet", "10.0.0.0/8", [], networks(("eth0", "10.1.2.0/24")))

@@ -1,4 +1,4 @@
-"""Ports are given out as the servers will be able to bind them."""
+"""Allocated ports are ports that the servers can bind."""
 
 import socket
 
@@ -10,7 +10,7 @@ from localcluster.settings import Options
 
 @pytest.fixture
 def lingering_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The API server's preferred port, with a connection of its last life in TIME_WAIT."""
+    """The API server's preferred port, with a connection of a previous server in TIME_WAIT."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", 0))
@@ -25,13 +25,13 @@ def lingering_port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def test_a_port_whose_last_connections_linger_is_given_out(lingering_port: int) -> None:
+def test_a_port_with_connections_in_time_wait_is_allocated(lingering_port: int) -> None:
     with socket.socket() as strict, pytest.raises(OSError, match="in use"):
         strict.bind(("127.0.0.1", lingering_port))
     assert ports.allocate(Options())["apiserver"] == lingering_port
 
 
-def test_a_taken_port_is_passed_over_and_none_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_port_is_skipped_and_none_is_allocated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""Which processes are the cluster's, and how they are ended."""
+"""Identification and termination of the cluster's processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_known_program_with_a_path_of_the_cluster_belongs(argv: list[str]) -> 
         ["/usr/bin/containerd"],
     ],
 )
-def test_a_stranger_does_not_belong(argv: list[str]) -> None:
+def test_a_foreign_process_does_not_belong(argv: list[str]) -> None:
     assert not processes.belongs(argv, STATE)
 
 
@@ -53,14 +53,14 @@ def layout(tmp_path: Path) -> Layout:
 
 @pytest.fixture
 def stand_in(layout: Layout) -> Component:
-    """A process that the launcher takes for its etcd."""
+    """A process that the launcher identifies as its etcd."""
     program = layout.state / "etcd"
     program.symlink_to(sys.executable)
-    # venv's python finds its home by its own path; -S -E keep it from needing one.
+    # A venv's python finds its home by its own path; with -S -E it needs none.
     return Component("etcd", (str(program), "-S", "-E", "-c", "import time; time.sleep(60)", f"{layout.state}/data"))
 
 
-def test_a_component_is_started_once_and_again_after_kill_9(layout: Layout, stand_in: Component) -> None:
+def test_a_component_is_started_once_and_restarted_after_sigkill(layout: Layout, stand_in: Component) -> None:
     assert processes.ensure(stand_in, layout)
     first = processes.running("etcd", layout)
     assert first is not None
@@ -85,7 +85,7 @@ def test_a_changed_command_line_restarts_and_a_lost_record_does_not_double(layou
     assert not processes.owned_pids(layout.state)
 
 
-def test_a_recycled_pid_is_not_taken_for_the_component(layout: Layout) -> None:
+def test_a_reused_pid_is_not_identified_as_the_component(layout: Layout) -> None:
     layout.run.mkdir()
     with subprocess.Popen(["sleep", "60"]) as stranger:
         (layout.run / "etcd.json").write_text(f'{{"pid": {stranger.pid}, "digest": "x"}}')
@@ -103,18 +103,18 @@ def test_sigkill_follows_for_a_process_that_ignores_sigterm() -> None:
     assert not Path(f"/proc/{stubborn.pid}").exists()
 
 
-def test_a_component_that_ends_is_reported_with_its_log(layout: Layout) -> None:
+def test_a_component_that_exits_at_once_is_reported_with_its_log(layout: Layout) -> None:
     program = layout.state / "etcd"
     program.symlink_to("/bin/sh")
     component = Component("etcd", (str(program), "-c", "echo no such flag >&2; exit 1", f"{layout.state}/x"))
     processes.ensure(component, layout)
     start = time.monotonic()
-    with pytest.raises(ClusterError, match=r"(?s)etcd ended at once.*no such flag"):
+    with pytest.raises(ClusterError, match=r"(?s)etcd exited at once.*no such flag"):
         processes.wait_ready(component, layout, lambda: False, seconds=60)
     assert time.monotonic() - start < 30
 
 
-def test_the_clusters_processes_see_no_proxy() -> None:
+def test_the_clusters_processes_have_no_proxy_settings() -> None:
     inherited = {"HTTPS_PROXY": "http://p", "no_proxy": "x", "PATH": "/bin"}
     assert processes.environment(inherited) == {"PATH": "/bin"}
 
@@ -129,16 +129,16 @@ def test_a_group_that_goes_while_it_is_looked_at_has_gone(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("file", "value"), [("cpu.shares", "2048"), ("cpu.weight", "200")])
-def test_processors_are_shared_out_on_both_hierarchies(
+def test_cpu_weights_are_set_on_both_cgroup_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, value: str
 ) -> None:
-    processors, memory = tmp_path / "cpu", tmp_path / "memory"
-    processors.mkdir()
-    (processors / file).touch()
+    cpu, memory = tmp_path / "cpu", tmp_path / "memory"
+    cpu.mkdir()
+    (cpu / file).touch()
     memory.mkdir()
-    monkeypatch.setattr(cgroups, "folders", lambda _: [memory, processors])
+    monkeypatch.setattr(cgroups, "folders", lambda _: [memory, cpu])
     cgroups.weigh("pods", 2)
     cgroups.gather("node", [17])
-    assert (processors / file).read_text() == value
-    assert (processors / "cgroup.procs").read_text() == "17"
+    assert (cpu / file).read_text() == value
+    assert (cpu / "cgroup.procs").read_text() == "17"
     assert not any(memory.iterdir())

@@ -1,4 +1,4 @@
-"""Configuration files say what the programs need, and settings survive being written down."""
+"""Generated configuration files, and settings that are saved and read again."""
 
 from __future__ import annotations
 
@@ -81,25 +81,25 @@ def test_settings_survive_writing_and_a_torn_file_reads_as_none(tmp_path: Path) 
     assert config.load(layout) is None
 
 
-def test_contradictions_name_the_option() -> None:
+def test_conflicts_with_an_existing_cluster_name_the_option() -> None:
     assert config.contradictions(SETTINGS, Options(), control_plane_only=False) == []
     found = config.contradictions(SETTINGS, Options(api_port=1, pod_subnet="10.88.0.0/16"), control_plane_only=True)
     assert found == ["--api-port is 20000, not 1", "--control-plane-only is False, not True"]
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-x", "x-", "a/b", "a" * 31])
-def test_a_bad_name_is_refused(name: str) -> None:
+def test_an_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(ClusterError, match="lower-case letters"):
         config.layout_for(name)
 
 
-def test_a_place_too_deep_for_sockets_is_refused() -> None:
+def test_a_path_too_long_for_sockets_is_rejected() -> None:
     with pytest.raises(ClusterError, match="shorter --root"):
         config.layout_for("x", root=Path("/" + "d" * 80))
 
 
 @pytest.mark.parametrize("value", ["nonsense", "10.0.0.0/28", "fd00::/64", "10.0.0.1/16"])
-def test_a_bad_subnet_is_refused(value: str) -> None:
+def test_an_invalid_subnet_is_rejected(value: str) -> None:
     with pytest.raises(ClusterError, match="--pod-subnet"):
         config.check_subnet("--pod-subnet", value)
 

@@ -1,4 +1,4 @@
-"""What the images are made of is pinned: by hash for packages, by digest for the base of a release."""
+"""The inputs of the images are pinned: packages by hash, the base of a release by digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def pins(text: str) -> list[tuple[Requirement, list[str]]]:
-    """Each requirement of a file, with the options that follow it."""
+    """Return each requirement of a file with its options."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE))
     found = []
     for line in joined.splitlines():
@@ -30,7 +30,7 @@ def pins(text: str) -> list[tuple[Requirement, list[str]]]:
 
 
 def wanted(name: str) -> list[str]:
-    """What a file must have, as its source says it."""
+    """Return the requirements that a file must have, from its source."""
     if name in ("operator.txt", "runtime.txt"):
         project = PROJECT["project"]
         return [*project["dependencies"], *project["optional-dependencies"][name.removesuffix(".txt")]]
@@ -57,7 +57,7 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_index_and_no_host_is_named(name: str) -> None:
+def test_no_package_index_and_no_host_is_named(name: str) -> None:
     text = FILES[name].read_text()
     named = re.findall(r".*(?:://|index-url|find-links|trusted-host|\.(?:com|org|net|io|dev)\b).*", text)
     assert not named, f"{name} names where packages come from: {named[:3]}"
@@ -65,7 +65,7 @@ def test_no_index_and_no_host_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_pins_are_what_the_project_asks_for(name: str) -> None:
-    """Changed pyproject.toml? `make requirements`."""
+    """Run `make requirements` after a change of pyproject.toml."""
     versions: dict[str, list[str]] = {}
     for requirement, _ in pins(FILES[name].read_text()):
         versions.setdefault(canonicalize_name(requirement.name), []).append(str(requirement.specifier)[2:])
@@ -98,7 +98,7 @@ def test_the_images_install_nothing_without_hashes() -> None:
     ],
 )
 def test_a_release_is_built_on_a_digest(release: str, base: str, passes: bool) -> None:
-    """The check of the Dockerfile, as its shell runs it."""
+    """Run the shell check of the Dockerfile."""
     check = re.search(r"^RUN (case .*?esac)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL)
     assert check is not None
     environment = {**os.environ, "RELEASE": release, "BASE_IMAGE": base}

@@ -1,4 +1,4 @@
-"""Small models with every trait a family may have, and sequences that grow side by side, for compiled steps."""
+"""Small models with every feature of the model families, and batches of growing sequences, for compiled steps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
 
 
 def unpacked(weights: DecoderWeights) -> DecoderWeights:
-    """The same values in dense matrices."""
+    """Return the same weights in dense matrices."""
     dense = LinearFactory()
 
     def of(layer: LayerWeights) -> LayerWeights:
@@ -110,7 +110,7 @@ def unpacked(weights: DecoderWeights) -> DecoderWeights:
 
 
 class Sequences:
-    """Sequences that grow side by side, their pages scattered over the cache."""
+    """A batch of growing sequences whose pages are scattered over the cache."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -119,7 +119,7 @@ class Sequences:
         self.lengths = [0] * 8
 
     def plan(self, new: dict[int, int]) -> StepPlan:
-        """`new`: tokens to compute, by sequence."""
+        """Return a step plan. new: number of tokens to compute, by sequence."""
         positions, slots = [], []
         for number, count in new.items():
             at = np.arange(self.lengths[number], self.lengths[number] + count)
@@ -151,7 +151,7 @@ STEPS = (
 
 def caches(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (config.num_layers, 64, PAGE, 2 * config.num_kv_heads * config.head_dim)
-    # What was never written is not a number: nothing of it may be seen.
+    # Unwritten slots are NaN, so a read of one shows in the result.
     return torch.full(shape, float("nan"), dtype=dtype), torch.zeros(shape)
 
 

@@ -1,4 +1,4 @@
-"""Where the compiled function is kept."""
+"""The cache of the compiled function."""
 
 from pathlib import Path
 
@@ -8,11 +8,9 @@ from megatron_kernels.cpu import compiled
 
 
 @pytest.mark.skipif(not compiled.is_supported(), reason="needs AVX2 and Linux")
-def test_a_function_found_in_a_cache_is_kept_beside_the_package_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An image is built with the cache of an earlier build, and without it runs."""
-    compiled.entry()  # from now on it is in memory: what lies at the places below is not loaded
+def test_a_cached_function_is_also_stored_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image build has the cache of an earlier build, and the container does not."""
+    compiled.entry()  # loads the function, so the files below are not loaded
     beside, cache = places = [tmp_path / "package" / "native.o", tmp_path / "cache" / "native.o"]
     cache.parent.mkdir()
     cache.write_bytes(b"machine code")

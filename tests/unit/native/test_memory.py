@@ -1,4 +1,4 @@
-"""Where packed weights lie: apart from each other, in pages that the system may join, and only as long as they do."""
+"""The memory of packed weights: no overlap, transparent huge pages, and release of unused tensors."""
 
 import platform
 import re
@@ -24,7 +24,7 @@ def filled(memory: WeightMemory, number: int, size: int) -> torch.Tensor:
 
 
 def joins_pages() -> bool:
-    """Whether this machine's system does it."""
+    """Return whether this machine's kernel supports it."""
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     return release >= (6, 1) and _LARGE_PAGES.is_file() and "[never]" not in _LARGE_PAGES.read_text()
 
@@ -34,7 +34,7 @@ def resident_bytes() -> int:
 
 
 def large_pages_kib(address: int) -> int:
-    """Of the mapping that has this address."""
+    """Return the size of the huge pages in the mapping that contains this address."""
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -44,7 +44,7 @@ def large_pages_kib(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_matrices_of_many_threads_lie_apart() -> None:
+def test_matrices_of_many_threads_do_not_overlap() -> None:
     memory = WeightMemory()
     sizes = [1, 4096, 5000, 3 * _MIB + 1, 70 * _MIB] * 4
     with ThreadPoolExecutor(4) as pool:
@@ -55,7 +55,7 @@ def test_matrices_of_many_threads_lie_apart() -> None:
         assert (piece == number).all()
 
 
-def test_joined_pages_hold_what_they_held() -> None:
+def test_joined_pages_keep_their_content() -> None:
     memory = WeightMemory()
     values = torch.randint(256, (9 * _MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     piece = memory.take(len(values))
@@ -67,25 +67,25 @@ def test_joined_pages_hold_what_they_held() -> None:
         assert large_pages_kib(piece.data_ptr()) - before >= 2 << 10
 
 
-def test_what_nobody_uses_goes_and_is_not_kept_by_the_thread_that_joins() -> None:
+def test_unused_memory_is_released_while_pages_are_joined() -> None:
     memory = WeightMemory()
-    kept, given_back = memory.take(70 * _MIB), memory.take(70 * _MIB)
+    kept, released = memory.take(70 * _MIB), memory.take(70 * _MIB)
     before = resident_bytes()
-    thread = memory.join_pages()  # takes some tenths of a second for the first
-    del given_back
-    for _ in range(5):  # a piece is held while it is joined
+    thread = memory.join_pages()  # some tenths of a second for the first tensor
+    del released
+    for _ in range(5):  # the thread holds a reference while it joins a tensor
         if before - resident_bytes() > 60 * _MIB:
             break
         time.sleep(0.005)
     else:
-        pytest.fail("what nobody uses was kept")
+        pytest.fail("unused memory was not released")
     thread.join(LONG_SECONDS)
     assert not thread.is_alive()
     assert not kept.count_nonzero()
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", 1), ("0", 0)])
-def test_a_switch_leaves_pages_as_they_are(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_disables_joining_pages(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[threading.Thread] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))

@@ -1,4 +1,4 @@
-"""Compiled steps against the decoder in torch, on small models with every trait a family may have."""
+"""Compiled steps against the decoder in torch, on small models with every feature of the model families."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux
 @torch.inference_mode()
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("traits", TRAITS)
-def test_steps_give_what_torch_gives(traits: str, format: str) -> None:
+def test_steps_equal_torchs(traits: str, format: str) -> None:
     config = dataclasses.replace(PLAIN, **TRAITS[traits])
     ours, reference = native(config, format)
     cache, reference_cache = caches(config)

@@ -1,4 +1,4 @@
-"""How much a format costs: the built-in model reads documentation that ships with Python."""
+"""The loss of accuracy of each weight format: perplexity of the built-in model on Python's documentation."""
 
 import math
 import pydoc_data.topics
@@ -33,12 +33,12 @@ def tokens() -> np.ndarray:
 
 @torch.inference_mode()
 def read(format: str, tokens: np.ndarray) -> np.ndarray:
-    """Logits after each token."""
+    """Return the logits after each token."""
     checkpoint = open_checkpoint(resolve(MODEL))
     config = checkpoint.config
     linears = NativeLinears(format)  # type: ignore[arg-type]
     if format == "int8":
-        # The file's own four bits are not what is asked about.
+        # Convert the file's 4-bit weights to int8 instead of using them directly.
         linears.quantized_kinds = frozenset()
     weights = load_weights(checkpoint, torch.float32, linears=linears)
     model = build_decoder(config, weights)
@@ -75,7 +75,7 @@ def exact(tokens: np.ndarray) -> np.ndarray:
 def test_a_format_stays_near_float32(
     format: str, most: float, margin: float, tokens: np.ndarray, exact: np.ndarray
 ) -> None:
-    """Perplexity within `most`; the token that the format likes best is within `margin` of what float32 likes best."""
+    """Perplexity changes by at most `most`, and the format's best token is within `margin` of float32's best logit."""
     logits = read(format, tokens)
     before, after = perplexity(exact, tokens), perplexity(logits, tokens)
     print(f"\nperplexity: float32 {before:.4f}, {format} {after:.4f}: {100 * (after / before - 1):+.3f} %")

@@ -1,4 +1,4 @@
-"""Packed matrices: what a product gives, what was kept of the weights, and that a row never depends on its batch."""
+"""Packed matrices: products, accuracy of the stored weights, and rows that do not depend on their batch."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rounded(x_TK: torch.Tensor) -> torch.Tensor:
-    """Activations as integer products see them: 8 bits, one scale for 32."""
+    """Return activations as integer products round them: 8 bits, one scale for 32 values."""
     blocks = x_TK.unflatten(1, (-1, 32))
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     return ((blocks / scale).nan_to_num().round() * scale).flatten(1)
@@ -27,7 +27,7 @@ def rounded(x_TK: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 130])
-def test_a_product_is_that_of_the_unpacked_weight(format: str, rows: int) -> None:
+def test_a_product_equals_that_of_the_unpacked_weight(format: str, rows: int) -> None:
     linear = NativeLinear(pack(random(48, 96), format))
     x_TK = random(rows, 96, seed=rows)
     seen = rounded(x_TK) if format.startswith("int") else x_TK
@@ -35,14 +35,14 @@ def test_a_product_is_that_of_the_unpacked_weight(format: str, rows: int) -> Non
 
 
 @pytest.mark.parametrize(("format", "most"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 0.01), ("int4", 0.15)])
-def test_weights_are_kept_as_near_as_the_format_allows(format: str, most: float) -> None:
+def test_stored_weights_are_as_accurate_as_the_format_allows(format: str, most: float) -> None:
     weight = random(32, 64)
     kept = NativeLinear(pack(weight, format)).dense()
     assert (kept - weight).abs().max() <= most * weight.abs().max()
 
 
 def stored_blocks(kind: int) -> QuantizedTensor:
-    """A weight [32, 96] as a file may hold it, with bytes between its rows."""
+    """Return a weight [32, 96] as stored in a file, with padding between its rows."""
     generator = np.random.default_rng(kind)
     blocks = generator.integers(0, 256, (32, 3, BLOCK_SIZES[kind][1]), dtype=np.uint8)
     halves = generator.random((32, 3, 2)).astype(np.float16).view(np.uint8)
@@ -58,7 +58,7 @@ def test_blocks_of_a_gguf_file_keep_their_values(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-def test_blocks_become_the_floats_that_they_stand_for(kind: int) -> None:
+def test_blocks_are_dequantized_exactly_to_float_formats(kind: int) -> None:
     weight = stored_blocks(kind)
     assert torch.equal(NativeLinear(pack(weight, "float32")).dense(), weight.dequantize())
     assert torch.equal(NativeLinear(pack(weight, "bfloat16")).dense(), weight.dequantize().bfloat16().float())
@@ -66,10 +66,10 @@ def test_blocks_become_the_floats_that_they_stand_for(kind: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(48, 96), (1024, 512)])
-def test_floats_of_every_type_are_packed_as_they_are(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_floats_of_every_type_are_packed_exactly(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = random(*shape).to(dtype)
-    turned = weight.T.contiguous().T
-    for given in (weight, turned):
+    transposed = weight.T.contiguous().T
+    for given in (weight, transposed):
         assert torch.equal(NativeLinear(pack(given, "float32")).dense(), weight.float())
         assert torch.equal(NativeLinear(pack(given, "bfloat16")).dense(), weight.float().bfloat16().float())
 
@@ -84,7 +84,7 @@ def test_a_row_has_the_same_bits_in_every_batch(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_table_gives_the_rows_of_its_head(format: str) -> None:
+def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
     embedding, head = NativeLinears(format).tied(random(96, 64))
     ids = torch.tensor([0, 95, 17, 17])
     assert torch.equal(embedding(ids), head.dense()[ids])

@@ -1,4 +1,4 @@
-"""Which numbers a processor computes with, by the name of a dtype."""
+"""Number formats of weights, activations and cache on a CPU, by the name of a dtype."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ def test_float32_is_exact_everywhere() -> None:
     assert (numbers.weights, numbers.activations, numbers.cache) == ("float32", torch.float32, torch.float32)
 
 
-def test_auto_is_what_the_processor_is_good_at() -> None:
+def test_auto_is_bfloat16_where_the_cpu_computes_in_it() -> None:
     assert select_numbers("auto").weights == ("bfloat16" if computes_in_bfloat16() else "float32")
 
 
 @pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
-def test_small_weights_come_with_a_small_cache_and_exact_sums() -> None:
+def test_integer_weights_have_a_bfloat16_cache_and_float32_activations() -> None:
     for name in ("int8", "int4"):
         numbers = select_numbers(name)
         assert numbers.is_native
@@ -31,6 +31,6 @@ def test_compiled_steps_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> 
         select_numbers("int4")
 
 
-def test_an_unknown_dtype_is_refused_by_name() -> None:
+def test_an_unknown_dtype_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="dtype='float8'"):
         select_numbers("float8")

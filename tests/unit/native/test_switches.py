@@ -1,4 +1,4 @@
-"""Optimisations that can be switched off, and that an answer does not depend on them."""
+"""Optimisations can be switched off, and no answer depends on them."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from .native_models import PLAIN, STEPS, Sequences, caches, native, step
 needs_native = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
 
-def test_a_switch_is_on_unless_it_says_zero() -> None:
+def test_a_switch_is_on_unless_it_is_zero() -> None:
     assert is_on(Switch.TILES, {})
     assert is_on(Switch.TILES, {"MEGATRON_TILES": "1"})
     assert not is_on(Switch.TILES, {"MEGATRON_TILES": "0"})
@@ -24,7 +24,7 @@ def test_a_switch_is_on_unless_it_says_zero() -> None:
         is_on(Switch.TILES, {"MEGATRON_TILES": "off"})
 
 
-def test_sizes_follow_switches_and_the_variable_of_benchmarks() -> None:
+def test_tuning_follows_switches_and_the_tuning_variable() -> None:
     assert tuning({}) == Tuning()
     assert tuning({Switch.TILES: "0", Switch.PREFETCH: "0"}) == Tuning(tile_rows=1, ahead=0)
     assert tuning({TUNING_VARIABLE: "query_block=4,ahead=512"}) == Tuning(query_block=4, ahead=512)
@@ -54,7 +54,7 @@ def usual() -> dict[str, torch.Tensor]:
 
 @needs_native
 @pytest.mark.parametrize("switch", OF_A_STEP)
-def test_an_answer_has_the_same_bits_without(
+def test_an_answer_has_the_same_bits_without_an_optimisation(
     switch: Switch, usual: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(switch, "0")
@@ -63,12 +63,12 @@ def test_an_answer_has_the_same_bits_without(
 
 
 @needs_native
-def test_the_cache_of_small_weights_can_be_kept_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_integer_weights_can_use_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(Switch.CACHE_IN_BFLOAT16, "0")
     assert select_numbers("int4").cache is torch.float32
 
 
-def test_torch_can_keep_weights_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_can_use_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
     x_TK = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
     expected = Linear(weight)(x_TK)
@@ -78,6 +78,6 @@ def test_torch_can_keep_weights_as_they_were_read(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(linear(x_TK), expected)
 
 
-def test_the_coordinator_can_do_without_short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinators_scheduler_hint_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(Switch.SHORT_SLICES, "0")
     assert request_scheduler_slices() is False

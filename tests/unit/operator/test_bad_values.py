@@ -1,4 +1,4 @@
-"""Bad values from the schema are rejected with the field; valid ones that wedge a resource are got over by a revert."""
+"""Bad values from the schema are rejected with the field; valid ones that wedge a resource recover after a revert."""
 
 from __future__ import annotations
 

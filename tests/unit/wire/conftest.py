@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from zmtp_port import Port, key_files
+
+from .zmtp_port import Port, key_files
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -10,13 +10,14 @@ import pytest
 import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
-from zmtp_port import LIMIT, NULL_BEGIN, Port, until
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp.connection import MESSAGES_PER_ITERATION, PeerId
 from megatron_runtime.transport.zmtp.frames import COMMAND
+
+from .zmtp_port import LIMIT, NULL_BEGIN, Port, until
 
 SIZES = [0, 1, 255, 256, 8192, 65536, LIMIT]
 

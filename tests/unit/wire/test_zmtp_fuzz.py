@@ -13,11 +13,12 @@ import zmq.asyncio
 from eventually import LONG_SECONDS
 from soak import repeated, size
 from tcp_relay import TcpRelay
-from zmtp_port import LIMIT, Port
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer
+
+from .zmtp_port import LIMIT, Port
 
 SIZES = (0, 1, 7, 254, 255, 256, 257, 4096, 65_535, 65_536)
 CONNECTIONS = size(15, soak=400)

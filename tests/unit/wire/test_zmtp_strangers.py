@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from curve_client import CurveClient
-from zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, READY, Port, Raw, key_files, until
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
@@ -18,6 +16,9 @@ from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp import router as router_module
 from megatron_runtime.transport.zmtp.connection import MAX_FRAMES
 from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
+
+from .curve_client import CurveClient
+from .zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, READY, Port, Raw, key_files, until
 
 # --- protocol violations ----------------------------------------------------------------------------------------------
 

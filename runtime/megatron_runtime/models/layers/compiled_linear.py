@@ -15,7 +15,7 @@ from megatron_kernels.cpu.memory import WeightMemory
 from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
 from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
-from megatron_kernels.cpu.team import shared_team
+from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_kernels.quantized import QuantizedTensor
 from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 
@@ -39,7 +39,7 @@ class NativeLinear(Linear):
         job["matrix"] = self._record.ctypes.data
         job["tokens"], job["width"] = count, width
         job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
-        shared_team().run_product(job)
+        shared_thread_pool().run_product(job)
         return y_TN
 
     @property

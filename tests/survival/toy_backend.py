@@ -1,7 +1,7 @@
-"""An engine implementation of another kind, written against engine/backend.py alone: no thread, no scheduler, no torch.
+"""A minimal EngineBackend, written against engine/backend.py alone: no thread, no scheduler, no torch.
 
-One task on the event loop gives every open request a token at each tick. As a program it is the engine process that a
-plug-in would be: `python toy_backend.py COORDINATOR NAME HEALTH_PORT KEYS_DIR`.
+One task on the event loop generates a token for every open request at each tick. As a program it is an engine process:
+`python toy_backend.py COORDINATOR NAME HEALTH_PORT KEYS_DIR`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DONE = RankResults(1)
 
 
 def toy_answer(prompt: Sequence[int], length: int) -> list[int]:
-    """What the toy answers to `prompt`: tokens that name the prompt and their own place."""
+    """Return the answer to `prompt`: tokens that depend on the prompt and their position."""
     return [1000 + (31 * sum(prompt) + 7 * place) % 20_000 for place in range(length)]
 
 
@@ -47,7 +47,7 @@ class _Open:
 
 
 class ToyBackend(EngineBackend):
-    """Can be suspended, and no more: it declares no other capability."""
+    """A backend whose only capability is suspension."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.info = BackendInfo(
@@ -80,7 +80,7 @@ class ToyBackend(EngineBackend):
                 await self._task
 
     def detokenizer(self) -> None:
-        """Its tokens have no text, so requests with stop texts are rejected."""
+        """None: its tokens have no text, so requests with stop texts are rejected."""
 
     def submit(self, request: EngineRequest) -> None:
         params, prompt = request.sampling_params, request.prompt_tokens.tolist()

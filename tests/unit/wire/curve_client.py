@@ -1,4 +1,4 @@
-"""The client's part of CURVE, written from RFC 26 for tests: it can be told to get things wrong."""
+"""The client's part of CURVE, after RFC 26, with optional protocol errors for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 @dataclass
 class CurveClient:
-    """hello(), initiate(answer to it), ready(answer to that), then message() and open()."""
+    """Usage: hello(), initiate(WELCOME), ready(READY), then message() and open()."""
 
     keys: PeerKeys
     server_key: bytes = b""
@@ -58,13 +58,13 @@ class CurveClient:
         return frames.read_properties(nacl.crypto_box_open_afternm(box, b"CurveZMQREADY---" + nonce, self._shared))
 
     def message(self, body: bytes, *, more: bool = False) -> bytes:
-        """The whole frame."""
+        """Return the encrypted frame of a message."""
         nonce = self._next()
         box = nacl.crypto_box_afternm(bytes((more,)) + body, b"CurveZMQMESSAGEC" + nonce, self._shared)
         return frames.frame(0, b"\x07MESSAGE" + nonce + box)
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Flags and body of what the frame of a MESSAGE carries."""
+        """Return flags and body of an encrypted MESSAGE."""
         nonce = body[8:16]
         content = nacl.crypto_box_open_afternm(body[16:], b"CurveZMQMESSAGES" + nonce, self._shared)
         return (MORE if content[0] & 1 else 0) | (COMMAND if content[0] & 2 else 0), content[1:]

@@ -1,4 +1,4 @@
-"""Weights looked at as they are stored: a sum of all their bytes, and whether their scales are finite numbers."""
+"""Compiled validation of stored weights: the sum of all their bytes, and whether their scales are finite."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from llvmlite import ir
 from numba import carray
 
 from megatron_kernels.cpu.ir import I32, I64, Code, compiled, constant, function, pointer
-from megatron_kernels.cpu.records import EXAMINATION
+from megatron_kernels.cpu.records import VALIDATION
 from megatron_kernels.cpu.sync import write
 
-_EXAMINATION_TYPE = np.dtype(EXAMINATION)
-_NAMES = EXAMINATION.names or ()
+_VALIDATION_TYPE = np.dtype(VALIDATION)
+_NAMES = VALIDATION.names or ()
 _SUM_AT, _IS_FINITE_AT = 8 * _NAMES.index("sum"), 8 * _NAMES.index("is_finite")
 _WORDS = ir.VectorType(I64, 4)
 _EACH = 16
-"""Words of one round: four sums, so that none waits for itself."""
+"""Words of one iteration: four independent sums hide the latency of an addition."""
 _TOP_BITS = -0x7FFF8000
-"""Of both halves of four bytes: set in an exponent to which one was added if all its bits were."""
+"""Bits of two float16 numbers that a carry sets when one is added to an exponent of all ones."""
 _ONE = 0x04000400
 
 
 @function(I64, address=I64, count=I64)
 def sum_of_words(code: Code, a: dict[str, ir.Value]) -> ir.Value:
-    """Of `count` words of eight bytes, modulo 2^64."""
+    """Return the sum of `count` words of eight bytes, modulo 2^64."""
     b = code.b
     whole = b.and_(a["count"], constant(I64, -_EACH))
 
@@ -46,7 +46,7 @@ def sum_of_words(code: Code, a: dict[str, ir.Value]) -> ir.Value:
 
 @function(I32, address=I64, count=I64, stride=I64, mask=I64)
 def full_exponents(code: Code, a: dict[str, ir.Value]) -> ir.Value:
-    """0 unless an exponent among the bits of `mask`, in four bytes at each stride, has all its bits set."""
+    """Return 0 unless an exponent in the bits of `mask`, in four bytes at each stride, has all its bits set."""
     b = code.b
     mask = b.trunc(a["mask"], I32)
 
@@ -58,9 +58,9 @@ def full_exponents(code: Code, a: dict[str, ir.Value]) -> ir.Value:
 
 
 @compiled
-def examine(record):
-    """`record`: address of an EXAMINATION, whose last two words are written."""
-    given = carray(pointer(record), 1, dtype=_EXAMINATION_TYPE)[0]
+def validate(record):
+    """`record`: address of a VALIDATION, whose last two words are written."""
+    given = carray(pointer(record), 1, dtype=_VALIDATION_TYPE)[0]
     write(record + _SUM_AT, sum_of_words(given.address, given.num_words))
     is_finite = 1
     if given.scales != 0 and full_exponents(given.scales, given.num_blocks, given.block_bytes, given.mask) != 0:

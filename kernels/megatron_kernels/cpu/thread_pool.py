@@ -1,4 +1,4 @@
-"""The threads that run compiled work side by side. They sleep between jobs."""
+"""The thread pool that runs compiled jobs in parallel. Threads sleep between jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_kernels.cpu.entry_points import (
 from megatron_kernels.cpu.sizes import SEMAPHORE_BYTES
 
 
-class Team:
+class ThreadPool:
     """A thread pool of `threads` threads, one of them the caller's. It runs one job at a time."""
 
     def __init__(self, threads: int) -> None:
@@ -53,7 +53,7 @@ class Team:
         self._lead(RUN_PRODUCT, record)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         with self._lock:
             self._job["kind"] = STOP
             self._entry(POST, self._semaphores.ctypes.data, len(self._others), 0, 0)
@@ -73,10 +73,10 @@ class Team:
 
 
 @cache
-def _team(threads: int, process: int) -> Team:
-    return Team(threads)
+def _thread_pool(threads: int, process: int) -> ThreadPool:
+    return ThreadPool(threads)
 
 
-def shared_team() -> Team:
-    """The threads of this process; as many as torch has."""
-    return _team(torch.get_num_threads(), os.getpid())
+def shared_thread_pool() -> ThreadPool:
+    """Return the thread pool of this process, with as many threads as torch."""
+    return _thread_pool(torch.get_num_threads(), os.getpid())

@@ -1,4 +1,4 @@
-"""A ROUTER of the coordinator's kind for tests, and who connects to it: ZeroMQ's own sockets, or bare bytes."""
+"""The coordinator's ROUTER with recorded messages, and clients of it: libzmq sockets or raw TCP connections."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CURVE_GREETING = frames.greeting(b"CURVE", as_server=False)
 
 
 class Port:
-    """One ROUTER and what became of its messages and connections."""
+    """One ROUTER with its received messages and closed connections."""
 
     def __init__(self, *, keys: Path | None = None, role: Role = Role.CLIENT, check_seconds: float = 60.0) -> None:
         self.received: asyncio.Queue[tuple[PeerId, list[bytes]]] = asyncio.Queue()
         self.gone: asyncio.Queue[PeerId] = asyncio.Queue()
         self.ended_by_peer: dict[PeerId, bool] = {}
-        """Of each connection that is gone: whether its peer's side ended it."""
+        """Whether the peer closed the connection, by closed connection."""
         self.connections: dict = {}
         self.on_message: Callable[[PeerId, list[bytes]], None] = lambda peer, frames: self.received.put_nowait(
             (peer, frames)
@@ -66,7 +66,7 @@ class Port:
     def dealer(
         self, keys: PeerKeys | None = None, *, routing_id: bytes = b"", reconnects: bool = False
     ) -> zmq.asyncio.Socket:
-        """ZeroMQ's own. One that does not reconnect drops what it has not read when its connection ends."""
+        """Return a libzmq DEALER. Without `reconnects` it drops unread messages when its connection closes."""
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RECONNECT_IVL, 100 if reconnects else -1)
@@ -98,7 +98,7 @@ class Port:
 
 
 class Raw:
-    """A TCP connection, by frames."""
+    """A raw TCP connection that reads ZMTP frames."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -120,7 +120,7 @@ class Raw:
             return flags, await self._reader.readexactly(size)
 
     async def end(self) -> None:
-        """Returns when the other side has ended it."""
+        """Wait until the other side closes the connection."""
         async with asyncio.timeout(LONG_SECONDS):
             with contextlib.suppress(ConnectionError):
                 while await self._reader.read(1 << 16):
@@ -140,5 +140,5 @@ def key_files(path: Path) -> Path:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(LONG_SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is waited for offers no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)

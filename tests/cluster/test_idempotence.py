@@ -1,4 +1,4 @@
-"""Children are kept as they should be, and a pass that finds them so writes nothing."""
+"""The operator restores changed children, and a pass that finds no difference writes nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEPLOYMENT = kind_of("apps/v1", "Deployment")
 
 
 def written(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the operator has written of each object, and when; controllers of Kubernetes write statuses beside it."""
+    """Return the operator's managed fields of each object. Kubernetes' controllers also write statuses."""
     return {
         name: [entry for entry in obj["metadata"]["managedFields"] if entry["manager"] == FIELD_MANAGER]
         for name, obj in objects.items()
     }
 
 
-async def test_settled_resource_costs_no_write_nor_does_a_restart_change_anything(
+async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
     resource: Any, make_operator: Any, node: Any
 ) -> None:
     operator = make_operator("--resync-seconds", "1")
@@ -49,13 +49,13 @@ async def test_settled_resource_costs_no_write_nor_does_a_restart_change_anythin
     assert (await resource.get())["metadata"]["resourceVersion"] == version
 
 
-async def test_child_that_somebody_changes_or_deletes_is_put_right(
+async def test_a_changed_or_deleted_child_is_restored(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     await resource.create()
     await resource.settled("Running")
 
-    await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="somebody")
+    await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="other")
     service = await api.get(SERVICE, namespace, "demo")
     await api.delete(SERVICE, namespace, "demo", uid=service["metadata"]["uid"])
 
@@ -63,13 +63,13 @@ async def test_child_that_somebody_changes_or_deletes_is_put_right(
         while True:
             children = await resource.children()
             found = children.get("Service demo")
-            put_right = children["Deployment demo-server"]["spec"]["replicas"] == 1
-            if put_right and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
+            restored = children["Deployment demo-server"]["spec"]["replicas"] == 1
+            if restored and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
                 break
             await asyncio.sleep(0.1)
 
 
-async def test_somebody_elses_object_is_left_alone_and_named_in_the_status(
+async def test_a_foreign_object_is_kept_and_named_in_the_status(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     foreign = {
@@ -78,7 +78,7 @@ async def test_somebody_elses_object_is_left_alone_and_named_in_the_status(
         "metadata": {"name": "demo-coordinator", "namespace": namespace},
         "spec": {"ports": [{"port": 1}]},
     }
-    await api.create(SERVICE, foreign, manager="somebody")
+    await api.create(SERVICE, foreign, manager="other")
     await resource.create()
 
     status = await resource.until(lambda status: "not owned by this resource" in str(status))

@@ -1,12 +1,12 @@
-"""The compiled code finds in weights as they are stored what torch finds; and several packed are one packed."""
+"""The compiled weight validation equals torch's, and packing several weights equals packing their concatenation."""
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_kernels.cpu.compiled import is_supported
-from megatron_kernels.cpu.examination import sum_and_finiteness
 from megatron_kernels.cpu.packing import pack
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
 from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux
 
 
 def stored(kind: int, rows: int = 7, seed: int = 0) -> QuantizedTensor:
-    """Random integers with scales below one."""
+    """Return a quantized weight of random integers with scales below one."""
     values, size = BLOCK_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (rows, 3, size), dtype=np.uint8)
     scales = SCALES[kind]
@@ -24,7 +24,7 @@ def stored(kind: int, rows: int = 7, seed: int = 0) -> QuantizedTensor:
 
 
 @pytest.mark.parametrize("kind", SCALES)
-def test_blocks_have_the_sum_that_torch_finds(kind: int) -> None:
+def test_the_sum_of_blocks_equals_torchs(kind: int) -> None:
     weight = stored(kind)
     flat = weight.blocks_NB.reshape(-1)
     whole = flat[: len(flat) // 8 * 8].clone().view(torch.int64)
@@ -33,7 +33,7 @@ def test_blocks_have_the_sum_that_torch_finds(kind: int) -> None:
 
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_every_scale_that_is_not_finite_is_found(kind: int, value: float) -> None:
+def test_every_scale_that_is_not_finite_is_detected(kind: int, value: float) -> None:
     size = BLOCK_SIZES[kind][1]
     for block in (0, 10, 20):
         for at in range(SCALES[kind].start, SCALES[kind].stop, 2):
@@ -47,13 +47,13 @@ def test_every_scale_that_is_not_finite_is_found(kind: int, value: float) -> Non
             assert not found[1]
 
 
-def test_rows_that_lie_apart_are_left_to_torch() -> None:
+def test_strided_rows_are_left_to_torch() -> None:
     assert sum_and_finiteness(stored(Q4_0).columns(slice(0, 32))) is None
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-def test_several_are_packed_as_one(kind: int, format: str) -> None:
+def test_several_weights_are_packed_like_their_concatenation(kind: int, format: str) -> None:
     parts = [stored(kind, rows, seed=rows) for rows in (48, 16, 32)]
     together = pack(parts, format)
     assert (together.outputs, together.inputs) == (96, 96)
