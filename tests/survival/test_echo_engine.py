@@ -31,7 +31,7 @@ from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
 
 TIMING = Timing(heartbeat=0.05, suspect=0.5, dead=1.0, client_dead=5.0, recovery=0.0)
 
@@ -201,7 +201,7 @@ async def test_a_verb_that_the_only_engine_fails_is_rolled_back_and_serving_cont
     path = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE]
     for kind in path:
         if kind.name == verb:
-            with pytest.raises(ControlRefusedError, match=f"{verb} fails: injected fault"):
+            with pytest.raises(ControlRejectedError, match=f"{verb} fails: injected fault"):
                 await stage.control(kind, f"first {kind.name}")
             await stage.coordinator.wait_for_engines(1)
             if verb == "PAUSE":

@@ -13,7 +13,7 @@ from fleet import Fleet, Load, free_ports, until_serving, until_status
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
-from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
 
 from . import toy_backend
 from .toy_backend import toy_answer
@@ -112,7 +112,9 @@ async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
 
 
 async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> None:
-    with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS needs weight updates, which backend 'toy'") as failed:
+    with pytest.raises(
+        ControlRejectedError, match="UPDATE_WEIGHTS needs weight updates, which backend 'toy'"
+    ) as failed:
         await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
     assert "--executor" in str(failed.value)
     await until_serving(pool.admin, ENGINES)

@@ -22,7 +22,7 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
 
 from .fault_proxy import FaultProxy
 
@@ -153,7 +153,7 @@ class Scene:
             )
             try:
                 return await asyncio.wait_for(answer, timeout_seconds + 0.3)
-            except ControlRefusedError as error:
+            except ControlRejectedError as error:
                 if error.ack is None:
                     raise
                 return error.ack
@@ -238,7 +238,7 @@ async def test_an_illegal_signal_is_rejected_at_once_in_every_state_and_has_no_e
             if state in TRANSITIONS[kind].legal_from | TRANSITIONS[kind].idempotent_in:
                 continue
             answer = scene.admin.control(kind, operation_id=f"illegal {kind.name}", fence=1, timeout_seconds=3600)
-            with pytest.raises(ControlRefusedError) as rejected:
+            with pytest.raises(ControlRejectedError) as rejected:
                 await asyncio.wait_for(answer, scaled(60))
             assert rejected.value.code == ErrorCode.ILLEGAL_SIGNAL
             assert state in rejected.value.message
@@ -252,7 +252,7 @@ async def test_a_verb_without_the_expected_engines_is_rejected() -> None:
             worker.ended.set()
         await until_status(scene.witness, lambda status: not status.engines, seconds=60, what="all engines left")
         answer = scene.admin.control(Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=60)
-        with pytest.raises(ControlRefusedError) as rejected:
+        with pytest.raises(ControlRejectedError) as rejected:
             await asyncio.wait_for(answer, scaled(60))
         assert rejected.value.code == ErrorCode.ENGINES_MISSING
         assert (await scene.witness.status()).state == "RUNNING"

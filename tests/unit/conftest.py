@@ -2,7 +2,7 @@
 it too: the choice is made before any test module is.
 
 Tests run in several processes at once, and start more: one thread of torch in each. Threads of several processes that
-meet at barriers on one processor are many times slower than one.
+meet at barriers on one CPU are many times slower than one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A property that holds does so on a machine that stands still for a second, too.
+# No deadline per example: the machine may stall for a second.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unit")
 
