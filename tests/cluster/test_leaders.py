@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from coordinator_questions import ask_coordinator
+from eventually import eventually
 from soak import repeated, size
 from tcp_relay import TcpRelay
 
@@ -58,9 +59,13 @@ async def test_a_frozen_leader_that_resumes_changes_nothing(
         if asked.path.endswith("/status") and json.loads(body)["status"]["lifecycle"]["phase"] == "Submitted":
             relay.hold()
 
+    async def signal_held() -> bool:
+        return relay.held > 0
+
     proxy.tell = hold
     await resource.patch(desiredState="Paused")
     sent = await first.logs("signal sent", signal="PAUSE")
+    await eventually(signal_held, what="the relay holds the signal")
     first.freeze()
     frozen = time.monotonic()
     await second.reaches("leading", seconds=60)
@@ -84,7 +89,6 @@ async def test_a_frozen_leader_that_resumes_changes_nothing(
     assert [done.operation_id for done in reply.operations][:2] == [done.operation_id for done in thawed.operations]
     assert reply.operations[0].operation_id == sent["operation_id"]
     assert reply.fence == 2 > sent["fence"]
-    assert relay.held > 0
     late = [asked for asked in proxy.seen[requests:] if asked.writes and not asked.leads]
     assert late == [], "the first operator wrote after the second had led"
     assert len(first.lines("signal sent")) == 1
