@@ -134,7 +134,7 @@ class FrontEnd:
             *(sys.executable, "-m", "megatron_runtime.cli", "server"),
             *("--coordinator", settings.coordinator.removeprefix("tcp://")),
             *("--model", settings.model, "--model-name", settings.served_name),
-            *("--host", settings.host, "--listen-fd", str(descriptor)),
+            *("--host", settings.host, "--listen-fd", str(descriptor), "--health-port", "off"),
             *("--max-sequence-length", str(settings.max_sequence_length)),
             *("--tool-call-parser", settings.tool_call_parser),
             *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),

@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 import zmq.asyncio
-from eventually import LONG_SECONDS
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import rejection
@@ -262,7 +262,11 @@ class TestVerbs:
         await client.resume_engines()
         await client.unpause_engines()
         await client.set_generation_epoch(7)
-        assert pool.engine.epoch == 7
+
+        async def has_epoch() -> bool:
+            return pool.engine.epoch == 7
+
+        await eventually(has_epoch, what="the engine has committed the epoch")
         await client.pause_engines()
         await client.stop_engines()
         assert {Header.SUSPEND, Header.RESUME, Header.STOP} <= set(pool.engine.acted)
