@@ -13,7 +13,6 @@ import base64
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,23 +26,22 @@ from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD, SECRET
 from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+from megatron_runtime.cli.processes import free_ports
 
 LOOK_SECONDS = 0.15
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_port() -> int:
+    return free_ports(1)[0]
 
 
 @dataclass
 class Ports:
     """The ports of the one coordinator that runs here. They stay the same when it restarts."""
 
-    client: int = field(default_factory=free_port)
-    engine: int = field(default_factory=free_port)
-    admin: int = field(default_factory=free_port)
+    client: int = field(default_factory=_free_port)
+    engine: int = field(default_factory=_free_port)
+    admin: int = field(default_factory=_free_port)
 
 
 @dataclass
@@ -132,7 +130,7 @@ class FakeNode:
         return self.start_engines or component != ENGINE
 
     async def _start(self, pod: Mapping[str, Any]) -> Container:
-        container = Container(pod, None, free_port())
+        container = Container(pod, None, _free_port())
         if container.component in (COORDINATOR, ENGINE):
             spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == container.component)
             keys = await self._keys(container.instance)

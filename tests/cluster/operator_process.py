@@ -17,7 +17,7 @@ from eventually import eventually
 from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
-from .fake_node import free_port
+from megatron_runtime.cli.processes import free_ports
 
 
 class OperatorProcess:
@@ -42,7 +42,7 @@ class OperatorProcess:
         warm:    fork it from a process that has imported the modules, whose memory counts as its own.
         """
         self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
-        self.health_port = free_port()
+        (self.health_port,) = free_ports(1)
         self.log = log
         self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self._warm = warm

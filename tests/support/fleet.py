@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from eventually import LONG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import StatusReply
@@ -28,14 +28,6 @@ from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 COORDINATOR_MODULE = "megatron_runtime.cli"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for reserved in sockets:
-            reserved.bind(("127.0.0.1", 0))
-        return [reserved.getsockname()[1] for reserved in sockets]
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,20 @@ _UNUSED_SIGNAL = "SIGUSR2"
 """On the signals that it handles, the agent ends its ranks at once. On SIGTERM rank 0 must drain first."""
 
 
+_PORTS = range(20_000, 29_500)
+"""Below the ports that Linux gives to outgoing connections. One of those could take a port before its process binds."""
+
+
 def free_ports(count: int) -> list[int]:
     """Return different ports of the loopback interface that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    found: list[int] = []
+    candidates = iter(random.sample(_PORTS, len(_PORTS)))
+    while len(found) < count:
+        port = next(candidates)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 class ChildFailedError(Exception):

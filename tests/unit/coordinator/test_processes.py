@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from scripted_engine import ScriptedEngine
 from soak import size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
@@ -69,14 +69,6 @@ class Processes:
             if process.returncode is None:
                 process.kill()
             await process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for reserved in sockets:
-            reserved.bind(("127.0.0.1", 0))
-        return [reserved.getsockname()[1] for reserved in sockets]
 
 
 @pytest.fixture

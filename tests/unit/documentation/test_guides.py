@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ import yaml
 from eventually import LONG_SECONDS
 
 from megatron_operator.model.resource import KIND, parse_spec
+from megatron_runtime.cli.processes import free_ports
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
@@ -104,7 +104,7 @@ def test_every_program_compiles(page: Path) -> None:
 def test_commands_run(page: Path, tmp_path: Path) -> None:
     for name in LINKED:
         (tmp_path / name).symlink_to(ROOT / name)
-    port = _free_port()
+    (port,) = free_ports(1)
     running = [block for block in blocks(page) if block.runs and (block.marker != "soak" or _SOAK)]
     with _Programs(tmp_path, port) as programs:
         for block in running:
@@ -112,12 +112,6 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
 
 
 _SOAK = bool(os.environ.get("MEGATRON_SOAK"))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class _Programs:

@@ -12,16 +12,10 @@ import pytest
 from eventually import LONG_SECONDS
 from torch.distributed import TCPStore
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.distributed.preflight import Outcome, PreflightError, PreflightPlan, preflight
 
 NODES = 8
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def names(nodes: int = NODES) -> tuple[str, ...]:
@@ -48,7 +42,7 @@ def silent_host() -> Iterator[tuple[str, int]]:
 
 
 async def test_all_pairs_of_eight_exchange_data() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     async with asyncio.timeout(LONG_SECONDS):
         found = await asyncio.gather(*(preflight(plan(node, port, seconds=40.0)) for node in range(NODES)))
     for outcomes in found:
@@ -57,7 +51,7 @@ async def test_all_pairs_of_eight_exchange_data() -> None:
 
 
 async def test_preflight_waits_for_a_later_pod() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     first = asyncio.create_task(preflight(plan(0, port, nodes=2, seconds=40.0)))
     await asyncio.sleep(0)
     assert await preflight(plan(1, port, nodes=2, seconds=40.0)) == {names(2)[0]: Outcome.ANSWERED}
@@ -77,7 +71,7 @@ async def test_a_silent_pod_is_named_with_the_pod_that_called_it(silent_host: tu
 
 async def test_pod_with_running_ranks_passes() -> None:
     """Another protocol on the rendezvous port, and a closed port, both show that the network works."""
-    port = free_port()
+    port = free_ports(1)[0]
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -92,9 +86,9 @@ async def test_pod_with_running_ranks_passes() -> None:
 
 async def test_store_of_running_ranks_passes() -> None:
     """A pod comes back alone while the others' ranks wait for it: rank 0's store takes calls, and waits for more."""
-    port = free_port()
+    port = free_ports(1)[0]
     # It listens on every address: its calls come through another port, as from another pod.
-    store = TCPStore("127.0.0.1", free_port("0.0.0.0"), is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", free_ports(1)[0], is_master=True, wait_for_workers=False)
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
@@ -114,7 +108,7 @@ async def test_store_of_running_ranks_passes() -> None:
 
 async def test_unresolvable_own_name_is_an_error() -> None:
     broken = PreflightPlan(
-        node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.0.1"
+        node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_ports(1)[0], timeout_seconds=1.0, listen="127.0.0.1"
     )
     with pytest.raises(PreflightError, match=r"pod-0\.invalid cannot resolve its own name within 1 s .*DNS"):
         await preflight(broken)
@@ -122,7 +116,7 @@ async def test_unresolvable_own_name_is_an_error() -> None:
 
 async def test_pod_without_an_address_passes() -> None:
     waits = PreflightPlan(
-        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=4.0, listen="127.0.77.1"
+        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_ports(1)[0], timeout_seconds=4.0, listen="127.0.77.1"
     )
     assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}
 

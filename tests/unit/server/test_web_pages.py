@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, is_loopback
 
 COMPLETION = {"model": "smollm2", "prompt": "x", "temperature": 0}
@@ -132,7 +132,7 @@ async def test_with_a_health_port_metrics_are_served_on_it_alone(tmp_path: Path)
     """`megatron server` as a pod runs it."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    port, health_port = _free_port(), _free_port()
+    port, health_port = free_ports(2)
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", 'ulimit -Sn 256 && exec "$@"', "with-few-files"),
         *(sys.executable, "-m", "megatron_runtime.cli", "server", "--coordinator", "127.0.0.1:9"),
@@ -160,10 +160,3 @@ async def test_with_a_health_port_metrics_are_served_on_it_alone(tmp_path: Path)
     finally:
         process.terminate()
         assert await asyncio.wait_for(process.wait(), LONG_SECONDS) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
