@@ -47,7 +47,7 @@ from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
-SLOW_SECONDS = 5.0
+SLOW_SECONDS = 2.0
 HANGS_NOW = "hangs from now on: "
 """Printed to standard error, followed by the time of the monotonic clock."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from eventually import LONG_SECONDS
+from machine import scaled
 from rank_program import HANGS_NOW
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -177,7 +178,7 @@ def test_hung_interpreter_ends_the_engine_with_a_traceback(
 
 
 @pytest.mark.parametrize(
-    ("after", "step_timeout"), [(FIRST_STEP - 3, 1), (9, 60)], ids=["in the warm-up", "in a step of a request"]
+    ("after", "step_timeout"), [(FIRST_STEP - 3, 1), (9, scaled(60))], ids=["in the warm-up", "in a step of a request"]
 )
 def test_a_slow_step_is_not_a_hang(start, options: dict[str, Any], after: int, step_timeout: float) -> None:
     engine = start({**options, "hang": [1, "computes", after], "step_timeout_seconds": step_timeout})
