@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from megatron_runtime.server.tools import (
     RequiredParser,
     Text,
     ToolParser,
-    json_value,
     parser_of,
 )
 
@@ -188,20 +187,25 @@ def test_any_text_becomes_text_or_calls_and_never_an_error(text: str, parser: st
         assert whole[0] == start + text
 
 
+class ValueReader(ToolParser):
+    """Reads one JSON value. end: where it ends; None for text without a complete value."""
+
+    end: int | None = None
+
+    def _read(self) -> Generator[None, None, None]:
+        try:
+            yield from self._value((yield from self._token()))
+            self.end = self._at
+        except MalformedError:
+            pass
+        yield from self._read_text()
+
+
 def end_of_value(text: str) -> int | None:
     """Where the JSON value at the start of `text` ends; None for text without a complete value."""
-    start = len(text) - len(text.lstrip(" \t\n\r"))
-    taken: list[str] = []
-    reading = json_value((text + "\n")[start], taken.append)
-    try:
-        next(reading)
-        for character in (text + "\n")[start + 1 :]:
-            reading.send(character)
-    except StopIteration:
-        return start + len(taken)
-    except MalformedError:
-        pass
-    return None
+    reader = ValueReader(())
+    reader.feed(text + "\n")
+    return reader.end
 
 
 @settings(max_examples=300)
