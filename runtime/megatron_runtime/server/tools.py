@@ -184,7 +184,7 @@ class ToolParser(ABC):
                 yield from self._read_members()
             else:
                 yield from self._stream_arguments(name)
-        except MalformedError:
+        except (ValueError, RecursionError):
             if not self._in_call:
                 return False
             yield from self._read_until(end)
@@ -216,28 +216,28 @@ class ToolParser(ABC):
         token = yield from self._token()
         while token != "}":
             _expect(token == '"')
-            key = yield from self._string_value()
+            key = json.loads((yield from self._raw(token)))
             # Before a call has begun, an unknown key shows that this is another kind of object.
             _expect(self._in_call or key in _ARGUMENT_KEYS or key in _OTHER_KEYS)
             _expect((yield from self._token()) == ":")
             token = yield from self._token()
-            if key in _ARGUMENT_KEYS:
-                _expect(arguments is None and token in ("{", '"'))
-                if token == "{" and name is not None:
-                    yield from self._stream_arguments(name)
-                    arguments = ""
-                else:
-                    arguments = yield from self._arguments_value(token)
-                    if name is not None:
-                        self._begin(name, arguments)
-            elif key == "name":
-                _expect(name is None and token == '"')
-                name = yield from self._string_value()
-                _expect(self._accepts(name))
-                if arguments is not None:
-                    self._begin(name, arguments)
+            if key in _ARGUMENT_KEYS and name is not None and token == "{":
+                _expect(arguments is None)
+                yield from self._stream_arguments(name)
+                arguments = ""
             else:
-                yield from self._value(token)
+                raw = yield from self._raw(token)
+                if key in _ARGUMENT_KEYS:
+                    _expect(arguments is None)
+                    # Some models write a string that contains the object.
+                    arguments = raw if token == "{" else json.loads(raw) or "{}"
+                    _expect(isinstance(arguments, str) and isinstance(json.loads(arguments), dict))
+                elif key == "name":
+                    _expect(name is None)
+                    name = json.loads(raw)
+                    _expect(isinstance(name, str) and self._accepts(name))
+                if name is not None and arguments is not None and not self._in_call:
+                    self._begin(name, arguments)
             token = yield from self._token()
             if token == ",":
                 token = yield from self._token()
@@ -245,8 +245,8 @@ class ToolParser(ABC):
             else:
                 _expect(token == "}")
         _expect(name is not None)
-        if arguments is None:
-            self._begin(str(name), "{}")
+        if name is not None and arguments is None:
+            self._begin(name, "{}")
 
     def _stream_arguments(self, name: str) -> Reading:
         """Read an object whose bracket has been read, and pass it on while it is read."""
@@ -257,16 +257,9 @@ class ToolParser(ABC):
         self._flush()
         self._kind = None
 
-    def _arguments_value(self, token: str) -> StringReading:
-        """Return arguments that come before the name, or that are a string which contains the object."""
-        if token == '"':
-            text = (yield from self._string_value()) or "{}"
-            try:
-                _expect(isinstance(json.loads(text), dict))
-            except ValueError as error:
-                raise MalformedError from error
-            return text
-        begin = self._at - self._start - 1
+    def _raw(self, token: str) -> StringReading:
+        """Read one JSON value and return it as it is written. token: as for _value(); the text is not streamed."""
+        begin = self._at - self._start - len(token)
         yield from self._value(token)
         return self._buffer[self._start + begin : self._at]
 
@@ -306,12 +299,6 @@ class ToolParser(ABC):
                 return token
             self._at = begin  # the rest of the token may follow
             yield
-
-    def _string_value(self) -> StringReading:
-        """Return the value of a string whose opening quote has been read."""
-        begin = self._at - self._start - 1
-        yield from self._string()
-        return str(json.loads(self._buffer[self._start + begin : self._at]))
 
     def _string(self) -> Reading:
         """Read a string whose opening quote has been read."""
@@ -505,9 +492,16 @@ _INSTRUCTIONS = (
 )
 
 
-def parser_of(template: str | None) -> type[ToolParser]:
-    """Return the parser of the format that a chat template describes; the Hermes parser if it describes none."""
-    return PARSERS[next((name for text, name in _FORMATS if text in (template or "")), "hermes")]
+def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
+    """Return the parser for a setting: a name of PARSERS, "none" or "auto". Raises ValueError for another name.
+
+    template: "auto" takes the format that this chat template describes, or the Hermes format if it describes none.
+    """
+    if name == "auto":
+        name = next((format_ for text, format_ in _FORMATS if text in (template or "")), "hermes")
+    if name != "none" and name not in PARSERS:
+        raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
+    return PARSERS.get(name)
 
 
 def without_tool_roles(

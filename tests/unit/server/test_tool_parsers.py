@@ -236,7 +236,7 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     ],
 )
 def test_the_template_says_how_calls_are_written(template: str | None, name: str) -> None:
-    assert parser_of(template) is PARSERS[name]
+    assert parser_of("auto", template=template) is PARSERS[name]
 
 
 def test_the_command_line_offers_every_parser() -> None:
