@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib import resources
@@ -145,7 +146,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     card = {
         "id": service.settings.served_name,
         "object": "model",
-        "created": service.created,
+        "created": int(time.time()),
         "owned_by": "megatron",
         "max_model_len": service.prompts.sequence_limit,
     }

@@ -150,6 +150,15 @@ class ToolParser(ABC):
         if (match := pattern.match(self._buffer, self._at)) is not None:
             self._at = match.end()
 
+    def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
+        """Read what matches the pattern, until it is known whether the marker follows."""
+        while True:
+            self._skip(pattern)
+            following = self._buffer[self._at : self._at + len(marker)]
+            if following == marker or not marker.startswith(following):
+                return
+            yield
+
     def _read_until(self, marker: str = "") -> Reading:
         """Read and flush up to a marker; without one, up to the end of the answer."""
         while not marker or (place := self._buffer.find(marker, self._at)) < 0:
@@ -188,14 +197,10 @@ class ToolParser(ABC):
             if not self._in_call:
                 return False
             yield from self._read_until(end)
-        while end:
-            self._skip(_SPACE)
-            following = self._buffer[self._at : self._at + len(end)]
-            if following == end:
+        if end:
+            yield from self._read_space(_SPACE, marker=end)
+            if self._buffer.startswith(end, self._at):
                 self._at += len(end)
-            if following == end or not end.startswith(following):
-                break
-            yield
         self._flush()
         self._in_call = False
         return True
@@ -335,18 +340,14 @@ class Llama3JsonParser(ToolParser):
     is_marked: ClassVar[bool] = False
 
     def _read(self) -> Reading:
-        is_call = True
-        while is_call:
+        while True:
             self._in_call = self._has_calls  # what separates calls is dropped
-            while True:
-                self._skip(self._SEPARATORS)
-                if not self.TAG.startswith(self._buffer[self._at : self._at + len(self.TAG)]):
-                    break
-                yield
+            yield from self._read_space(self._SEPARATORS, marker=self.TAG)
             if self._in_call:
                 self._flush()
             self._in_call = False
-            is_call = yield from self._read_call()
+            if not (yield from self._read_call()):
+                break
         yield from self._read_text()
 
 

@@ -68,6 +68,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
     ("hermes", '<tool_call>{"name":"f","arguments":{}}{"name"', '{"name"', [("f", "{}")]),
     ("hermes", "almost <tool_", "almost <tool_", []),
+    ("hermes", '<tool_call><tool_call>{"name": "f"}', "<tool_call>", [("f", "{}")]),
+    ("hermes", '<tool_call>{"arguments": {"a": null}, "id": 7, "name": "f"}', "", [("f", '{"a": null}')]),
     (
         "llama3_json",
         '\n{"name": "f", "parameters": {"a": [1, 2.5e3, true]}}; {"parameters": {}, "name": "get_weather"}',
@@ -99,6 +101,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, junk', ", junk", [("f", "{}")]),
     ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
     ("mistral", "a [TOOL] list", "a [TOOL] list", []),
+    ("mistral", '[TOOL_CALLS]! [TOOL_CALLS]f{"a": 1}', "[TOOL_CALLS]!", [("f", '{"a": 1}')]),
     (
         "pythonic",
         "[f(a='x, [y)', b=[1, {'k': None}], c=-1.5, d=True), get_weather()]",
@@ -122,6 +125,11 @@ def test_calls_are_parsed_whatever_the_partition_of_the_answer(
     assert read(PARSERS[parser](NAMES), answer) == (text, calls)
     for _ in range(20):
         assert read(PARSERS[parser](NAMES), pieces_of(answer, draw)) == (text, calls)
+
+
+def test_deeply_nested_arguments_in_a_string_are_text() -> None:
+    answer = '<tool_call>{"name": "f", "arguments": "%s"}</tool_call>' % ("[" * 100_000)
+    assert read(PARSERS["hermes"](NAMES), [answer]) == (answer, [])
 
 
 def test_arguments_come_while_they_are_written() -> None:

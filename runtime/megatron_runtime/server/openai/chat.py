@@ -43,7 +43,6 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         forced_format=tools.forced_format,
         markers=tools.markers,
-        tenant=request.state.tenant,
     )
     choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, service.prompts.tokenizer, prompt))
     return await respond(
@@ -64,13 +63,11 @@ class _ToolUse:
     parser:   returns a new parser for one choice; None if no tool can be called.
     markers:  special tokens that the parser needs as text.
     forced_format: the structured output of an answer that must be a call.
-    is_named: the request names the one tool to call.
     """
 
     parser: Callable[[], ToolParser] | None = None
     markers: tuple[str, ...] = ()
     forced_format: dict[str, Any] | None = None
-    is_named: bool = False
 
 
 def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _ToolUse:
@@ -93,7 +90,7 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
         name = choice.function.name
         schema = next(_parameters(tool) for tool in tools if tool.function.name == name)
         forced = {"type": "json_schema", "value": schema}
-        return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced, is_named=True)
+        return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced)
     if choice == "required":
         schema = _schema_of_any_call(tools, is_single=request.parallel_tool_calls is False)
         forced = {"type": "json_schema", "value": schema}
@@ -254,7 +251,7 @@ class _ChatChoice:
 
     def _reason(self, piece: Piece) -> str | None:
         # As in OpenAI's API, a call of the tool that tool_choice names ends with "stop".
-        is_call = piece.finish_reason == "stop" and self._calls and not self._tools.is_named
+        is_call = piece.finish_reason == "stop" and self._calls and not isinstance(self._body.tool_choice, NamedTool)
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:

@@ -37,7 +37,6 @@ async def create_completion(service: Service, request: Request) -> Response:
         max_tokens=max_tokens,
         log_probs=body.logprobs,
         prompt_log_probs=bool(body.echo) and body.logprobs is not None,
-        tenant=request.state.tenant,
     )
 
     def choice(piece: Piece) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class Options:
     log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
-    tenant:        the tenant that the jobs count against, and whose part of the prefix cache they use.
     """
 
     max_tokens: int | None
@@ -78,7 +77,6 @@ class Options:
     prompt_log_probs: bool = False
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +41,6 @@ class Service:
     metrics: ServerMetrics
     api_keys: ApiKeys
     tool_parser: type[ToolParser] | None
-    created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
     """Open HTTP requests, probes included."""
