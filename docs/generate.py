@@ -184,7 +184,8 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in field["enum"])
     kind = field.get("type", "any")
     if kind == "array":
-        kind = f"array of {_type(field.get('items', {}), definitions)}"
+        item, _, limits = _type(field.get("items", {}), definitions).partition(", ")
+        kind = f"array of {item} ({limits})" if limits else f"array of {item}"
     low = field.get("minimum", field.get("exclusiveMinimum"))
     high = field.get("maximum", field.get("exclusiveMaximum"))
     if low is not None and high is not None and abs(high) <= 100_000:

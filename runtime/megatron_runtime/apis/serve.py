@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.server.app import create_app
-from megatron_runtime.server.process import drain, http_server
+from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.tokenization.chat_template import end_idle_renderers
@@ -86,7 +86,7 @@ class FrontEnd:
         except BaseException:
             self._client.stop()
             raise
-        self._http = http_server(self._app, access_log=config.verbose)
+        self._http = HttpServer(self._app, access_log=config.verbose)
         self._serving: asyncio.Task[None] | None = None
         self._replicas = config.frontend_replicas - 1 if tokenizer_reference is not None else 0
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib import resources
@@ -14,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -26,7 +28,7 @@ from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, shown, try_again
-from megatron_runtime.server.guards import HostMiddleware
+from megatron_runtime.server.guards import check_host
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
@@ -35,7 +37,7 @@ from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
-from megatron_runtime.server.tools import PARSERS, ToolParser, parser_of
+from megatron_runtime.server.tools import parser_of
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.control_link import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
@@ -51,21 +53,20 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
     Raises ValueError for an unknown tool-call parser and a file of API keys that holds none, OSError for a file of API
     keys that cannot be read.
     """
+    template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
     service = Service(
         settings=settings,
         client=backend,
         prompts=Prompts(tokenizer, max_sequence_length=settings.max_sequence_length),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(settings.api_keys_file),
-        tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
+        tool_parser=parser_of(settings.tool_call_parser, template=template),
     )
     app = FastAPI(
         title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.service = service
-    if settings.allowed_hosts:
-        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
-    app.add_middleware(ObserveMiddleware, service=service)
+    app.add_middleware(RequestMiddleware, service=service)
     _add_console(app)
     _add_get_routes(app, service)
     for path, handler, body in _POST_ROUTES:
@@ -75,12 +76,16 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
     return app
 
 
-class ObserveMiddleware:
-    """Counts open requests, and answers by route and status. Closes idle connections while the server drains."""
+class RequestMiddleware:
+    """Checks the headers of a request; counts open requests, and answers by route and status.
+
+    While the server drains, each answer closes its connection.
+    """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self._app = app
         self._service = service
+        self._hosts = frozenset(host.lower().strip("[]") for host in service.settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,19 +102,16 @@ class ObserveMiddleware:
             await send(message)
 
         app = self._app
-        if len(scope["headers"]) > MAX_HEADERS:
-            message = f"The request has more than {MAX_HEADERS} headers: send fewer."
-            app = ApiError(431, message, code="headers_too_large").response()
+        try:
+            if len(scope["headers"]) > MAX_HEADERS:
+                message = f"The request has more than {MAX_HEADERS} headers: send fewer."
+                raise ApiError(431, message, code="headers_too_large")
+            if self._hosts:
+                check_host(Headers(scope=scope), self._hosts)
+        except ApiError as error:
+            app = error.response()
         with self._service.serving(scope.setdefault("state", {})):
             await app(scope, receive, observed)
-
-
-def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
-    if name == "auto":
-        return parser_of(None if tokenizer.chat_template is None else tokenizer.chat_template.source)
-    if name != "none" and name not in PARSERS:
-        raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
-    return PARSERS.get(name)
 
 
 def _add_console(app: FastAPI) -> None:
@@ -144,7 +146,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     card = {
         "id": service.settings.served_name,
         "object": "model",
-        "created": service.created,
+        "created": int(time.time()),
         "owned_by": "megatron",
         "max_model_len": service.prompts.sequence_limit,
     }

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 TENANT_CHARACTERS = 32
 """Hexadecimal digits of a tenant id, of 128 bits."""
-CERTIFICATE_CHECK_SECONDS = 10.0
+_CERTIFICATE_CHECK_SECONDS = 10.0
 _CHECK_SECONDS = 1.0
 """Least time between two checks of the key file: a mounted Secret changes while the server runs."""
 
@@ -125,10 +125,10 @@ class Certificate:
         logger.info("new connections use the changed certificate")
         return True
 
-    async def watch(self, *, every: float = CERTIFICATE_CHECK_SECONDS) -> None:
-        """Check for changed files until cancelled. every: seconds."""
+    async def watch(self) -> None:
+        """Check for changed files until cancelled."""
         while True:
-            await asyncio.sleep(every)
+            await asyncio.sleep(_CERTIFICATE_CHECK_SECONDS)
             self.check()
 
     def _new_context(self) -> ssl.SSLContext:

@@ -11,13 +11,13 @@ within the size limit can still take seconds and gigabytes. `JsonScan` counts it
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_runtime.server.errors import ApiError, shown
 
@@ -50,34 +50,23 @@ def check_content_type(headers: Headers) -> None:
         raise ApiError(415, message, code="unsupported_content_type")
 
 
-class HostMiddleware:
-    """Accepts only requests for the allowed hosts, and from a browser only those of the server's own pages.
+def check_host(headers: Headers, allowed: Collection[str]) -> None:
+    """Raise ApiError 403 for a Host that is not allowed, and for a browser's Origin that is not the Host.
 
-    allowed: names and addresses, without ports.
+    allowed: names and addresses in lower case, without ports and brackets.
     """
-
-    def __init__(self, app: ASGIApp, *, allowed: tuple[str, ...]) -> None:
-        self._app = app
-        self._allowed = frozenset(host.lower().strip("[]") for host in allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = self._rejection(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if rejection is None else rejection.response())(scope, receive, send)
-
-    def _rejection(self, headers: Headers) -> ApiError | None:
-        authority = headers.get("host", "").lower()
-        host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
-        if host not in self._allowed:
-            message = (
-                f"Host {shown(authority)} is not served here: use {', '.join(sorted(self._allowed))}, or start the "
-                "server with --allowed-host and this name."
-            )
-            return ApiError(403, message, code="host_not_allowed")
-        for origin in headers.getlist("origin"):
-            if _authority_of(origin) != authority:
-                message = f"Web pages of origin {shown(origin)} may not use this server: only its own page may."
-                return ApiError(403, message, code="origin_not_allowed")
-        return None
+    authority = headers.get("host", "").lower()
+    host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+    if host not in allowed:
+        message = (
+            f"Host {shown(authority)} is not served here: use {', '.join(sorted(allowed))}, or start the "
+            "server with --allowed-host and this name."
+        )
+        raise ApiError(403, message, code="host_not_allowed")
+    for origin in headers.getlist("origin"):
+        if _authority_of(origin) != authority:
+            message = f"Web pages of origin {shown(origin)} may not use this server: only its own page may."
+            raise ApiError(403, message, code="origin_not_allowed")
 
 
 def _authority_of(origin: str) -> str | None:

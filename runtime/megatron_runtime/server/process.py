@@ -14,6 +14,7 @@ from collections.abc import Generator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.health import HealthServer
@@ -68,11 +69,35 @@ def _raise_file_limit(connections: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with limits on its connections and without signal handlers: the caller drains before it stops."""
+    """uvicorn with limits on its connections and without signal handlers: the caller drains before it stops.
 
-    def __init__(self, config: uvicorn.Config, *, limits: ConnectionLimits) -> None:
+    certificate: None serves plain HTTP.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: ConnectionLimits | None = None,
+        certificate: Certificate | None = None,
+        access_log: bool = False,
+    ) -> None:
+        self._limits = limits or ConnectionLimits()
+        config = uvicorn.Config(
+            app,
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=self._limits.keep_alive_seconds,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        )
+        if certificate is not None:
+            config.load()
+            config.ssl = certificate.context
         super().__init__(config)
-        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -100,32 +125,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def http_server(
-    app: object,
-    *,
-    limits: ConnectionLimits | None = None,
-    certificate: Certificate | None = None,
-    access_log: bool = False,
-) -> HttpServer:
-    """Return the configured HTTP server of an application. certificate: None serves plain HTTP."""
-    limits = limits or ConnectionLimits()
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]  # any ASGI callable
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
-        lifespan="off",
-        http="h11",
-        ws="none",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=limits.keep_alive_seconds,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-    )
-    if certificate is not None:
-        config.load()
-        config.ssl = certificate.context
-    return HttpServer(config, limits=limits)
 
 
 async def drain(service: Service, http: HttpServer) -> None:
@@ -157,11 +156,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     certificate = None
     if settings.tls_certificate_file is not None and settings.tls_key_file is not None:
         certificate = Certificate(settings.tls_certificate_file, settings.tls_key_file)
-    http = http_server(app, limits=settings.connections, certificate=certificate)
-    health = None
-    if (port := settings.health_port) is not None:
-        registry = service.metrics.registry
-        health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)
+    http = HttpServer(app, limits=settings.connections, certificate=certificate)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -172,21 +167,20 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    if health is not None:
-        await health.start()
-    await client.start(connect_timeout_seconds=0)  # the server is not ready until it is connected
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
-    helpers: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
-    if certificate is not None:
-        helpers.append(asyncio.create_task(certificate.watch()))
-    try:
-        await asyncio.wait({serving, helpers[0]}, return_when=asyncio.FIRST_COMPLETED)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(client.stop)
+        if (port := settings.health_port) is not None:
+            registry = service.metrics.registry
+            health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)
+            await health.start()
+            stack.push_async_callback(health.stop)
+        await client.start(connect_timeout_seconds=0)  # the server is not ready until it is connected
+        if certificate is not None:
+            stack.callback(asyncio.create_task(certificate.watch()).cancel)
+        stopping = asyncio.create_task(stop.wait())
+        stack.callback(stopping.cancel)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             await drain(service, http)
         await serving
-    finally:
-        for helper in helpers:
-            helper.cancel()
-        if health is not None:
-            await health.stop()
-        client.stop()

@@ -78,17 +78,13 @@ class EventStream(Response):
                 await cancel(alive)
         except ClientDisconnectedError:
             return
-        except ApiError as error:
-            if self._is_started:
-                await self._write(send, _encoded(error.body()), is_last=True)
-            else:
-                await error.response()(scope, receive, send)
-        except Exception:
+        except Exception as error:
             if not self._is_started:
                 raise
-            logger.exception("a stream failed after it had begun")
-            failure = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
-            await self._write(send, _encoded(failure.body()), is_last=True)
+            if not isinstance(error, ApiError):
+                logger.exception("a stream failed after it had begun")
+                error = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
+            await self._write(send, _encoded(error.body()), is_last=True)
         else:
             await self._write(send, DONE, is_last=True)
 

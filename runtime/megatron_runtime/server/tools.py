@@ -1,9 +1,8 @@
 """Tool calls: how models write them, parsers of their answers, and a description of tools for models without a format.
 
 A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
-result. JSON is read by generators, character by character, so that arguments are streamed while the model writes them:
-`send()` gives a reader the next character, the reader returns at the end of its construct, and it raises
-MalformedError for a character that cannot continue the construct.
+result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
+MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes them.
 """
 
 from __future__ import annotations
@@ -12,27 +11,25 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
 MAX_JSON_DEPTH = 256
 
-_SPACE = " \t\n\r"
-_SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_SCALAR_START = frozenset("-0123456789tfn")
-_SCALAR_CHARACTERS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
-_MAX_SCALAR = 400
-_ESCAPES = frozenset('"\\/bfnrt')
-_HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
+_SPACE = re.compile(r"[ \t\n\r]*")
+_TOKEN = re.compile(r'[\[\]{}:,"]|[-+.\w]{0,400}', re.ASCII)
+_SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_ESCAPE_BEGIN = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
+_PUNCTUATION = frozenset('[]{}:,"')
 _CLOSER = {"{": "}", "[": "]"}
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"name", "id", "type", "index"})
 
-Reading = Generator[None, str, None]
-CharacterReading = Generator[None, str, str]
-Take = Callable[[str], None]
+Reading = Generator[None, None, None]
+StringReading = Generator[None, None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ Event = Text | CallBegin | CallArguments
 
 
 class MalformedError(ValueError):
-    """The last character cannot continue what is being read."""
+    """The text at the reader's position cannot continue what is being read."""
 
 
 class ToolParser(ABC):
@@ -78,123 +75,40 @@ class ToolParser(ABC):
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
         self._events: list[Event] = []
-        self._space = ""
+        self._space = ""  # at the end of the text
         self._has_calls = False
-        self._call: Call | None = None
-        self._held = ""
-        """Characters that are text if the answer ends here."""
-        self._end_marker_part = ""
-        """Characters of a malformed call that are arguments if the answer ends here."""
-        self._character = self._unread = ""
+        self._in_call = False
+        self._buffer = ""
+        self._start = 0  # of what has not been emitted
+        self._at = 0  # end of what has been read
+        self._kind: type[Text | CallArguments] | None = None
+        """What becomes of the text that is read: an event of this type, or None, and the reader decides later."""
         self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that the next part of the answer completes."""
-        for character in text:
-            self._step(character)
-            while unread := self._unread:
-                self._unread = unread[1:]
-                self._step(unread[0])
+        self._buffer = self._buffer[self._start :] + text
+        self._at -= self._start
+        self._start = 0
+        next(self._reading)
+        if self._kind is not None:
+            self._flush()
         return self._new_events()
 
     def finish(self) -> list[Event]:
         """Return the remaining events at the end of the answer."""
-        if self._call is not None and self._call.begun:
-            if self._call.in_arguments:
-                self.arguments(self._end_marker_part)
-        else:
-            self._emit_text(self._held)
+        self._at = len(self._buffer)
+        if not self._in_call:
+            self._kind = Text
+        self._flush()
         if not self._has_calls and self._space:
             self._events.append(Text(self._space))
         return self._new_events()
 
-    def accepts(self, name: str) -> bool:
-        return self.is_marked or name in self._names
-
-    def begin(self, name: str) -> None:
-        self._space = self._held = ""
-        self._has_calls = True
-        self._events.append(CallBegin(name))
-
-    def arguments(self, text: str) -> None:
-        if text:
-            self._events.append(CallArguments(text))
-
     @abstractmethod
     def _read(self) -> Reading:
-        """Read the whole answer, one character at a time. Each character has been added to `_held` when it arrives."""
-
-    def _step(self, character: str) -> None:
-        self._character = character
-        self._held = "" if self._call is not None and self._call.begun else self._held + character
-        self._reading.send(character)
-
-    def _emit_text(self, text: str) -> None:
-        """Emit text without its trailing white space, which is held: around calls it is part of the format."""
-        pending = self._space + text
-        body = pending.rstrip()
-        self._space = pending[len(body) :]
-        if body:
-            self._events.append(Text(body))
-
-    def _emit_held(self) -> None:
-        """Emit the held characters as text."""
-        held, self._held = self._held, ""
-        self._emit_text(held)
-
-    def _read_text(self) -> Reading:
-        """Read the rest of the answer as text."""
-        while True:
-            self._emit_held()
-            yield
-
-    def _read_until(self, marker: str) -> Reading:
-        """Emit the text before a marker and hold the marker."""
-        while self._held != marker:
-            yield
-            while not marker.startswith(self._held):
-                self._emit_text(self._held[0])
-                self._held = self._held[1:]
-
-    def _read_call(self, first: str, *, name: str | None = None, end: str = "") -> Generator[None, str, bool]:
-        """Read one call. Return False, with the text emitted as text, if it is not a call.
-
-        first: the character that begins the call.
-        name:  of the function, if the text has only the arguments.
-        end:   the marker after a call. If the JSON of a call that has begun is malformed, its text up to the marker, or
-               up to the end of the answer, is passed on as arguments: the client sees what the model wrote.
-        """
-        call = self._call = Call(self)
-        try:
-            yield from call.read_object(first) if name is None else call.read_arguments(name, first)
-        except MalformedError:
-            if not call.begun:
-                self._call = None
-                self._emit_held()
-                return False
-            self._unread = self._character + self._unread
-            while not end or self._end_marker_part != end:
-                self._end_marker_part += yield
-                while not end.startswith(self._end_marker_part):
-                    if call.in_arguments:
-                        self.arguments(self._end_marker_part[0])
-                    self._end_marker_part = self._end_marker_part[1:]
-            self._unread, self._end_marker_part = end + self._unread, ""
-        self._call = None
-        return True
-
-    def _read_call_list(self) -> Reading:
-        """Read the rest of `[call, call, …]` after the bracket. Anything but a call is emitted as text."""
-        separator = ","
-        while separator == ",":
-            first = yield from next_token()
-            if not (yield from self._read_call(first)):
-                return
-            separator = yield from next_token()
-        if separator == "]":
-            self._held = ""
-        self._emit_held()
+        """Read the whole answer. Does not return."""
 
     def _new_events(self) -> list[Event]:
         """Return the collected events, with adjacent ones of the same type joined."""
@@ -206,91 +120,200 @@ class ToolParser(ABC):
         self._events = []
         return joined
 
+    def _flush(self) -> None:
+        """Emit what has been read as an event of the current kind; without a kind, drop it."""
+        read, self._start = self._buffer[self._start : self._at], self._at
+        if self._kind is Text:
+            # White space at the end is kept back: around calls it is part of the format.
+            pending = self._space + read
+            body = pending.rstrip()
+            self._space = pending[len(body) :]
+            if body:
+                self._events.append(Text(body))
+        elif self._kind is CallArguments and read:
+            self._events.append(CallArguments(read))
 
-class Call:
-    """One call that is being read. It begins at the parser when its name and the start of its arguments are known.
+    def _begin(self, name: str, arguments: str = "") -> None:
+        """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
+        self._flush()
+        self._space = ""
+        self._has_calls = self._in_call = True
+        self._events.append(CallBegin(name))
+        if arguments:
+            self._events.append(CallArguments(arguments))
 
-    begun:        the parser has been notified of the call.
-    in_arguments: the reader is in the value of the arguments.
-    """
+    def _accepts(self, name: str) -> bool:
+        return name != "" and (self.is_marked or name in self._names)
 
-    def __init__(self, parser: ToolParser) -> None:
-        self.begun = False
-        self.in_arguments = False
-        self._parser = parser
-        self._name: str | None = None
-        self._has_arguments = False
-        self._unsent = ""
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        """Read what matches the pattern, if anything does."""
+        if (match := pattern.match(self._buffer, self._at)) is not None:
+            self._at = match.end()
 
-    def read_object(self, character: str) -> Reading:
-        """Read `{"name": …, "arguments": {…}}` with its keys in any order. character: the first of the object."""
-        _expect(character == "{")
-        character = yield from next_token()
-        if character != "}":
-            yield from self._read_members(character)
-        _expect(self._name is not None)
-        if not self._has_arguments:
-            self._take_arguments("{}")
-
-    def read_arguments(self, name: str, character: str) -> Reading:
-        """Read the arguments of a call of a known name. character: the first of the arguments."""
-        _expect(character == "{" and self._parser.accepts(name))
-        self._name, self.in_arguments = name, True
-        yield from json_value(character, self._take_arguments)
-
-    def _read_members(self, character: str) -> Reading:
+    def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
+        """Read what matches the pattern, until it is known whether the marker follows."""
         while True:
-            _expect(character == '"')
-            key = yield from _string_value()
-            # Before a call has begun, an unknown key shows that this is another kind of object.
-            _expect(self.begun or key in _ARGUMENT_KEYS or key in _OTHER_KEYS)
-            _expect(key not in _ARGUMENT_KEYS or not self._has_arguments)
-            _expect((yield from next_token()) == ":")
-            self.in_arguments = key in _ARGUMENT_KEYS
-            character = yield from next_token()
-            if self.in_arguments:
-                following = yield from self._read_argument_value(character)
-            else:
-                raw: list[str] = []
-                following = yield from json_value(character, raw.append)
-                if key == "name":
-                    self._take_name(json.loads("".join(raw)))
-            self.in_arguments = False
-            character = yield from next_token(first=following)
-            if character == "}":
+            self._skip(pattern)
+            following = self._buffer[self._at : self._at + len(marker)]
+            if following == marker or not marker.startswith(following):
                 return
-            _expect(character == ",")
-            character = yield from next_token()
+            yield
 
-    def _read_argument_value(self, character: str) -> CharacterReading:
-        """Pass on an object character by character, and a string that contains the object when it is complete."""
-        if character == "{":
-            return (yield from json_value(character, self._take_arguments))
-        _expect(character == '"')
-        inner = (yield from _string_value()) or "{}"
+    def _read_until(self, marker: str = "") -> Reading:
+        """Read and flush up to a marker; without one, up to the end of the answer."""
+        while not marker or (place := self._buffer.find(marker, self._at)) < 0:
+            tail = self._buffer[max(self._at, len(self._buffer) - len(marker) + 1) :]
+            while not marker.startswith(tail):
+                tail = tail[1:]
+            self._at = len(self._buffer) - len(tail)
+            self._flush()
+            yield
+        self._at = place
+        self._flush()
+        self._kind = None
+
+    def _read_text(self, marker: str = "") -> Reading:
+        """Emit what is held, and what comes before the marker, as text. Hold the marker."""
+        self._kind = Text
+        yield from self._read_until(marker)
+        self._at += len(marker)
+
+    def _read_call(self, *, name: str | None = None, end: str = "") -> Generator[None, None, bool]:
+        """Read one call. Return False, and hold what has been read, if it is not a call.
+
+        name: of the function, if the text has only the arguments.
+        end:  the marker after a call; a model may omit it. If the JSON of a call that has begun is malformed, its text
+              up to the marker, or up to the end of the answer, is passed on as arguments: the client sees what the
+              model wrote.
+        """
         try:
-            _expect(isinstance(json.loads(inner), dict))
-        except ValueError as error:
-            raise MalformedError from error
-        self._take_arguments(inner)
-        return ""
+            first = yield from self._token()
+            _expect(first == "{")
+            if name is None:
+                yield from self._read_members()
+            else:
+                yield from self._stream_arguments(name)
+        except (ValueError, RecursionError):
+            if not self._in_call:
+                return False
+            yield from self._read_until(end)
+        if end:
+            yield from self._read_space(_SPACE, marker=end)
+            if self._buffer.startswith(end, self._at):
+                self._at += len(end)
+        self._flush()
+        self._in_call = False
+        return True
 
-    def _take_name(self, name: object) -> None:
-        _expect(isinstance(name, str) and name != "" and self._name is None and self._parser.accepts(name))
-        self._name = str(name)
-        if self._has_arguments:
-            self._take_arguments("")
+    def _read_call_list(self) -> Reading:
+        """Read the rest of `[call, call, …]` after the bracket. Hold what follows the last call."""
+        while (yield from self._read_call()):
+            separator = yield from self._token()
+            if separator == "]":
+                self._flush()
+            if separator != ",":
+                return
 
-    def _take_arguments(self, text: str) -> None:
-        self._has_arguments = True
-        self._unsent += text
-        if self._name is None:
+    def _read_members(self) -> Reading:
+        """Read the rest of `{"name": …, "arguments": {…}}`, with its keys in any order, after the bracket."""
+        name: str | None = None
+        arguments: str | None = None
+        token = yield from self._token()
+        while token != "}":
+            _expect(token == '"')
+            key = json.loads((yield from self._raw(token)))
+            # Before a call has begun, an unknown key shows that this is another kind of object.
+            _expect(self._in_call or key in _ARGUMENT_KEYS or key in _OTHER_KEYS)
+            _expect((yield from self._token()) == ":")
+            token = yield from self._token()
+            if key in _ARGUMENT_KEYS and name is not None and token == "{":
+                _expect(arguments is None)
+                yield from self._stream_arguments(name)
+                arguments = ""
+            else:
+                raw = yield from self._raw(token)
+                if key in _ARGUMENT_KEYS:
+                    _expect(arguments is None)
+                    # Some models write a string that contains the object.
+                    arguments = raw if token == "{" else json.loads(raw) or "{}"
+                    _expect(isinstance(arguments, str) and isinstance(json.loads(arguments), dict))
+                elif key == "name":
+                    _expect(name is None)
+                    name = json.loads(raw)
+                    _expect(isinstance(name, str) and self._accepts(name))
+                if name is not None and arguments is not None and not self._in_call:
+                    self._begin(name, arguments)
+            token = yield from self._token()
+            if token == ",":
+                token = yield from self._token()
+                _expect(token == '"')
+            else:
+                _expect(token == "}")
+        _expect(name is not None)
+        if name is not None and arguments is None:
+            self._begin(name, "{}")
+
+    def _stream_arguments(self, name: str) -> Reading:
+        """Read an object whose bracket has been read, and pass it on while it is read."""
+        self._begin(name)
+        self._start -= 1  # the bracket is part of the arguments
+        self._kind = CallArguments
+        yield from self._value("{")
+        self._flush()
+        self._kind = None
+
+    def _raw(self, token: str) -> StringReading:
+        """Read one JSON value and return it as it is written. token: as for _value(); the text is not streamed."""
+        begin = self._at - self._start - len(token)
+        yield from self._value(token)
+        return self._buffer[self._start + begin : self._at]
+
+    def _value(self, token: str, *, depth: int = 0) -> Reading:
+        """Read one JSON value. token: the first of the value, which has been read."""
+        if token == '"':
+            yield from self._string()
             return
-        if not self.begun:
-            self.begun = True
-            self._parser.begin(self._name)
-        self._parser.arguments(self._unsent)
-        self._unsent = ""
+        if token not in _CLOSER:
+            _expect(_SCALAR.fullmatch(token) is not None)
+            return
+        _expect(depth < MAX_JSON_DEPTH)
+        closer = _CLOSER[token]
+        token = yield from self._token()
+        while token != closer:
+            if closer == "}":
+                _expect(token == '"')
+                yield from self._string()
+                _expect((yield from self._token()) == ":")
+                token = yield from self._token()
+            yield from self._value(token, depth=depth + 1)
+            token = yield from self._token()
+            if token == ",":
+                token = yield from self._token()
+                _expect(token != closer)
+            else:
+                _expect(token == closer)
+
+    def _token(self) -> StringReading:
+        """Return the next bracket, `:`, `,`, `"`, or number or literal of JSON; "" for any other character."""
+        while True:
+            self._skip(_SPACE)
+            begin = self._at
+            self._skip(_TOKEN)
+            token = self._buffer[begin : self._at]
+            if token in _PUNCTUATION or self._at < len(self._buffer):
+                return token
+            self._at = begin  # the rest of the token may follow
+            yield
+
+    def _string(self) -> Reading:
+        """Read a string whose opening quote has been read."""
+        while True:
+            self._skip(_STRING)
+            if self._buffer.startswith('"', self._at):
+                self._at += 1
+                return
+            _expect(_ESCAPE_BEGIN.fullmatch(self._buffer, self._at) is not None)
+            yield
 
 
 class HermesParser(ToolParser):
@@ -301,16 +324,8 @@ class HermesParser(ToolParser):
 
     def _read(self) -> Reading:
         while True:
-            yield from self._read_until(self.OPEN)
-            if not (yield from self._read_call((yield from next_token()), end=self.CLOSE)):
-                continue
-            # A model that omits the closing marker continues with text or with the next call.
-            tail = self._held = ""
-            while tail != self.CLOSE and self.CLOSE.startswith(tail):
-                tail = (tail + (yield)).lstrip()
-                self._held = ""
-            if tail != self.CLOSE:
-                self._unread = tail + self._unread
+            yield from self._read_text(self.OPEN)
+            yield from self._read_call(end=self.CLOSE)
 
 
 class Llama3JsonParser(ToolParser):
@@ -320,21 +335,19 @@ class Llama3JsonParser(ToolParser):
     """
 
     TAG = "<|python_tag|>"
-    _SEPARATORS = frozenset(" \t\r\n;")
+    _SEPARATORS = re.compile(r"(?:[ \t\r\n;]|<\|python_tag\|>)*")
     markers: ClassVar[tuple[str, ...]] = (TAG,)
     is_marked: ClassVar[bool] = False
 
     def _read(self) -> Reading:
-        is_call = True
-        while is_call:
-            before = ""  # the beginning of the tag that has been read, or another character
-            while self.TAG.startswith(before):
-                before += yield
-                if before == self.TAG or before in self._SEPARATORS:
-                    before = ""
-                if self._has_calls:
-                    self._held = "" if self.TAG.startswith(before) else before
-            is_call = before == "{" and (yield from self._read_call(before))
+        while True:
+            self._in_call = self._has_calls  # what separates calls is dropped
+            yield from self._read_space(self._SEPARATORS, marker=self.TAG)
+            if self._in_call:
+                self._flush()
+            self._in_call = False
+            if not (yield from self._read_call()):
+                break
         yield from self._read_text()
 
 
@@ -343,24 +356,27 @@ class MistralParser(ToolParser):
 
     MARKER = "[TOOL_CALLS]"
     markers: ClassVar[tuple[str, ...]] = (MARKER, "[ARGS]", "[CALL_ID]")
-    _NAME = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
-    _MAX_NAME_CHARACTERS = 160
+    _HEAD = re.compile(
+        r"\s{0,8}(?:(?P<list>\[)|(?:(?P<name>[\w.-]{1,64})[ \t]{0,8}"
+        r"(?:\[CALL_ID\][ \t]{0,8}\w{0,32}[ \t]{0,8})?(?:\[ARGS\][ \t]{0,8})?)?(?=\{))"
+    )
+    _HEAD_BEGIN = re.compile(r"[^{]{0,160}")
+    """While this is all that has come, the head may follow, which is never longer."""
 
     def _read(self) -> Reading:
         while True:
-            yield from self._read_until(self.MARKER)
-            before = ""
-            while (character := (yield)) not in ("{", "\n") and len(before) < self._MAX_NAME_CHARACTERS:
-                if character == "[" and not before.strip():
+            yield from self._read_text(self.MARKER)
+            while (head := self._HEAD.match(self._buffer, self._at)) is None:
+                if self._HEAD_BEGIN.fullmatch(self._buffer, self._at) is None:
                     break
-                before += character
-            named = self._NAME.fullmatch(before)
-            if character == "[" and not before.strip():
+                yield
+            if head is None:
+                continue
+            self._at = head.end()
+            if head["list"]:
                 yield from self._read_call_list()
-            elif character == "{" and (named is not None or not before.strip()):
-                yield from self._read_call(character, name=named and named[1])
             else:
-                self._emit_held()
+                yield from self._read_call(name=head["name"])
 
 
 class PythonicParser(ToolParser):
@@ -374,21 +390,27 @@ class PythonicParser(ToolParser):
     MAX_DEPTH = 64
 
     def _read(self) -> Reading:
-        while (character := (yield)).isspace():
+        while (character := (yield from self._character())).isspace():
             pass
         if character == "[":
             yield from self._read_list()
         yield from self._read_text()
 
+    def _character(self) -> StringReading:
+        while self._at == len(self._buffer):
+            yield
+        self._at += 1
+        return self._buffer[self._at - 1]
+
     def _read_list(self) -> Reading:
         """Read up to the end of the list, or to the first character that a list of calls cannot have."""
         call, depth, quote = "", 0, ""
-        while 0 <= depth <= self.MAX_DEPTH and len(self._held) <= self.MAX_CALL_CHARACTERS:
-            character = yield
+        while 0 <= depth <= self.MAX_DEPTH and len(call) <= self.MAX_CALL_CHARACTERS:
+            character = yield from self._character()
             if quote:
                 if character == "\\":
                     call += character
-                    character = yield
+                    character = yield from self._character()
                 elif character == quote:
                     quote = ""
             elif depth == 0 and character in ",]":
@@ -396,16 +418,17 @@ class PythonicParser(ToolParser):
                 if not is_trailing_comma:
                     if (read := _python_call(call)) is None:
                         return
-                    self.begin(read[0])
-                    self.arguments(read[1])
-                call = self._held = ""
+                    self._begin(*read)
+                    self._in_call = False
+                call = ""
+                self._flush()
                 if character == "]":
                     return
                 continue
             elif character in "'\"":
                 quote = character
             elif character in "([{":
-                if character == "(" and depth == 0 and not self.accepts(call.strip()):
+                if character == "(" and depth == 0 and not self._accepts(call.strip()):
                     return
                 depth += 1
             elif character in ")]}":
@@ -417,7 +440,7 @@ class RequiredParser(ToolParser):
     """`tool_choice: required`: a grammar restricts the answer to a list of calls."""
 
     def _read(self) -> Reading:
-        if (yield from next_token()) == "[":
+        if (yield from self._token()) == "[":
             yield from self._read_call_list()
         yield from self._read_text()
 
@@ -430,7 +453,7 @@ class NamedParser(ToolParser):
         super().__init__([name])
 
     def _read(self) -> Reading:
-        yield from self._read_call((yield from next_token()), name=self._name)
+        yield from self._read_call(name=self._name)
         yield from self._read_text()
 
 
@@ -470,9 +493,16 @@ _INSTRUCTIONS = (
 )
 
 
-def parser_of(template: str | None) -> type[ToolParser]:
-    """Return the parser of the format that a chat template describes; the Hermes parser if it describes none."""
-    return PARSERS[next((name for text, name in _FORMATS if text in (template or "")), "hermes")]
+def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
+    """Return the parser for a setting: a name of PARSERS, "none" or "auto". Raises ValueError for another name.
+
+    template: "auto" takes the format that this chat template describes, or the Hermes format if it describes none.
+    """
+    if name == "auto":
+        name = next((format_ for text, format_ in _FORMATS if text in (template or "")), "hermes")
+    if name != "none" and name not in PARSERS:
+        raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
+    return PARSERS.get(name)
 
 
 def without_tool_roles(
@@ -502,87 +532,6 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls", ())
     ]
     return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}
-
-
-def json_value(character: str, take: Take, *, depth: int = 0) -> CharacterReading:
-    """Read one JSON value.
-
-    character: the first of the value.
-    take:      called with each character of the value.
-    Returns the character that ended a number or literal and is not part of it, "" after every other value.
-    """
-    if character == '"':
-        yield from _string(take)
-        return ""
-    if character not in _CLOSER:
-        return (yield from _scalar(character, take))
-    _expect(depth < MAX_JSON_DEPTH)
-    closer = _CLOSER[character]
-    take(character)
-    character = yield from next_token(take)
-    while character != closer:
-        if closer == "}":
-            _expect(character == '"')
-            yield from _string(take)
-            _expect((yield from next_token(take)) == ":")
-            take(":")
-            character = yield from next_token(take)
-        following = yield from json_value(character, take, depth=depth + 1)
-        character = yield from next_token(take, first=following)
-        if character == ",":
-            take(character)
-            character = yield from next_token(take)
-            _expect(character != closer)
-        else:
-            _expect(character == closer)
-    take(character)
-    return ""
-
-
-def next_token(take: Take = lambda _: None, *, first: str = "") -> CharacterReading:
-    """Return the next character that is not white space. take: called with the white space."""
-    character = first or (yield)
-    while character in _SPACE:
-        take(character)
-        character = yield
-    return character
-
-
-def _string_value() -> CharacterReading:
-    """Return the value of a string whose opening quote has been read."""
-    raw: list[str] = []
-    yield from _string(raw.append)
-    return str(json.loads("".join(raw)))
-
-
-def _string(take: Take) -> Reading:
-    """Read a string whose opening quote has been read but not passed to `take`."""
-    take('"')
-    while (character := (yield)) != '"':
-        _expect(character >= " ")
-        take(character)
-        if character != "\\":
-            continue
-        character = yield
-        _expect(character == "u" or character in _ESCAPES)
-        take(character)
-        for _ in range(4 if character == "u" else 0):
-            digit = yield
-            _expect(digit in _HEXADECIMAL)
-            take(digit)
-    take(character)
-
-
-def _scalar(character: str, take: Take) -> CharacterReading:
-    _expect(character in _SCALAR_START)
-    text = ""
-    while character in _SCALAR_CHARACTERS:
-        _expect(len(text) < _MAX_SCALAR)
-        text += character
-        take(character)
-        character = yield
-    _expect(_SCALAR.fullmatch(text) is not None)
-    return character
 
 
 def _expect(condition: bool) -> None:

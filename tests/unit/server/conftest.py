@@ -25,7 +25,7 @@ from eventually import LONG_SECONDS
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.process import HttpServer, drain, http_server
+from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
@@ -111,7 +111,7 @@ async def _running(
     app = create_app(settings, backend=backend, tokenizer=tokenizer)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(app, limits=settings.connections, certificate=certificate)
+    server = HttpServer(app, limits=settings.connections, certificate=certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with plain_client(url) as http, plain_client() as http_of_openai:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http_of_openai)

@@ -19,7 +19,7 @@ from eventually import LONG_SECONDS, eventually
 from machine import scaled
 
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.openai.prompts import Lane, TextWork
+from megatron_runtime.server.openai.prompts import TextWork
 from megatron_runtime.tokenization import Tokenizer, chat_template
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -262,27 +262,28 @@ class TestTextWork:
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
             return "long"
 
-        long = [asyncio.create_task(work.run(Lane.LONG, 1, blocked)) for _ in range(5)]
-        assert await work.run(Lane.MEDIUM, 1, lambda: "medium") == "medium"
-        assert await work.run(Lane.RENDER, 1, lambda: "rendered") == "rendered"
+        long = [asyncio.create_task(work.run("long", 1, blocked)) for _ in range(5)]
+        assert await work.run("medium", 1, lambda: "medium") == "medium"
+        assert await work.run("render", 1, lambda: "rendered") == "rendered"
         gate.set()
         assert await asyncio.gather(*long) == ["long"] * 5
         await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
         work.close()
 
-    async def test_waiting_work_is_bounded_and_in_order(self) -> None:
-        work, gate = TextWork(max_held_bytes=100), asyncio.Event()
+    async def test_waiting_work_is_bounded_and_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megatron_runtime.server.openai.prompts.MAX_HELD_BYTES", 100)
+        work, gate = TextWork(), asyncio.Event()
         loop = asyncio.get_running_loop()
         done: list[int] = []
 
         def first() -> None:
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
 
-        tasks = [asyncio.create_task(work.run(Lane.LONG, 40, first))]
-        tasks += [asyncio.create_task(work.run(Lane.LONG, 20, lambda n=n: done.append(n))) for n in range(3)]
+        tasks = [asyncio.create_task(work.run("long", 40, first))]
+        tasks += [asyncio.create_task(work.run("long", 20, lambda n=n: done.append(n))) for n in range(3)]
         await eventually(_holds(work, 100), what="all of it is held", look_seconds=0.01)
         with pytest.raises(ApiError) as raised:
-            await work.run(Lane.MEDIUM, 1, lambda: None)
+            await work.run("medium", 1, lambda: None)
         assert (raised.value.status, raised.value.code) == (503, "too_much_text")
         tasks[2].cancel()
         await eventually(_holds(work, 80), what="the cancelled caller holds nothing", look_seconds=0.01)
@@ -291,18 +292,19 @@ class TestTextWork:
         assert done == [0, 2]
         # A text above the limit is accepted if no other is held.
         await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
-        assert await work.run(Lane.LONG, 1000, lambda: "alone") == "alone"
+        assert await work.run("long", 1000, lambda: "alone") == "alone"
         work.close()
 
-    async def test_work_that_waits_too_long_is_an_error(self) -> None:
-        work, gate = TextWork(max_wait_seconds=0.05), asyncio.Event()
+    async def test_work_that_waits_too_long_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megatron_runtime.server.openai.prompts.MAX_WAIT_SECONDS", 0.05)
+        work, gate = TextWork(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def blocked() -> None:
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
 
-        first = asyncio.create_task(work.run(Lane.LONG, 1, blocked))
-        for waiting in (first, asyncio.create_task(work.run(Lane.LONG, 1, blocked))):
+        first = asyncio.create_task(work.run("long", 1, blocked))
+        for waiting in (first, asyncio.create_task(work.run("long", 1, blocked))):
             with pytest.raises(ApiError) as raised:
                 await waiting
             assert (raised.value.status, raised.value.retry_after_seconds) == (503, 1)

@@ -37,7 +37,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 1 << 70}, "seed", "less than"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"stop": 5}, "stop", "a string or a list of strings"),
-    ({"stop": [""]}, "stop", "1 to"),
+    ({"stop": [""]}, "stop[0]", "at least 1 character"),
     ({"stop": ["x"] * 100}, "stop", "at most"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "hi"}, "messages", "valid array"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from megatron_runtime.server.tools import (
     RequiredParser,
     Text,
     ToolParser,
-    json_value,
     parser_of,
 )
 
@@ -69,6 +68,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
     ("hermes", '<tool_call>{"name":"f","arguments":{}}{"name"', '{"name"', [("f", "{}")]),
     ("hermes", "almost <tool_", "almost <tool_", []),
+    ("hermes", '<tool_call><tool_call>{"name": "f"}', "<tool_call>", [("f", "{}")]),
+    ("hermes", '<tool_call>{"arguments": {"a": null}, "id": 7, "name": "f"}', "", [("f", '{"a": null}')]),
     (
         "llama3_json",
         '\n{"name": "f", "parameters": {"a": [1, 2.5e3, true]}}; {"parameters": {}, "name": "get_weather"}',
@@ -100,6 +101,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, junk', ", junk", [("f", "{}")]),
     ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
     ("mistral", "a [TOOL] list", "a [TOOL] list", []),
+    ("mistral", '[TOOL_CALLS]! [TOOL_CALLS]f{"a": 1}', "[TOOL_CALLS]!", [("f", '{"a": 1}')]),
     (
         "pythonic",
         "[f(a='x, [y)', b=[1, {'k': None}], c=-1.5, d=True), get_weather()]",
@@ -123,6 +125,11 @@ def test_calls_are_parsed_whatever_the_partition_of_the_answer(
     assert read(PARSERS[parser](NAMES), answer) == (text, calls)
     for _ in range(20):
         assert read(PARSERS[parser](NAMES), pieces_of(answer, draw)) == (text, calls)
+
+
+def test_deeply_nested_arguments_in_a_string_are_text() -> None:
+    answer = '<tool_call>{"name": "f", "arguments": "%s"}</tool_call>' % ("[" * 100_000)
+    assert read(PARSERS["hermes"](NAMES), [answer]) == (answer, [])
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -188,20 +195,25 @@ def test_any_text_becomes_text_or_calls_and_never_an_error(text: str, parser: st
         assert whole[0] == start + text
 
 
+class ValueReader(ToolParser):
+    """Reads one JSON value. end: where it ends; None for text without a complete value."""
+
+    end: int | None = None
+
+    def _read(self) -> Generator[None, None, None]:
+        try:
+            yield from self._value((yield from self._token()))
+            self.end = self._at
+        except MalformedError:
+            pass
+        yield from self._read_text()
+
+
 def end_of_value(text: str) -> int | None:
     """Where the JSON value at the start of `text` ends; None for text without a complete value."""
-    start = len(text) - len(text.lstrip(" \t\n\r"))
-    taken: list[str] = []
-    reading = json_value((text + "\n")[start], taken.append)
-    try:
-        next(reading)
-        for character in (text + "\n")[start + 1 :]:
-            reading.send(character)
-    except StopIteration:
-        return start + len(taken)
-    except MalformedError:
-        pass
-    return None
+    reader = ValueReader(())
+    reader.feed(text + "\n")
+    return reader.end
 
 
 @settings(max_examples=300)
@@ -232,7 +244,7 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     ],
 )
 def test_the_template_says_how_calls_are_written(template: str | None, name: str) -> None:
-    assert parser_of(template) is PARSERS[name]
+    assert parser_of("auto", template=template) is PARSERS[name]
 
 
 def test_the_command_line_offers_every_parser() -> None:

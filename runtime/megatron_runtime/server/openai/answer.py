@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_runtime.server.errors import ApiError
@@ -114,7 +113,7 @@ class Choice:
         rest = self._rest(reply)
         whole: str | None = reply.get("generated_text")
         if whole is not None:
-            self._finish_at(len(whole), rest, piece)
+            self._take((*self._held, *rest), piece, end=len(whole))
             self._add(whole[self._plain :], piece)
         else:
             self._advance(rest, piece)
@@ -147,38 +146,32 @@ class Choice:
             raise ApiError(500, "The engine's answer lacks log-probabilities of some tokens: try again.")
         return list(zip(tokens, details[skipped:], strict=False))
 
-    def _finish_at(self, end: int, rest: Iterable[_Token], piece: Piece) -> None:
-        """Take the tokens that begin before, or end no later than, character `end`; cut the text there."""
-        for token, detail in (*self._held, *rest):
-            before = self._plain
-            text = self._detokenizer.feed((token,))
-            after = before + len(text) - self._marker_length.get(token, 0)
-            if before >= end and after > end:
-                return
-            self._note(token, detail, piece)
-            self._add(text[: len(text) - max(0, after - end)], piece, plain=min(after, end) - before)
-
     def _advance(self, tokens: list[_Token], piece: Piece) -> None:
         self._received += len(tokens)
         ready = [*self._held, *tokens]
         self._held = [ready.pop()] if ready and ready[-1][0] in self._job.end_ids else []
         self._take(ready, piece)
 
-    def _take(self, tokens: Iterable[_Token], piece: Piece) -> None:
-        if self._is_plain:
+    def _take(self, tokens: Iterable[_Token], piece: Piece, *, end: int | None = None) -> None:
+        """Add tokens to a piece.
+
+        end: character where the text is cut. Only tokens that begin before it, or end no later, are taken.
+        """
+        if self._is_plain and end is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
             self._add(self._detokenizer.feed(ids), piece)
             return
         for token, detail in tokens:
-            self._note(token, detail, piece)
             text = self._detokenizer.feed((token,))
-            self._add(text, piece, plain=len(text) - self._marker_length.get(token, 0))
-
-    def _note(self, token: int, detail: _Detail | None, piece: Piece) -> None:
-        piece.token_ids.append(token)
-        if detail is not None:
-            piece.log_probs.append(TokenLogProb(token, *detail, self._offset))
+            plain = len(text) - self._marker_length.get(token, 0)
+            excess = 0 if end is None else max(0, self._plain + plain - end)
+            if end is not None and excess and self._plain >= end:
+                return
+            piece.token_ids.append(token)
+            if detail is not None:
+                piece.log_probs.append(TokenLogProb(token, *detail, self._offset))
+            self._add(text[: len(text) - excess], piece, plain=plain - excess)
 
     def _add(self, text: str, piece: Piece, *, plain: int | None = None) -> None:
         piece.text += text
@@ -191,12 +184,12 @@ def _prompt_log_probs(tokenizer: Tokenizer, prompt: Sequence[int], reply: Mappin
     if len(details) != len(prompt) - 1:
         raise ApiError(500, "The engine's answer lacks log-probabilities of the prompt: try again.")
     detokenizer = tokenizer.detokenizer()
-    offsets = [0]
-    for token in prompt:
-        offsets.append(offsets[-1] + len(detokenizer.feed((token,))))
-    entries = [TokenLogProb(prompt[0], None, (), 0)]
-    for (token, (start, _)), detail in zip(list(zip(prompt, pairwise(offsets), strict=True))[1:], details, strict=True):
-        entries.append(TokenLogProb(token, *detail, start))
+    entries: list[TokenLogProb] = []
+    offset = 0
+    first: tuple[None, TopTokens] = (None, ())
+    for token, (log_prob, top) in zip(prompt, (first, *details), strict=True):
+        entries.append(TokenLogProb(token, log_prob, top, offset))
+        offset += len(detokenizer.feed((token,)))
     return entries
 
 

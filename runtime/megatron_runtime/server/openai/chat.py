@@ -30,7 +30,6 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 async def create_chat_completion(service: Service, request: Request) -> Response:
     """Answer a conversation."""
     body = await service.read(request, ChatRequest)
-    service.check_model(body.model)
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, parser=service.tool_parser)
     work = service.prompts.encode_chat(body.messages, tools=body.offered_tools, variables=body.chat_template_kwargs)
@@ -38,15 +37,12 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     prompt = await service.while_connected(request, work, characters=characters)
     if body.prevent_retokenization:
         prompt = await _with_earlier_tokens(service, body, prompt)
-    if body.add_BOS:
-        prompt = service.prompts.with_bos(prompt)
-    service.prompts.check(prompt, param="messages")
+    prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
     options = Options(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         forced_format=tools.forced_format,
         markers=tools.markers,
-        tenant=request.state.tenant,
     )
     choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, service.prompts.tokenizer, prompt))
     return await respond(
@@ -67,13 +63,11 @@ class _ToolUse:
     parser:   returns a new parser for one choice; None if no tool can be called.
     markers:  special tokens that the parser needs as text.
     forced_format: the structured output of an answer that must be a call.
-    is_named: the request names the one tool to call.
     """
 
     parser: Callable[[], ToolParser] | None = None
     markers: tuple[str, ...] = ()
     forced_format: dict[str, Any] | None = None
-    is_named: bool = False
 
 
 def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _ToolUse:
@@ -96,7 +90,7 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
         name = choice.function.name
         schema = next(_parameters(tool) for tool in tools if tool.function.name == name)
         forced = {"type": "json_schema", "value": schema}
-        return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced, is_named=True)
+        return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced)
     if choice == "required":
         schema = _schema_of_any_call(tools, is_single=request.parallel_tool_calls is False)
         forced = {"type": "json_schema", "value": schema}
@@ -163,7 +157,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
             "next message. Leave prevent_retokenization out"
         )
         raise invalid_value(param, problem)
-    service.prompts.check(earlier, param=param)
+    service.prompts.checked(earlier, param=param)
     is_ended = earlier[-1] in eos_ids
     return [*earlier, *(() if is_ended else (prompt[ends[-1]],)), *prompt[ends[-1] + 1 :]]
 
@@ -193,43 +187,35 @@ class _ChatChoice:
         self._log_probs += piece.log_probs
         self._token_ids += piece.token_ids
         for event in self._events(piece):
-            if (delta := self._delta(event)) is not None:
-                yield self._chunk(piece.index, delta)
-        if (reason := piece.finish_reason) is not None:
-            # As in OpenAI's API, a call of the tool that tool_choice names ends with "stop".
-            if reason == "stop" and self._calls and not self._tools.is_named:
-                reason = "tool_calls"
-            yield self._chunk(piece.index, self._token_fields(piece), reason)
+            yield self._chunk(piece.index, self._delta(event))
+        if piece.finish_reason is not None:
+            yield self._chunk(piece.index, self._token_fields(piece), self._reason(piece))
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Return the choice of a whole answer, which has one piece."""
-        chunks = list(self.chunks(piece))
-        text = ""
+        events = list(self._events(piece))
+        text = "".join(event.text for event in events if isinstance(event, Text))
         calls: list[dict[str, Any]] = []
-        log_probs: list[dict[str, Any]] = []
-        for chunk in chunks:
-            text += chunk["delta"].get("content", "")
-            log_probs += (chunk["logprobs"] or {}).get("content", ())
-            for part in chunk["delta"].get("tool_calls", ()):
-                if "id" in part:
-                    calls.append({key: part[key] for key in ("id", "type", "function")})
-                else:
-                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        for event in events:
+            if isinstance(event, CallBegin):
+                calls.append(_new_call(event.name))
+            elif isinstance(event, CallArguments):
+                calls[-1]["function"]["arguments"] += event.text
         # A forced call has an empty text; a call that the model chose to make has none unless the model wrote some.
         no_text = None if self._tools.forced_format is None else ""
         message = {
             "role": "assistant",
             "content": text if text or not calls else no_text,
             "refusal": None,
-            **chunks[-1]["delta"],
+            **self._token_fields(piece),
         }
         if calls:
             message["tool_calls"] = calls
         choice = {
             "index": piece.index,
             "message": message,
-            "logprobs": {"content": log_probs, "refusal": None} if self._body.logprobs else None,
-            "finish_reason": chunks[-1]["finish_reason"],
+            "logprobs": chat_log_probs(piece.log_probs, self._tokenizer) if self._body.logprobs else None,
+            "finish_reason": self._reason(piece),
         }
         return {**choice, "token_ids": piece.token_ids} if self._body.return_token_ids else choice
 
@@ -244,23 +230,29 @@ class _ChatChoice:
         }
         return {**chunk, "token_ids": token_ids} if self._body.return_token_ids else chunk
 
-    def _events(self, piece: Piece) -> list[Event]:
+    def _events(self, piece: Piece) -> Iterator[Event]:
+        """Yield the events of a piece, those of further calls only if the request allows parallel calls."""
         if self._parser is None:
-            return [Text(piece.text)] if piece.text else []
-        events = self._parser.feed(piece.text)
-        return events if piece.finish_reason is None else [*events, *self._parser.finish()]
+            events: list[Event] = [Text(piece.text)] if piece.text else []
+        else:
+            events = self._parser.feed(piece.text)
+            if piece.finish_reason is not None:
+                events += self._parser.finish()
+        for event in events:
+            self._calls += isinstance(event, CallBegin)
+            if isinstance(event, Text) or self._calls == 1 or self._body.parallel_tool_calls is not False:
+                yield event
 
-    def _delta(self, event: Event) -> dict[str, Any] | None:
+    def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Text):
             return {"content": event.text}
-        self._calls += isinstance(event, CallBegin)
-        if self._body.parallel_tool_calls is False and self._calls > 1:
-            return None
-        if isinstance(event, CallArguments):
-            return {"tool_calls": [{"index": self._calls - 1, "function": {"arguments": event.text}}]}
-        id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
-        call = {"index": self._calls - 1, "id": id_, "type": "function"}
-        return {"tool_calls": [{**call, "function": {"name": event.name, "arguments": ""}}]}
+        part = _new_call(event.name) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
+        return {"tool_calls": [{"index": self._calls - 1, **part}]}
+
+    def _reason(self, piece: Piece) -> str | None:
+        # As in OpenAI's API, a call of the tool that tool_choice names ends with "stop".
+        is_call = piece.finish_reason == "stop" and self._calls and not isinstance(self._body.tool_choice, NamedTool)
+        return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:
         """Return the fields of the message that describe its tokens, if the request asks for them."""
@@ -273,3 +265,8 @@ class _ChatChoice:
         if body.return_raw_text:
             fields["raw_text"] = self._tokenizer.decode([*self._prompt, *piece.generated], skip_special=False)
         return fields
+
+
+def _new_call(name: str) -> dict[str, Any]:
+    id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": ""}}

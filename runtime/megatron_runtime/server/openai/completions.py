@@ -26,7 +26,6 @@ _TEXTS_AT_ONCE = 1024
 async def create_completion(service: Service, request: Request) -> Response:
     """Complete one or several prompts; choices come in the order of the prompts."""
     body = await service.read(request, CompletionRequest)
-    service.check_model(body.model)
     service.check_in_flight(tenant=request.state.tenant)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
@@ -38,7 +37,6 @@ async def create_completion(service: Service, request: Request) -> Response:
         max_tokens=max_tokens,
         log_probs=body.logprobs,
         prompt_log_probs=bool(body.echo) and body.logprobs is not None,
-        tenant=request.state.tenant,
     )
 
     def choice(piece: Piece) -> dict[str, Any]:
@@ -61,9 +59,7 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int) -
         tokens = await prompts.encode(item, param=param, in_place=in_place) if isinstance(item, str) else item
         if limit is not None and len(tokens) > limit:
             raise context_length_error(prompt_length=len(tokens), limit=limit, param=param)
-        if body.add_BOS:
-            tokens = prompts.with_bos(tokens)
-        prompts.check(tokens, param=param)
+        tokens = prompts.checked(tokens, param=param, add_bos=body.add_BOS)
         echoed = None
         if body.echo:
             echoed = item if isinstance(item, str) else await prompts.decode(item)
@@ -74,7 +70,6 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int) -
 async def tokenize(service: Service, request: Request) -> Response:
     """Answer with the token ids that a prompt of a text or of a conversation has."""
     body = await service.read(request, TokenizeRequest)
-    service.check_model(body.model)
     prompts = service.prompts
     if body.prompt is not None:
         characters = len(body.prompt)
@@ -100,7 +95,6 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of token ids, special tokens written out."""
     body = await service.read(request, DetokenizeRequest)
-    service.check_model(body.model)
     check_vocabulary(body.tokens, service.prompts.tokenizer, param="tokens")
     text = await service.prompts.decode(body.tokens, skip_special=False)
     return Response(to_json({"prompt": text}), media_type="application/json")

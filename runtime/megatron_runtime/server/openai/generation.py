@@ -51,8 +51,8 @@ async def respond(
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open.
     """
-    service.check_choices(len(prompts) * (body.n or 1), tenant=options.tenant)
-    settings = service.settings
+    tenant, settings = request.state.tenant, service.settings
+    service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
     if body.priority and not settings.allow_priority:
         problem = (
             f"{body.priority} is not 0, and this server lets no request choose its priority. Leave the field "
@@ -65,9 +65,9 @@ async def respond(
         options,
         tokenizer=service.prompts.tokenizer,
         sequence_limit=service.prompts.sequence_limit,
-        cache_salt=tenant_salt("" if settings.share_prefix_cache else options.tenant, body.cache_salt),
+        cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
-    generation = Generation(service, jobs, field_names)
+    generation = Generation(service, tenant, jobs, field_names)
     base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
         events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
@@ -91,15 +91,16 @@ async def _events(
     *,
     include_usage: bool,
 ) -> AsyncGenerator[dict[str, Any]]:
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    def event(choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        return {**base, "system_fingerprint": generation.usage.fingerprint, "choices": choices, **usage}
+
+    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
     async with aclosing(generation.stream()) as pieces:
         async for piece in pieces:
-            fingerprint = generation.usage.fingerprint
             for chunk in chunks(piece):
-                yield {**base, "system_fingerprint": fingerprint, "choices": [chunk], **usage}
+                yield event([chunk], **no_usage)
     if include_usage:
-        fingerprint = generation.usage.fingerprint
-        yield {**base, "system_fingerprint": fingerprint, "choices": [], "usage": generation.usage.as_json()}
+        yield event([], usage=generation.usage.as_json())
 
 
 @dataclass(slots=True)
@@ -135,9 +136,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Generation:
-    """The jobs of one HTTP request. field_names: request fields by sampling parameter, for errors."""
+    """The jobs of one HTTP request.
+
+    tenant:      the tenant that the jobs count against.
+    field_names: request fields by sampling parameter, for errors.
+    """
 
     service: Service
+    tenant: str
     jobs: Sequence[Job]
     field_names: Mapping[str, str]
     usage: Usage = field(default_factory=Usage)
@@ -167,13 +173,12 @@ class Generation:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
             with _rejections():
-                tenant = job.options.tenant
-                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=tenant)
+                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=self.tenant)
             return self._finished(job, choice, reply, observed)
 
     def _observed(self, job: Job, *, streams: bool) -> RequestObserver:
-        prompt_tokens, tenant = len(job.prompt.tokens), job.options.tenant
-        return RequestObserver(self.service.metrics, prompt_tokens=prompt_tokens, tenant=tenant, streams=streams)
+        prompt_tokens, metrics = len(job.prompt.tokens), self.service.metrics
+        return RequestObserver(metrics, prompt_tokens=prompt_tokens, tenant=self.tenant, streams=streams)
 
     async def stream(self) -> AsyncGenerator[Piece]:
         """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices."""
@@ -212,7 +217,7 @@ class Generation:
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         with self._observed(job, streams=True) as observed, _rejections():
-            stream = client.add_request_streaming(job.prompt.tokens, job.params, tenant=job.options.tenant)
+            stream = client.add_request_streaming(job.prompt.tokens, job.params, tenant=self.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

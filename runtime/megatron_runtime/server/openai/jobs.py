@@ -70,7 +70,6 @@ class Options:
     log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
-    tenant:        the tenant that the jobs count against, and whose part of the prefix cache they use.
     """
 
     max_tokens: int | None
@@ -78,7 +77,6 @@ class Options:
     prompt_log_probs: bool = False
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,29 +158,28 @@ def jobs_of(
 def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] | None:
     """Return the output format as SamplingParams has it, and the request field that asks for it; None for free text.
 
-    Raises ApiError 400 for a format without a grammar.
+    Raises ApiError 400 for several formats, and for one without a grammar.
     """
+    given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
     if response_format is not None and response_format.type != "text":
-        schema = response_format.json_schema.schema_ if response_format.json_schema is not None else None
-        kind = "json_object" if schema is None else "json_schema"
-        return _checked_format(kind, schema, "response_format"), "response_format"
+        schema = response_format.json_schema and response_format.json_schema.schema_
+        given.append(("response_format", "json_object" if schema is None else "json_schema", schema))
     if outputs is not None:
-        given = {name: value for name, value in outputs if value not in (None, False)}
-        if len(given) != 1:
+        formats = [(name, value) for name, value in outputs if value not in (None, False)]
+        if len(formats) != 1:
             raise invalid_value("structured_outputs", "give exactly one of json, regex, choice, grammar, json_object")
-        ((name, value),) = given.items()
-        kind = "json_schema" if name == "json_" else name
-        return _checked_format(kind, value, "structured_outputs"), "structured_outputs"
-    for name, kind in _GUIDED_FIELDS.items():
-        if (value := getattr(request, name)) is not None:
-            return _checked_format(kind, value, name), name
-    return None
-
-
-def _checked_format(kind: str, value: Any, field: str) -> dict[str, Any]:
+        name, value = formats[0]
+        given.append(("structured_outputs", "json_schema" if name == "json_" else name, value))
+    guided = [(field, kind, getattr(request, field)) for field, kind in _GUIDED_FIELDS.items()]
+    given += [item for item in guided if item[2] is not None]
+    if not given:
+        return None
+    field, kind, value = given[0]
+    if len(given) > 1:
+        raise invalid_value(given[1][0], f"cannot be combined with {field}: give one of them")
     if kind == "json_object":
-        return {"type": kind, "value": None}
+        return {"type": kind, "value": None}, field
     if kind == "json_schema" and isinstance(value, str):
         if len(value) > MAX_GRAMMAR_BYTES:
             raise invalid_value(field, f"use at most {MAX_GRAMMAR_BYTES} bytes: shorten it (it has {len(value)})")
@@ -200,7 +197,7 @@ def _checked_format(kind: str, value: Any, field: str) -> dict[str, Any]:
         check_structure({"type": kind, "value": value})
     except InvalidSamplingParamsError as error:
         raise invalid_value(field, f"use {error.allowed}") from error
-    return {"type": kind, "value": value}
+    return {"type": kind, "value": value}, field
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:

@@ -10,9 +10,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
 from megatron_runtime.server.openai.jobs import check_vocabulary
@@ -35,26 +34,17 @@ _DECODED_AT_ONCE = 256
 _T = TypeVar("_T")
 
 
-class Lane(Enum):
-    """A thread pool. Value: its number of threads."""
-
-    RENDER = RENDERERS
-    MEDIUM = 3
-    LONG = 1
+Lane: TypeAlias = Literal["render", "medium", "long"]
+_THREADS: Mapping[Lane, int] = {"render": RENDERERS, "medium": 3, "long": 1}
 
 
 class TextWork:
-    """The lanes of one server process. Used on the event loop.
+    """The lanes of one server process. Used on the event loop."""
 
-    max_held_bytes, max_wait_seconds: see MAX_HELD_BYTES and MAX_WAIT_SECONDS.
-    """
-
-    def __init__(self, *, max_held_bytes: int = MAX_HELD_BYTES, max_wait_seconds: float = MAX_WAIT_SECONDS) -> None:
-        self._max_held_bytes = max_held_bytes
-        self._max_wait_seconds = max_wait_seconds
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.held_bytes = 0
-        self._threads = {lane: ThreadPoolExecutor(lane.value, f"text-{lane.name.lower()}") for lane in Lane}
+        self._threads = {lane: ThreadPoolExecutor(threads, f"text-{lane}") for lane, threads in _THREADS.items()}
 
     async def run(self, lane: Lane, size: int, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, called in a thread of `lane`. A cancelled caller removes work that waits.
@@ -63,17 +53,17 @@ class TextWork:
         Raises ApiError 503 if too much text is held already or the wait was too long, and what `work` raises.
         """
         with self._lock:
-            if self.held_bytes and self.held_bytes + size > self._max_held_bytes:
-                message = f"This server has {self._max_held_bytes} bytes of text to tokenize already: try again."
+            if self.held_bytes and self.held_bytes + size > MAX_HELD_BYTES:
+                message = f"This server has {MAX_HELD_BYTES} bytes of text to tokenize already: try again."
                 raise try_again(503, message, code="too_much_text")
             self.held_bytes += size
         future = self._threads[lane].submit(work)
         future.add_done_callback(lambda _: self._release(size))
         try:
-            async with asyncio.timeout(self._max_wait_seconds):
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            message = f"The text was not tokenized within {self._max_wait_seconds:g} s: try again, or shorten it."
+            message = f"The text was not tokenized within {MAX_WAIT_SECONDS:g} s: try again, or shorten it."
             raise try_again(503, message, code="too_much_text") from error
 
     def close(self) -> None:
@@ -111,7 +101,7 @@ class Prompts:
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
             return encode()
         size = _bytes_at_most(text)
-        return await self._work.run(Lane.MEDIUM if size <= MAX_MEDIUM_BYTES else Lane.LONG, size, encode)
+        return await self._work.run("medium" if size <= MAX_MEDIUM_BYTES else "long", size, encode)
 
     async def encode_chat(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
@@ -121,14 +111,14 @@ class Prompts:
         Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
         """
         rendered = [message.for_template() for message in messages]
-        described = [tool.for_template() for tool in tools] or None
+        described = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self.tokenizer.chat_template
         if template is not None and not template.reads_tools:
             rendered, described = without_tool_roles(rendered, described), None
         render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
         size = sum(_bytes_at_most(message["content"]) for message in rendered)
         try:
-            text = await self._work.run(Lane.RENDER, size, render)
+            text = await self._work.run("render", size, render)
         except ChatTemplateUnusableError as error:
             raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
         except ChatTemplateError as error:
@@ -144,16 +134,18 @@ class Prompts:
             await asyncio.sleep(0)
         return "".join([*parts, detokenizer.finish()])
 
-    def with_bos(self, tokens: list[int]) -> list[int]:
-        """Return the tokens after the model's begin-of-sequence token, unless they begin with it or there is none."""
-        first = self.tokenizer.bos_id
-        return tokens if first is None or tokens[:1] == [first] else [first, *tokens]
+    def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
+        """Return the tokens of a prompt. Raises ApiError 400 if there are none or one is outside the vocabulary.
 
-    def check(self, tokens: Sequence[int], *, param: str) -> None:
-        """Raise ApiError 400 for a prompt that is empty or outside the vocabulary."""
+        add_bos: begin with the model's begin-of-sequence token, if it has one.
+        """
+        first = self.tokenizer.bos_id
+        if add_bos and first is not None and tokens[:1] != [first]:
+            tokens = [first, *tokens]
         if not tokens:
             raise invalid_value(param, "it has no tokens")
         check_vocabulary(tokens, self.tokenizer, param=param)
+        return tokens
 
     def close(self) -> None:
         self._work.close()

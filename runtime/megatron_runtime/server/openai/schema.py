@@ -20,6 +20,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -88,10 +89,30 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _as_strings(value: Any) -> list[Any]:
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, list):
+        raise ValueError("expected a string or a list of strings")
+    return strings
+
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
+    BeforeValidator(_as_strings),
+]
+
+
 class Body(BaseModel):
     """An object of a request: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ModelRequest(Body):
+    """The body of a request to the model. model: None takes the one that is served."""
+
+    model: Name | None = None
 
 
 class StreamOptions(Body):
@@ -135,7 +156,7 @@ class StructuredOutputs(Body):
     json_object: StrictBool | None = None
 
 
-class GenerationRequest(Body):
+class GenerationRequest(ModelRequest):
     """The common fields of completions and chat completions. A validator has access to the fields above its own.
 
     answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
@@ -154,7 +175,7 @@ class GenerationRequest(Body):
     stream_options: Annotated[
         StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
     ] = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
+    stop: StopStrings = Field(default_factory=list)
     seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -192,28 +213,6 @@ class GenerationRequest(Body):
     prompt_cache_key: Discarded = None
     prompt_cache_retention: Discarded = None
     prompt_cache_options: Discarded = None
-
-    @field_validator("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    @classmethod
-    def _is_the_only_format(cls, value: Any, info: ValidationInfo) -> Any:
-        for other in ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"):
-            given = info.data.get(other)
-            if value is None or given is None or (isinstance(given, ResponseFormat) and given.type == "text"):
-                continue
-            raise ValueError(f"cannot be combined with {other}: give one of them")
-        return value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_strings(cls, value: Any) -> list[str]:
-        strings = [] if value is None else [value] if isinstance(value, str) else value
-        if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, {len(strings)} were given")
-        if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-            raise ValueError("expected a string or a list of strings")
-        if any(not 0 < len(item) <= MAX_STOP_CHARACTERS for item in strings):
-            raise ValueError(f"each string needs 1 to {MAX_STOP_CHARACTERS} characters")
-        return strings
 
     @field_validator("logit_bias")
     @classmethod
@@ -282,9 +281,6 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
-
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -300,27 +296,27 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    """Return the object that a string of the body contains."""
+    scan = info.context if isinstance(info.context, JsonScan) else None
+    try:
+        found = load_json(value or "{}", scan=scan) if isinstance(value, str) else None
+    except JsonLimitError:
+        raise
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("expected a JSON object as a string")
+    return found
+
+
 class CalledFunction(BaseModel):
-    """The function of a call in a conversation."""
+    """The function of a call in a conversation. Chat templates format the arguments themselves, as an object."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Name
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _json_object(cls, value: str, info: ValidationInfo) -> str:
-        scan = info.context if isinstance(info.context, JsonScan) else None
-        try:
-            is_object = isinstance(load_json(value or "{}", scan=scan), dict)
-        except JsonLimitError:
-            raise
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ValueError("expected a JSON object as a string")
-        return value
+    arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)]
 
 
 class ToolCall(BaseModel):
@@ -329,11 +325,6 @@ class ToolCall(BaseModel):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, which templates format themselves."""
-        arguments = load_json(self.function.arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 _ABSENT = object()
@@ -390,7 +381,7 @@ class ChatMessage(Body):
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
@@ -461,14 +452,13 @@ class ChatRequest(GenerationRequest):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ModelRequest):
     """POST /v1/tokenize: either `prompt`, or `messages` and their options.
 
     add_special_tokens: add the special tokens that the model expects, such as its begin-of-sequence token.
     return_token_strs:  answer with the text of each token too.
     """
 
-    model: Name | None = None
     prompt: str | None = None
     messages: Annotated[
         list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, validate_default=True)
@@ -487,8 +477,7 @@ class TokenizeRequest(Body):
         return value
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ModelRequest):
     """POST /v1/detokenize."""
 
-    model: Name | None = None
     tokens: TokenIds

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from megatron_runtime.client.inference_client import InferenceClient
@@ -20,11 +19,12 @@ from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_conte
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
+from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import until_disconnect
 from megatron_runtime.server.tools import ToolParser
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
 
 
@@ -41,7 +41,6 @@ class Service:
     metrics: ServerMetrics
     api_keys: ApiKeys
     tool_parser: type[ToolParser] | None
-    created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
     """Open HTTP requests, probes included."""
@@ -63,21 +62,24 @@ class Service:
             missing.append("the server is shutting down")
         return missing
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 unless the model is the one served. None: the request names no model."""
-        if name is not None and name != self.settings.served_name:
+    def check_model(self, name: str) -> None:
+        """Raise ApiError 404 unless the model is the one served."""
+        if name != self.settings.served_name:
             message = f"The model {shown(name)} does not exist: this server offers {self.settings.served_name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body. Raises ApiError 400, 413 or 415."""
+        """Return the validated body. Raises ApiError 400, 404 for another model, 413 or 415."""
         check_content_type(request.headers)
         scan = JsonScan()
         body = await self._body(request, scan)
         try:
-            return model.model_validate_json(body, context=scan)
+            validated = model.model_validate_json(body, context=scan)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
+        if validated.model is not None:
+            self.check_model(validated.model)
+        return validated
 
     async def _body(self, request: Request, scan: JsonScan) -> bytes:
         """Return the body. While bodies arrive, the total size of all of them is limited."""
