@@ -77,10 +77,6 @@ class ClientRegistry:
         self._by_route.pop(client.route, None)
         client.outbox.clear()
 
-    def check_integrity(self) -> None:
-        registered = set(self._by_name.values())
-        assert registered == set(self._by_peer.values()) == set(self._by_route.values()), "a client is half registered"
-
 
 class EngineRegistry:
     """The registered engines.
@@ -146,9 +142,6 @@ class EngineRegistry:
         if self._by_peer.get(engine.peer) is engine:
             del self._by_peer[engine.peer]
         engine.serving = False
-
-    def check_integrity(self) -> None:
-        assert set(self._by_name.values()) == set(self._by_peer.values()), "an engine is half registered"
 
 
 class Context:

@@ -243,12 +243,6 @@ class CoordinatorCore:
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
         )
 
-    def check_integrity(self) -> None:
-        """Assert the invariants that hold between events."""
-        self.dispatcher.check_integrity()
-        self.clients.check_integrity()
-        self.engines.check_integrity()
-
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:

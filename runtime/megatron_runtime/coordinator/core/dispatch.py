@@ -479,13 +479,3 @@ class Dispatcher:
         waited = self._context.now - entry.arrived
         where = "for an engine" if entry.engine is None else "to be finished"
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")
-
-    def check_integrity(self) -> None:
-        self.journal.check_integrity()
-        self.quarantine.check_integrity()
-        self.queue.check_integrity()
-        self.tenants.check_integrity(list(self.journal))
-        waiting = sum(entry.engine is None for entry in self.journal)
-        assert self.waiting == waiting, "a request without an engine does not wait for one"
-        for former in self._former.values():
-            assert self.journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"

@@ -278,20 +278,6 @@ class Quarantine:
         self._accused = None
         self._context.cancel_timer("verdict")
 
-    def check_integrity(self) -> None:
-        for entry in self._waiting.values():
-            assert entry.engine is None, "a suspect waits and has an engine"
-            assert self.suspects(entry), "a request is held back without two crashes"
-        reserved = [engine for engine in self._engines if engine.reserved]
-        assert reserved == [engine for engine in (self._reserved,) if engine is not None], "a reservation without cause"
-        trial = self._trial
-        if trial is not None:
-            assert trial.engine is not None, "a suspect runs on no engine"
-            assert trial.engine is self._reserved, "a suspect runs on an engine that is not reserved"
-            assert list(trial.engine.in_flight.values()) == [trial], "a suspect does not run alone"
-        assert self._accused is None or self._accused.uid in self._waiting, "an accused request does not wait"
-        assert not self.decisions, "a decision is not carried out"
-
 
 def _is_past(entry: Entry) -> bool:
     """Whether a streaming request is so far past the point of its last crash that it is not taken for the cause."""
