@@ -187,7 +187,6 @@ class CoordinatorCore:
         self.context.now = now
         while (callback := self.context.pop_due_timer()) is not None:
             callback()
-            self.dispatcher.carry_out_decisions()
             self._settle()
 
     def keys_changed(self, now: float) -> None:

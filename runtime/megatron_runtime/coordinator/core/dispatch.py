@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
-from megatron_runtime.coordinator.core.quarantine import Action, Quarantine
+from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.verbs import Verbs
@@ -65,7 +65,7 @@ class Dispatcher:
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
-        self.quarantine = Quarantine(context)
+        self.quarantine = Quarantine(context, requeue=self._requeue, fail=self.fail, reject_model=self._reject_model)
         self.needs_pump = False
         self.next_search = 0.0
         # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
@@ -159,7 +159,7 @@ class Dispatcher:
             if engine.runs(entry.model):
                 self._dispatch(entry, [engine])
             else:
-                self._reject_model(entry, [engine])
+                self._reject_model(entry, engine)
         if entry.engine is None and entry.is_open:
             self._reject_pinned(entry)
 
@@ -233,10 +233,11 @@ class Dispatcher:
         elif any(engine.runs(entry.model) for engine in self._engines.serving()):
             return False
         else:
-            self._reject_model(entry, self._engines.serving())
+            self._reject_model(entry)
         return True
 
-    def _reject_model(self, entry: Entry, engines: list[Engine]) -> None:
+    def _reject_model(self, entry: Entry, pinned: Engine | None = None) -> None:
+        engines = [pinned] if pinned is not None else self._engines.serving()
         models = ", ".join(sorted({engine.model for engine in engines}))
         what = "it was begun by" if entry.generated else "it was made for"
         message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
@@ -395,7 +396,6 @@ class Dispatcher:
 
     def _dispatch_suspect(self) -> None:
         trial = self.quarantine.next_trial()
-        self.carry_out_decisions()
         if trial is not None:
             entry, engine = trial
             self._dispatch(entry, [engine])
@@ -405,22 +405,11 @@ class Dispatcher:
     def check_trial(self, engine: Engine) -> None:
         """A reserved engine has sent tokens, which may acquit its suspect."""
         if self.quarantine.advanced(engine):
-            self.carry_out_decisions()
             self.needs_pump = True
 
-    def carry_out_decisions(self) -> None:
-        """Carry out the decisions of the quarantine."""
-        decisions = self.quarantine.decisions
-        while decisions:
-            action, entry, message = decisions.popleft()
-            if action is Action.FAIL:
-                self.fail(entry, ErrorCode.ENGINE_FAILED, message)
-            elif action is Action.REJECT_MODEL:
-                self._reject_model(entry, self._engines.serving())
-            else:
-                self._recall(entry)
-                self._wait(entry, first=True)
-            self.needs_pump = True
+    def _requeue(self, entry: Entry) -> None:
+        self._recall(entry)
+        self._wait(entry, first=True)
 
     # --- ends --------------------------------------------------------------------------------------------------
 

@@ -212,7 +212,6 @@ class Membership:
             return
         if engine is None or not renewed:
             self._dispatcher.quarantine.returned(hello.name, has_outlived=hello.serving)
-            self._dispatcher.carry_out_decisions()
             key, now = self._access.key_of(peer), self._context.now
             engine = Engine(hello.name, peer, hello.incarnation, next(self._engines.indices), now, key=key)
             self._engines.add(engine)
@@ -300,7 +299,6 @@ class Membership:
         self._engines.remove(engine)
         if crash is not CrashEvidence.NONE and ran and not self._verbs.waits_for(engine):
             self._dispatcher.quarantine.crashed(engine, certain=crash is CrashEvidence.CERTAIN)
-            self._dispatcher.carry_out_decisions()
         self._router.forget(engine)
         self._dispatcher.release(engine)
         self._verbs.engine_lost(engine, reason)
