@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.settings import (
     RoutingPolicy,
     Timing,
 )
-from megatron_runtime.coordinator.service import Coordinator, Sent
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -185,11 +185,11 @@ class DataParallelInferenceCoordinator:
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
         """Send one frame to an engine. False if it is not accepted; an engine without a connection is removed."""
         engine = self._engine(identity)
-        sent = self._coordinator.transport.send(engine.peer, [payload])
+        is_sent = self._coordinator.transport.send(engine.peer, [payload])
         self.router_socket.flush()
-        if sent is Sent.GONE:
+        if not self._coordinator.transport.is_connected(engine.peer):
             self._coordinator.remove_engine(engine, "its connection is gone")
-        return sent is Sent.OK
+        return is_sent
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
         """Set `generated_text` in the map to the text of `generated_tokens`."""

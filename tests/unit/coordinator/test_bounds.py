@@ -16,7 +16,6 @@ from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.coordinator.service import Sent
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -376,7 +375,7 @@ async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(s
         nonlocal tries
         is_dispatch = to == peer and isinstance(decode(frames), Dispatch)
         tries += is_dispatch
-        return Sent.FULL if is_dispatch and tries == 1 else send(to, frames)
+        return not (is_dispatch and tries == 1) and send(to, frames)
 
     coordinator.transport.send = full_once
     client = await stage.client()

@@ -151,6 +151,7 @@ class Context:
     wall_offset: seconds to add to `now` for seconds since 1970.
     next_timer:  when the earliest timer is due; infinite without one.
     randbits:    returns an integer of that many random bits.
+    needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
     """
 
@@ -164,6 +165,7 @@ class Context:
         self.clients = ClientRegistry()
         self.counters = Counters()
         self.effects: list[Effect] = []
+        self.needs_pump = False
         self.next_timer = math.inf
         self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
 

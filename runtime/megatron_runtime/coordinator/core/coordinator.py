@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Eng
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.core.verbs import Change, Evict, Verbs
+from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -100,7 +100,12 @@ class CoordinatorCore:
             record=settings.schedule_output_path is not None,
         )
         self.access = access if access is not None else Access()
-        self.verbs = verbs = Verbs(context)
+        self.verbs = verbs = Verbs(
+            context,
+            self.router,
+            evict=lambda engine, reason: self.membership.lose_engine(engine, reason),
+            stopped=self._engines_stopped,
+        )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
@@ -145,8 +150,7 @@ class CoordinatorCore:
                 handler(engine, message, frames)
         except MalformedMessageError as error:
             self.context.reject(peer, ErrorCode.MALFORMED, str(error))
-        verbs = self.verbs
-        if self.dispatcher.needs_pump or verbs.consequences or verbs.current is not None:  # see _settle()
+        if self.context.needs_pump or self.verbs.current is not None:  # see _settle()
             self._settle()
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
@@ -201,27 +205,18 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out the consequences of the event, and dispatch, until nothing is left to do."""
-        verbs, dispatcher = self.verbs, self.dispatcher
+        """Carry out the consequences of the event: dispatch, and end a DRAIN, until nothing is left to do."""
         while True:
-            if verbs.consequences:
-                self._apply(verbs.consequences.popleft())
-            elif dispatcher.needs_pump:
-                dispatcher.pump()
-            elif verbs.current is None or not verbs.check_drained():
+            if self.context.needs_pump:
+                self.dispatcher.pump()
+            elif self.verbs.current is None or not self.verbs.check_drained():
                 return
 
-    def _apply(self, consequence: Evict | Change) -> None:
-        self.dispatcher.needs_pump = True
-        if isinstance(consequence, Evict):
-            self.membership.lose_engine(consequence.engine, consequence.reason)
-        elif consequence is Change.WEIGHTS:
-            self.router.forget_all()
-        elif consequence is Change.STOPPED:
-            self.engines.stopped = True
-            for entry in self.dispatcher.journal:
-                message = "the engines were stopped"
-                self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+    def _engines_stopped(self) -> None:
+        self.engines.stopped = True
+        for entry in self.dispatcher.journal:
+            message = "the engines were stopped"
+            self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
 
     # --- reports ------------------------------------------------------------------------------------------------
 

@@ -55,10 +55,7 @@ class FormerDispatch:
 
 
 class Dispatcher:
-    """Owns the tables of open requests and the quarantine.
-
-    needs_pump: engines may have room, or requests wait: the coordinator calls pump() before the event ends.
-    """
+    """Owns the tables of open requests and the quarantine."""
 
     def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
@@ -66,7 +63,6 @@ class Dispatcher:
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
         self.quarantine = Quarantine(context, requeue=self._requeue, fail=self.fail, reject_model=self._reject_model)
-        self.needs_pump = False
         self.next_search = 0.0
         # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
@@ -193,7 +189,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Dispatch requests to engines with room. Suspects come before all others."""
-        self.needs_pump = False
+        self._context.needs_pump = False
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
         while self.queue.length and self._verbs.may_dispatch:
@@ -215,7 +211,7 @@ class Dispatcher:
             self.queue.add(entry, first=first, moved=moved)
         until = self._context.now + self._settings.max_wait_seconds
         self.deadlines.set(entry, until if entry.deadline is None else min(until, entry.deadline))
-        self.needs_pump = True
+        self._context.needs_pump = True
 
     def _leave_engine(self, entry: Entry) -> None:
         if entry.engine is not None:
@@ -352,7 +348,7 @@ class Dispatcher:
             else:
                 self._remember(entry, engine)
                 self._replay(entry)
-        self.needs_pump = True
+        self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
         """Move the requests of a suspect engine to others with room. Late answers of the engine are accepted."""
@@ -405,7 +401,7 @@ class Dispatcher:
     def check_trial(self, engine: Engine) -> None:
         """A reserved engine has sent tokens, which may acquit its suspect."""
         if self.quarantine.advanced(engine):
-            self.needs_pump = True
+            self._context.needs_pump = True
 
     def _requeue(self, entry: Entry) -> None:
         self._recall(entry)
@@ -441,7 +437,7 @@ class Dispatcher:
         if entry.plain_id is not None:
             entry.client.plain_ids.pop(entry.plain_id, None)
         if self.queue.length or self.quarantine.active:
-            self.needs_pump = True
+            self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """End requests that no client waits for, also at their engines."""
