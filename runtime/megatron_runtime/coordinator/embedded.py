@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.synchronize
+import threading
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
@@ -24,12 +26,6 @@ from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.transport.zmtp.router import Router
-
-
-class ReadyEvent(Protocol):
-    """A threading or multiprocessing event."""
-
-    def set(self) -> None: ...
 
 
 class DataParallelInferenceCoordinator:
@@ -172,11 +168,11 @@ class DataParallelInferenceCoordinator:
     # --- engines and answers ------------------------------------------------------------------------------------
 
     def _engine(self, identity: bytes) -> Engine:
-        for engine in self._core.engines:
-            if engine.peer[1] == identity:
-                return engine
-        known = list(self.identities_of_data_parallel_ranks)
-        raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+        engine = self._core.engines.at((SHARED_PORT, identity))
+        if engine is None:
+            known = list(self.identities_of_data_parallel_ranks)
+            raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+        return engine
 
     def _remove_engine(self, identity: bytes) -> None:
         """Remove an engine; its requests go to others."""
@@ -199,7 +195,7 @@ class DataParallelInferenceCoordinator:
     def entrypoint(
         cls,
         pipe_connection: Connection,
-        ready_event: ReadyEvent,
+        ready_event: threading.Event | multiprocessing.synchronize.Event,
         data_parallel_size: int,
         tokenizer: Any,
         inference_coordinator_port: int | None = None,

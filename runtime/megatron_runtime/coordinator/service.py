@@ -270,8 +270,10 @@ class Coordinator:
             send = self.transport.send
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
-                if frames is None:
-                    self._close(peer)
+                if frames is None and peer == COORDINATOR:
+                    self.ended.set()
+                elif frames is None:
+                    self.transport.cut(peer)
                 elif not send(peer, frames):
                     rejected.append((peer, frames, not self.transport.is_connected(peer)))
             if rejected:
@@ -280,12 +282,6 @@ class Coordinator:
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
         self._event_done.set()
-
-    def _close(self, peer: PeerId) -> None:
-        if peer == COORDINATOR:
-            self.ended.set()
-        else:
-            self.transport.cut(peer)
 
     # --- timers -------------------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     assert not grown
     week.driver.advance(10**7)
     check_tables(week.core)
-    assert len(week.core.dispatcher.journal) == len(week.core.dispatcher.deadlines) == 0
+    assert len(week.core.dispatcher.journal) == len(week.core.dispatcher.deadlines._slots) == 0
     assert len(week.core.clients) == len(week.core.engines) == 0
     assert len(week.core.dispatcher.tenants) == 0
 
@@ -238,7 +238,7 @@ async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int)
     for uid in arrived:
         driver.say(client, Abort(uid))
     check_tables(core)
-    assert len(dispatcher.tenants) == len(dispatcher.queue) == len(dispatcher.journal) == 0
+    assert len(dispatcher.tenants) == dispatcher.queue.length == len(dispatcher.journal) == 0
     assert not sink.controls
 
 
@@ -333,7 +333,7 @@ async def test_an_engine_gets_the_remaining_time_of_a_deadline(stage, params) ->
     coordinator = stage.coordinator()
     client = await stage.client()
     future = client.add_request([1], params(1), deadline_seconds=60.0)
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     engine = await stage.engine()
     await future
@@ -346,7 +346,7 @@ async def test_waiting_requests_are_served_by_priority_and_then_by_arrival(stage
     futures = [
         client.add_request([n], params(1, priority=priority)) for n, priority in ((1, 5), (2, 0), (3, -1), (4, 0))
     ]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 4)
     engine = await stage.engine(max_requests=1)
     await asyncio.gather(*futures)
     assert [dispatch.prompt for dispatch in engine.dispatches] == [tokens_to_bytes([n]) for n in (3, 2, 4, 1)]

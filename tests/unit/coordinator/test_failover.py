@@ -220,7 +220,7 @@ async def test_an_engine_that_falls_silent_gets_no_new_work(stage, params) -> No
     await stage.until(lambda: coordinator.core.engines.named("silent").suspect)
     client = await stage.client()
     future = client.add_request([1], params(4))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     assert silent.dispatches == []
     silent.heartbeat_seconds = 0.05
@@ -260,7 +260,7 @@ async def test_waiting_requests_replace_those_of_a_client_that_leaves(stage, par
     leaving.add_request([1], params(1))
     await engine.until(lambda: engine.jobs)
     future = staying.add_request([2], params(1))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     leaving._link.send(Disconnect(reason="test").to_frames())  # stop() would abort its request first
     await engine.until(lambda: len(engine.dispatches) == 2)
     engine.step()
@@ -376,7 +376,7 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
         engine.say_hello()
     await stage.until(lambda: after.core.verbs.state is CoordinatorState.PAUSED)
     assert (after.core.verbs.epoch, after.core.verbs.fence) == (12, 4)
-    await stage.until(lambda: len(after.core.dispatcher.queue) == 4)
+    await stage.until(lambda: after.core.dispatcher.queue.length == 4)
     await link.control(Header.UNPAUSE, operation_id="u", fence=4)
     await check_streams(streams, collect)
     assert all(len(tokens_from_bytes(d.generated)) == 1 for engine in engines for d in engine.dispatches[-2:])
@@ -486,7 +486,7 @@ async def test_an_engine_gets_no_work_until_it_reports_running(stage, params) ->
     await engine.until(lambda: len(engine.acks) == 2)
     client = await stage.client()
     future = client.add_request([1], params(2))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     assert engine.dispatches == []
     engine.state = EngineState.RUNNING
     assert await future

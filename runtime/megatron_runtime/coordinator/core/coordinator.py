@@ -141,13 +141,19 @@ class CoordinatorCore:
         self.context.now = now
         try:
             message = decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL)
-            engine = self.engines.at(peer)
-            if engine is None or type(message) is Hello:
-                self._handle(peer, message, frames)
-            else:
+            if type(message) is Hello:
+                self.membership.hello(peer, message)
+            elif (engine := self.engines.at(peer)) is not None:
                 engine.heard = now
                 handler = self._of_engines.get(type(message), self._misplaced)
                 handler(engine, message, frames)
+            elif (client := self.clients.at(peer)) is not None:
+                client.heard = now
+                is_for_role = client.role is not _ADMIN or _is_for_admins(message)
+                handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
+                handler(client, message, frames)
+            else:
+                self._unregistered(peer, message, frames)
         except MalformedMessageError as error:
             self.context.reject(peer, ErrorCode.MALFORMED, str(error))
         if self.context.needs_pump or self.verbs.current is not None:  # see _settle()
@@ -173,18 +179,15 @@ class CoordinatorCore:
                 is_stuck = counts[peer] == attempted[peer]
                 self.replies.not_sent(client, frames, is_gone=is_gone, is_stuck=is_stuck)
             elif engine is not None:
-                self._not_sent_to_engine(engine, frames)
+                match decode(frames, plain=PARAMETERS):
+                    case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
+                        engine.full = True
+                        self.dispatcher.not_dispatched(engine, dispatch_id)
                 if is_gone:
                     unreachable[peer] = engine
         for engine in unreachable.values():
             self.membership.lose_unreachable(engine)
         self._settle()
-
-    def _not_sent_to_engine(self, engine: Engine, frames: Frames) -> None:
-        match decode(frames, plain=PARAMETERS):
-            case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
-                engine.full = True
-                self.dispatcher.not_dispatched(engine, dispatch_id)
 
     def run_timers(self, now: float) -> None:
         """`context.next_timer` is due."""
@@ -238,19 +241,6 @@ class CoordinatorCore:
         )
 
     # --- messages -----------------------------------------------------------------------------------------------
-
-    def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        """A message of a client or of an unregistered peer."""
-        client = self.clients.at(peer)
-        if type(message) is Hello:
-            self.membership.hello(peer, message)
-        elif client is None:
-            self._unregistered(peer, message, frames)
-        else:
-            client.heard = self.context.now
-            is_for_role = client.role is not _ADMIN or _is_for_admins(message)
-            handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
-            handler(client, message, frames)
 
     def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
         self.context.reject(sender.peer, ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")

@@ -94,7 +94,7 @@ class Recovery:
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
         """An engine sent HELLO. `survivor`: it served before this coordinator knew it."""
         self._unregistered.discard(engine.peer)
-        self._verbs.see_fence(hello.fence)
+        self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
         if survivor and state is not None:
             if self.under_way:

@@ -71,9 +71,6 @@ class WaitingQueue:
         self._bands: dict[tuple[int, str], Band] = {}
         self.length = 0
 
-    def __len__(self) -> int:
-        return self.length
-
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """first: a replay, before all of its priority. moved: before the others of its tenant only."""
         key = entry.meta.priority, entry.model
@@ -137,9 +134,6 @@ class Deadlines:
         self._slots: dict[int, dict[bytes, Entry]] = {}
         self._armed = math.inf
         """The slot that the timer is set to. It may be empty by then."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._slots.values()))
 
     def set(self, entry: Entry, when: float | None) -> None:
         """Replace the entry's deadline; None removes it."""

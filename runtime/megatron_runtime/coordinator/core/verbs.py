@@ -160,9 +160,6 @@ class Verbs:
             for control, ack in known
         ]
 
-    def see_fence(self, fence: int) -> None:
-        self.fence = max(self.fence, fence)
-
     def see_source(self, source: str | None, revision: str) -> None:
         """Engines of `revision` have their weights from `source`."""
         if source != self.source:
@@ -214,7 +211,7 @@ class Verbs:
             ack = operation.answer(ok=False, state=self.state, code=int(code), error=message, fence=fence)
             self._answer(client, ack, control)
             return
-        self.see_fence(control.fence or 0)
+        self.fence = max(self.fence, control.fence or 0)
         transition = TRANSITIONS.get(control.kind)
         ends_drain = self._ends_drain(control)
         if ends_drain:
