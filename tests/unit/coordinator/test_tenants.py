@@ -49,8 +49,8 @@ async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
     client = await stage.client()
     for number in range(20):
         client.add_request([1, number], params(4), tenant="only")
+    await engine.until(lambda: len(engine.jobs) == 8)
     await stage.until(lambda: coordinator.core.dispatcher.queue.length == 12)
-    assert len(engine.jobs) == 8
     for number in range(12):
         engine.finish(next(iter(engine.jobs)))
         await engine.until(lambda number=number: len(engine.dispatches) == 9 + number)

@@ -86,7 +86,6 @@ class CoordinatorCore:
         tokenizer: Tokenizer | None = None,
         access: Access | None = None,
     ) -> None:
-        self.settings = settings
         self.tokenizer = tokenizer
         self.context = context = Context(settings, now=now, randbits=randbits)
         self.engines = context.engines

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 from megatron_runtime.coordinator.core.context import Context
@@ -109,7 +110,7 @@ class Quarantine:
                 self._convict(trial)
             else:
                 self._accused = trial
-                self._context.set_timer("verdict", self._context.now + VERDICT_SECONDS, self.convict_accused)
+                self._context.set_timer("verdict", self._context.now + VERDICT_SECONDS, partial(self._convict, trial))
 
     def _charge(self, entry: Entry, crash: Crash) -> None:
         crashes = [crash for crash in entry.crashes if crash.counts]
@@ -133,18 +134,16 @@ class Quarantine:
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
-        decides = self._accused is not None and self._accused.crashes[-1] is crash
+        accused = self._accused
+        if accused is not None and accused.crashes[-1] is not crash:
+            accused = None
         if has_outlived:
             crash.counts = False
-            if decides:
+            if accused is not None:
                 self._drop_accusation()
             self._free_cleared()
-        elif decides:
-            self.convict_accused()
-
-    def convict_accused(self) -> None:
-        if self._accused is not None:
-            self._convict(self._accused)
+        elif accused is not None:
+            self._convict(accused)
 
     def _convict(self, entry: Entry) -> None:
         """Fail a request that ended an engine alone. The crashes that it was in flight at count no longer."""
