@@ -269,8 +269,7 @@ class CoordinatorCore:
         former = self.dispatcher.former(output.dispatch_id, peer)
         if former is None:
             return False
-        before = bytes(former.entry.generated[: former.generated_bytes])
-        final = plain_protocol.as_final(output, former.entry.uid, generated_before=before)
+        final = plain_protocol.as_final(output, former.entry, generated_bytes=former.generated_bytes)
         return self.replies.late_final(peer, final, final.to_frames())
 
     # --- messages of clients ------------------------------------------------------------------------------------
@@ -385,12 +384,10 @@ class CoordinatorCore:
         if entry is None:
             self.counters.stale += 1
         elif output.reply is None:
-            route, offset = entry.client.route, entry.tokens_so_far
-            partial = plain_protocol.as_partial(output, entry.uid, route=route, offset=offset)
+            partial = plain_protocol.as_partial(output, entry)
             self.replies.partial(engine, partial, partial.to_frames())
         else:
-            before = bytes(entry.generated[: entry.dispatched_bytes])
-            final = plain_protocol.as_final(output, entry.uid, generated_before=before)
+            final = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes)
             self.replies.final(engine, final, final.to_frames())
 
 
