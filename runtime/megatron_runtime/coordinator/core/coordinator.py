@@ -258,19 +258,17 @@ class CoordinatorCore:
 
     def _late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
         """Handle the late answer of an engine that was removed. True if it answers an open request."""
+        is_answer = False
         match message:
             case Final():
-                return self.replies.late_final(peer, message, frames)
+                is_answer = self.replies.late_final(peer, message, frames)
             case Plain(items=[Header.ENGINE_REPLY, *_]):
-                return any([self._late_output(peer, output) for output in plain_protocol.read_outputs(message.items)])
-        return False
-
-    def _late_output(self, peer: PeerId, output: plain_protocol.PlainOutput) -> bool:
-        former = self.dispatcher.former(output.dispatch_id, peer)
-        if former is None:
-            return False
-        final = plain_protocol.as_final(output, former.entry, generated_bytes=former.generated_bytes)
-        return self.replies.late_final(peer, final, final.to_frames())
+                for output in plain_protocol.read_outputs(message.items):
+                    former = self.dispatcher.former(output.dispatch_id, peer)
+                    if former is not None:
+                        final = plain_protocol.as_final(output, former.entry, generated_bytes=former.generated_bytes)
+                        is_answer |= self.replies.late_final(peer, final, final.to_frames())
+        return is_answer
 
     # --- messages of clients ------------------------------------------------------------------------------------
 

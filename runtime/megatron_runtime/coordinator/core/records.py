@@ -145,13 +145,7 @@ class Engine:
     was_cut: bool = False
 
     def available(self) -> bool:
-        return (
-            self.serving
-            and self.state is EngineState.RUNNING
-            and not self.draining
-            and not self.suspect
-            and not self.full
-        )
+        return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
 
     def runs(self, model: str) -> bool:
         """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
