@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator_tables import check_tables
 from scripted_engine import ScriptedEngine
 
 from megatron_operator.cluster.api import ApiError, KubeApi
@@ -77,7 +78,7 @@ class InProcessFleet:
         for engine in self._engines.values():
             engine.close()
         for coordinator in self._coordinators.values():
-            coordinator.core.check_integrity()
+            check_tables(coordinator.core)
             coordinator.stop()
 
     def coordinator(self, name: str) -> Coordinator:

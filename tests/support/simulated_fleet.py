@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator_tables import check_tables
 from core_driver import CoreDriver, Peer
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer, echo_token
@@ -239,7 +240,7 @@ class SimulatedFleet:
                 gone = item[1]
                 self.engine(gone.name, model=gone.model, poison_length=gone.poison_length, loading_turns=2)
         self.driver.advance(TURN_SECONDS)
-        self.core.check_integrity()
+        check_tables(self.core)
 
     def turns(self, number: int) -> None:
         for _ in range(number):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.synchronize
+import threading
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
@@ -19,17 +21,11 @@ from megatron_runtime.coordinator.core.settings import (
     RoutingPolicy,
     Timing,
 )
-from megatron_runtime.coordinator.service import Coordinator, Sent
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.transport.zmtp.router import Router
-
-
-class ReadyEvent(Protocol):
-    """A threading or multiprocessing event."""
-
-    def set(self) -> None: ...
 
 
 class DataParallelInferenceCoordinator:
@@ -172,11 +168,11 @@ class DataParallelInferenceCoordinator:
     # --- engines and answers ------------------------------------------------------------------------------------
 
     def _engine(self, identity: bytes) -> Engine:
-        for engine in self._core.engines:
-            if engine.peer[1] == identity:
-                return engine
-        known = list(self.identities_of_data_parallel_ranks)
-        raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+        engine = self._core.engines.at((SHARED_PORT, identity))
+        if engine is None:
+            known = list(self.identities_of_data_parallel_ranks)
+            raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+        return engine
 
     def _remove_engine(self, identity: bytes) -> None:
         """Remove an engine; its requests go to others."""
@@ -185,11 +181,11 @@ class DataParallelInferenceCoordinator:
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
         """Send one frame to an engine. False if it is not accepted; an engine without a connection is removed."""
         engine = self._engine(identity)
-        sent = self._coordinator.transport.send(engine.peer, [payload])
+        is_sent = self._coordinator.transport.send(engine.peer, [payload])
         self.router_socket.flush()
-        if sent is Sent.GONE:
+        if not self._coordinator.transport.is_connected(engine.peer):
             self._coordinator.remove_engine(engine, "its connection is gone")
-        return sent is Sent.OK
+        return is_sent
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
         """Set `generated_text` in the map to the text of `generated_tokens`."""
@@ -199,7 +195,7 @@ class DataParallelInferenceCoordinator:
     def entrypoint(
         cls,
         pipe_connection: Connection,
-        ready_event: ReadyEvent,
+        ready_event: threading.Event | multiprocessing.synchronize.Event,
         data_parallel_size: int,
         tokenizer: Any,
         inference_coordinator_port: int | None = None,

@@ -16,7 +16,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from enum import Enum, auto
 from typing import TypeAlias
 
 import uvloop
@@ -45,22 +44,10 @@ DRAIN_SECONDS = 5.0
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
 OnGone: TypeAlias = Callable[[PeerId, bool], None]
-"""Called with the peer of a connection that ended, and whether the peer's side ended it."""
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
 """Limit of the unsent bytes of an engine that reads too slowly. Until it has read them, it gets no work."""
-
-
-class Sent(Enum):
-    OK = auto()
-    FULL = auto()
-    """The peer reads too slowly; nothing was sent."""
-    GONE = auto()
-    """There is no such connection any more."""
-
-
-_OK, _GONE = Sent.OK, Sent.GONE  # see core/context.py
 
 
 class BindError(OSError):
@@ -112,11 +99,13 @@ class Transport(Access):
     def router(self, port: int) -> Router:
         return self._routers[port]
 
-    def send(self, peer: PeerId, frames: Frames) -> Sent:
+    def is_connected(self, peer: PeerId) -> bool:
+        return peer in self._connections
+
+    def send(self, peer: PeerId, frames: Frames) -> bool:
+        """False, and nothing is sent, if there is no such connection or the peer reads too slowly."""
         connection = self._connections.get(peer)
-        if connection is None:
-            return Sent.GONE
-        return _OK if connection.send(frames) else Sent.FULL
+        return connection is not None and connection.send(frames)
 
     def cut(self, peer: PeerId) -> None:
         """End a connection: nothing from it arrives and nothing reaches it any more."""
@@ -212,7 +201,7 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._armed = math.inf
         self._key_timer: asyncio.TimerHandle | None = None
-        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._event_done = asyncio.Event()
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -222,8 +211,7 @@ class Coordinator:
         self._set_wall_time()
         self.core.start(self._time())
         self._perform()
-        if self.transport.gatekeeper is not None:
-            self._schedule_key_check(self.transport.gatekeeper)
+        self._check_keys()
         if self._on_bound is not None:
             self._on_bound(self.transport.addresses)
 
@@ -253,10 +241,9 @@ class Coordinator:
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Return when `condition`, a function of the core's state, holds."""
-        if not condition():
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.append((condition, future))
-            await future
+        while not condition():
+            self._event_done.clear()
+            await self._event_done.wait()
 
     def remove_engine(self, engine: Engine, reason: str) -> None:
         """Remove an engine; its requests go to others."""
@@ -283,31 +270,18 @@ class Coordinator:
             send = self.transport.send
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
-                if frames is None:
-                    self._close(peer)
-                elif (sent := send(peer, frames)) is not _OK:
-                    rejected.append((peer, frames, sent is _GONE))
+                if frames is None and peer == COORDINATOR:
+                    self.ended.set()
+                elif frames is None:
+                    self.transport.cut(peer)
+                elif not send(peer, frames):
+                    rejected.append((peer, frames, not self.transport.is_connected(peer)))
             if rejected:
                 self.core.not_sent(rejected, Counter(peer for peer, _ in effects))
                 self._perform()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
-        if self._waiters:
-            self._wake()
-
-    def _close(self, peer: PeerId) -> None:
-        if peer == COORDINATOR:
-            self.ended.set()
-        else:
-            self.transport.cut(peer)
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for condition, future in waiters:
-            if not condition():
-                self._waiters.append((condition, future))
-            elif not future.done():
-                future.set_result(None)
+        self._event_done.set()
 
     # --- timers -------------------------------------------------------------------------------------------------
 
@@ -330,11 +304,12 @@ class Coordinator:
     def _set_wall_time(self) -> None:
         self.core.context.wall_offset = time.time() - self._time()
 
-    def _schedule_key_check(self, gatekeeper: Gatekeeper) -> None:
-        self._key_timer = self._loop.call_later(self.settings.timing.key_check, self._check_keys, gatekeeper)
-
-    def _check_keys(self, gatekeeper: Gatekeeper) -> None:
-        self._schedule_key_check(gatekeeper)
+    def _check_keys(self) -> None:
+        """Read changed key files, now and every `key_check` seconds."""
+        gatekeeper = self.transport.gatekeeper
+        if gatekeeper is None:
+            return
+        self._key_timer = self._loop.call_later(self.settings.timing.key_check, self._check_keys)
         if gatekeeper.changed():
             self.core.keys_changed(self._time())
             self._perform()
@@ -355,35 +330,31 @@ async def serve(
 ) -> None:
     coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound)
     loop = asyncio.get_running_loop()
-    leave = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave.set)
-    coordinator.start()
-    # Imported modules stay, and requests leave no cycles: a full collection would find nothing.
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 100)
-    for role, address in coordinator.transport.addresses.items():
-        logger.info("%s port: %s", role.name.lower(), address)
-    stop_health: Callable[[], Awaitable[None]] | None = None
-    try:
+    is_signalled = False
+
+    def leave() -> None:
+        nonlocal is_signalled
+        is_signalled = True
+        coordinator.ended.set()
+
+    async with contextlib.AsyncExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, leave)
+            stack.callback(loop.remove_signal_handler, number)
+        coordinator.start()
+        stack.push_async_callback(coordinator.close)
+        # Imported modules stay, and requests leave no cycles: a full collection would find nothing.
+        gc.freeze()
+        gc.set_threshold(50_000, 50, 100)
+        for role, address in coordinator.transport.addresses.items():
+            logger.info("%s port: %s", role.name.lower(), address)
         # The sockets are bound by now: peers need not wait for what follows.
         if settings.health_port is not None:
-            stop_health = await _start_health(settings.health_port, coordinator)
+            stack.push_async_callback(await _start_health(settings.health_port, coordinator))
         await asyncio.to_thread(importlib.import_module, "megatron_runtime.requests.hashing")
-        waiting = [asyncio.create_task(event.wait()) for event in (leave, coordinator.ended)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-        if leave.is_set():
+        await coordinator.ended.wait()
+        if is_signalled:
             await coordinator.drain(seconds=DRAIN_SECONDS)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-        await coordinator.close()
-        if stop_health is not None:
-            await stop_health()
 
 
 async def _start_health(port: int, coordinator: Coordinator) -> Callable[[], Awaitable[None]]:
@@ -395,9 +366,7 @@ async def _start_health(port: int, coordinator: Coordinator) -> Callable[[], Awa
 
     registry = CollectorRegistry()
     registry.register(CoordinatorMetrics(coordinator.core))
-    transport = coordinator.transport
-    health = HealthServer(
-        missing=lambda: [] if transport.addresses else ["bound sockets"], registry=registry, port=port
-    )
+    addresses = coordinator.transport.addresses
+    health = HealthServer(missing=lambda: [] if addresses else ["bound sockets"], registry=registry, port=port)
     await health.start()
     return health.stop

@@ -7,6 +7,7 @@ settings as JSON from standard input and writes the addresses as one line to sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -51,8 +52,11 @@ class CoordinatorProcess:
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
         """End the process: SIGTERM, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
-        with self._lock:
-            _end(self.process, grace_seconds=grace_seconds)
+        with self._lock, self.process:  # the process closes its pipes and is waited for
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_seconds)
+            self.process.kill()
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
@@ -65,39 +69,25 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    coordinator = CoordinatorProcess(process, {})
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(_SETTINGS.dump_json(settings) + b"\n")
         process.stdin.flush()
         line = _read_line(process.stdout, seconds=startup_seconds)
-        addresses = {Role(int(role)): address for role, address in json.loads(line).items()}
+        coordinator.addresses = {Role(int(role)): address for role, address in json.loads(line).items()}
     except (OSError, ValueError) as error:
-        _end(process, grace_seconds=0)
+        coordinator.stop(grace_seconds=0)
         raise CoordinatorStartError(
             f"the coordinator on {settings.listen}:{settings.client_port} did not start "
             f"(exit status {process.returncode}; its message is on standard error): "
             "choose a free port and an address of this machine"
         ) from error
     except BaseException:
-        _end(process, grace_seconds=0)
+        coordinator.stop(grace_seconds=0)
         raise
-    return CoordinatorProcess(process, addresses)
-
-
-def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
-    if process.poll() is None and grace_seconds > 0:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    elif process.poll() is None:
-        process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+    return coordinator
 
 
 def _read_line(stream: Any, *, seconds: float) -> bytes:

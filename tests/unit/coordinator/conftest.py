@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from coordinator_tables import check_tables
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
@@ -74,7 +75,7 @@ async def stage() -> AsyncIterator[Stage]:
     yield stage
     try:
         for coordinator in stage.coordinators:
-            coordinator.core.check_integrity()
+            check_tables(coordinator.core)
             assert coordinator.transport.handler_errors == 0, "a handler raised an exception"
     finally:  # a socket that stays open keeps pytest from ending
         for close in reversed(stage.closers):

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import zmq
+from coordinator_tables import check_tables
 from core_driver import CoreDriver, Peer
 from eventually import LONG_SECONDS
 from simulated_fleet import SimulatedFleet
@@ -15,7 +16,6 @@ from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.coordinator.service import Sent
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -176,8 +176,8 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     grown = {path: (early.get(path, 0), size) for path, size in known.items() if size > 3 * early.get(path, 0) + 64}
     assert not grown
     week.driver.advance(10**7)
-    week.core.check_integrity()
-    assert len(week.core.dispatcher.journal) == len(week.core.dispatcher.deadlines) == 0
+    check_tables(week.core)
+    assert len(week.core.dispatcher.journal) == len(week.core.dispatcher.deadlines._slots) == 0
     assert len(week.core.clients) == len(week.core.engines) == 0
     assert len(week.core.dispatcher.tenants) == 0
 
@@ -220,7 +220,7 @@ async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int)
             case "lose":
                 begin(rng.randrange(2), event + 2)
         driver.pump()  # as every heartbeat does
-        core.check_integrity()
+        check_tables(core)
         waiting = dispatcher.queue.heads()
         if waiting:
             assert sum(len(engine.in_flight) for engine in core.engines) == 10, "a slot is free and one waits"
@@ -237,8 +237,8 @@ async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int)
         assert [arrived[uid] for uid in lane] == sorted(arrived[uid] for uid in lane), "not in the order of arrival"
     for uid in arrived:
         driver.say(client, Abort(uid))
-    core.check_integrity()
-    assert len(dispatcher.tenants) == len(dispatcher.queue) == len(dispatcher.journal) == 0
+    check_tables(core)
+    assert len(dispatcher.tenants) == dispatcher.queue.length == len(dispatcher.journal) == 0
     assert not sink.controls
 
 
@@ -333,7 +333,7 @@ async def test_an_engine_gets_the_remaining_time_of_a_deadline(stage, params) ->
     coordinator = stage.coordinator()
     client = await stage.client()
     future = client.add_request([1], params(1), deadline_seconds=60.0)
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     engine = await stage.engine()
     await future
@@ -346,7 +346,7 @@ async def test_waiting_requests_are_served_by_priority_and_then_by_arrival(stage
     futures = [
         client.add_request([n], params(1, priority=priority)) for n, priority in ((1, 5), (2, 0), (3, -1), (4, 0))
     ]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 4)
     engine = await stage.engine(max_requests=1)
     await asyncio.gather(*futures)
     assert [dispatch.prompt for dispatch in engine.dispatches] == [tokens_to_bytes([n]) for n in (3, 2, 4, 1)]
@@ -375,7 +375,7 @@ async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(s
         nonlocal tries
         is_dispatch = to == peer and isinstance(decode(frames), Dispatch)
         tries += is_dispatch
-        return Sent.FULL if is_dispatch and tries == 1 else send(to, frames)
+        return not (is_dispatch and tries == 1) and send(to, frames)
 
     coordinator.transport.send = full_once
     client = await stage.client()

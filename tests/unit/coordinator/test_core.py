@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from coordinator_tables import check_tables
 from core_driver import CoreDriver, Peer
 from simulated_fleet import SimulatedFleet
 
@@ -73,7 +74,7 @@ class Scene:
     def take(self) -> list[tuple[Peer, Any]]:
         """What was sent since the last call."""
         sent, self.sent = self.sent, []
-        self.core.check_integrity()
+        check_tables(self.core)
         return sent
 
     def engine(self, peer: Peer, *, max_requests: int = 8) -> None:

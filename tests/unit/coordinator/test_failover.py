@@ -6,7 +6,6 @@ import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.coordinator.service import Sent
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
@@ -155,7 +154,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
     peer = coordinator.core.clients.named(Role.CLIENT, client._name).peer
     send = coordinator.transport.send
     full = False
-    coordinator.transport.send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+    coordinator.transport.send = lambda to, frames: not (full and to == peer) and send(to, frames)
 
     def emit(offset: int, tokens: list[int], **details) -> None:
         details = {"log_probs": [-float(token) for token in tokens], **details}
@@ -221,7 +220,7 @@ async def test_an_engine_that_falls_silent_gets_no_new_work(stage, params) -> No
     await stage.until(lambda: coordinator.core.engines.named("silent").suspect)
     client = await stage.client()
     future = client.add_request([1], params(4))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     assert silent.dispatches == []
     silent.heartbeat_seconds = 0.05
@@ -261,7 +260,7 @@ async def test_waiting_requests_replace_those_of_a_client_that_leaves(stage, par
     leaving.add_request([1], params(1))
     await engine.until(lambda: engine.jobs)
     future = staying.add_request([2], params(1))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     leaving._link.send(Disconnect(reason="test").to_frames())  # stop() would abort its request first
     await engine.until(lambda: len(engine.dispatches) == 2)
     engine.step()
@@ -323,7 +322,7 @@ async def test_a_slow_client_gets_everything_as_soon_as_it_reads_and_costs_other
     peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
     send = coordinator.transport.send
     full = True
-    coordinator.transport.send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+    coordinator.transport.send = lambda to, frames: not (full and to == peer) and send(to, frames)
     streams = await start_streams(slow, params, 3)
     future = slow.add_request([9], params(3))
     await check_streams(await start_streams(quick, params, 3), collect)
@@ -339,7 +338,7 @@ async def test_a_client_that_never_reads_is_dropped(stage, params) -> None:
     slow = await stage.client()
     peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
     send = coordinator.transport.send
-    coordinator.transport.send = lambda to, frames: Sent.FULL if to == peer else send(to, frames)
+    coordinator.transport.send = lambda to, frames: to != peer and send(to, frames)
     slow.add_request_streaming([1], params(100_000))
     await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, slow._name) is None)
     await engine.until(lambda: engine.aborted)
@@ -377,7 +376,7 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
         engine.say_hello()
     await stage.until(lambda: after.core.verbs.state is CoordinatorState.PAUSED)
     assert (after.core.verbs.epoch, after.core.verbs.fence) == (12, 4)
-    await stage.until(lambda: len(after.core.dispatcher.queue) == 4)
+    await stage.until(lambda: after.core.dispatcher.queue.length == 4)
     await link.control(Header.UNPAUSE, operation_id="u", fence=4)
     await check_streams(streams, collect)
     assert all(len(tokens_from_bytes(d.generated)) == 1 for engine in engines for d in engine.dispatches[-2:])
@@ -487,7 +486,7 @@ async def test_an_engine_gets_no_work_until_it_reports_running(stage, params) ->
     await engine.until(lambda: len(engine.acks) == 2)
     client = await stage.client()
     future = client.add_request([1], params(2))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     assert engine.dispatches == []
     engine.state = EngineState.RUNNING
     assert await future

@@ -35,7 +35,7 @@ async def test_requests_held_while_the_model_is_replaced_are_rejected_on_release
     await link.control(Header.PAUSE, operation_id="p", fence=1)
     client = await stage.client(model="a")
     held = client.add_request([1], params(2))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     old.leave()
     await stage.engine("engine-1", model="b")
     await stage.until(lambda: [engine.name for engine in coordinator.core.engines] == ["engine-1"])
@@ -76,7 +76,7 @@ async def test_requests_that_wait_for_their_model_are_overtaken_and_served_in_or
     await stage.engine("engine-1", model="b")
     first, second = await stage.client(model="a"), await stage.client(model="b")
     waiting = [first.add_request([number], params(1)) for number in range(3)]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 2)
     assert (await second.add_request([9], params(1)))["generated_tokens"] == echo_answer([9], 1)
     for number in range(3):
         await busy.until(lambda number=number: len(busy.dispatches) == number + 1)

@@ -71,7 +71,7 @@ async def test_after_one_crash_everything_is_replayed_at_once(fleet) -> None:
     asked = [fleet.ask(n, streaming=n % 2 > 0) for n in range(1, 9)]
     fleet.turns(3)
     fleet.crash(first)
-    assert len(fleet.core.dispatcher.queue) == 0, "a request waits after one crash"
+    assert fleet.core.dispatcher.queue.length == 0, "a request waits after one crash"
     fleet.finish(turns=60)
     assert second.most_jobs == len(asked)
     for one in asked:
@@ -251,7 +251,7 @@ async def test_a_request_past_the_point_of_its_first_crash_is_acquitted_of_it(fl
     fleet.turns(ACQUITTAL_TOKENS + 2)
     fleet.crash(second)
     assert fleet.core.counters.suspects == 0
-    assert len(fleet.core.dispatcher.queue) == 0
+    assert fleet.core.dispatcher.queue.length == 0
     fleet.finish()
     for one in asked:
         one.check()

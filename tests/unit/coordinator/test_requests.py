@@ -80,10 +80,10 @@ async def test_an_engine_gets_no_more_than_it_runs_and_the_rest_keeps_its_order(
     coordinator = stage.coordinator()
     client = await stage.client()
     futures = [client.add_request([n], params(1)) for n in range(1, 9)]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 8)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 8)
     engine = await stage.engine(step_seconds=None, max_requests=3)
     await engine.until(lambda: len(engine.jobs) == 3)
-    assert len(coordinator.core.dispatcher.queue) == 5
+    assert coordinator.core.dispatcher.queue.length == 5
     while not all(future.done() for future in futures):
         engine.step()
         await asyncio.sleep(0.01)
@@ -115,7 +115,7 @@ async def test_an_abort_reaches_the_engine_that_has_the_request(stage, params, w
     if engine is not None:
         await engine.until(lambda: engine.aborted)
     assert client.completion_futures == client.streams == {}
-    assert len(coordinator.core.dispatcher.queue) == 0
+    assert coordinator.core.dispatcher.queue.length == 0
     assert coordinator.core.counters.aborted == 1
 
 

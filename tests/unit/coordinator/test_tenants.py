@@ -49,8 +49,8 @@ async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
     client = await stage.client()
     for number in range(20):
         client.add_request([1, number], params(4), tenant="only")
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 12)
     await engine.until(lambda: len(engine.jobs) == 8)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 12)
     for number in range(12):
         engine.finish(next(iter(engine.jobs)))
         await engine.until(lambda number=number: len(engine.dispatches) == 9 + number)
@@ -71,7 +71,7 @@ async def test_a_request_without_a_tenant_belongs_to_that_of_its_connection(stag
     assert sorted(prompts_of(job.dispatch for job in engine.jobs.values())) == [1, 1, 2, 2]
     assert len(coordinator.core.dispatcher.tenants) == 2
     named = [client.add_request([3], params(4), tenant="shared") for client in (greedy, other)]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 9)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 9)
     assert len(coordinator.core.dispatcher.tenants) == 3, "a tenant that is named is the same on every connection"
     other.stop()
     greedy.stop()
@@ -88,7 +88,7 @@ async def test_the_waiting_tenant_with_the_lowest_load_goes_next_each_in_the_ord
         client.add_request([2, number], params(4), tenant="b")
     client.add_request([3, 0], params(4), tenant="c")
     client.add_request([4, 0], params(4, priority=-1), tenant="a")
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 11)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 11)
     engine = await stage.engine(max_requests=1, step_seconds=None)
     for number in range(11):
         await engine.until(lambda number=number: len(engine.dispatches) == number + 1)
@@ -107,9 +107,9 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
     lost.step()
     await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.core.dispatcher.journal))
     later = [client.add_request([2, n], params(4), tenant="c") for n in range(2)]
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 2)
     lost.leave()
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 4)
     engine = await stage.engine("next", max_requests=1, model=model)
     for number, stream in enumerate(begun):
         assert (await collect(stream))[1]["generated_tokens"] == echo_answer([1, number], 4)
@@ -136,7 +136,7 @@ async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, m
     await engine.until(lambda: len(engine.dispatches) == 8)
     assert engine.dispatches[-1].prompt[0] == 2, "the third had not made room yet"
     client.add_request([3, 0], params(4), tenant="c")
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 2)
     stage.pump()
     assert coordinator.core.counters.moved == 3, "each has made room once"
     monkeypatch.setattr(dispatch, "MOVE_AGAIN_SECONDS", 0.0)
@@ -155,14 +155,14 @@ async def test_pinned_requests_those_of_higher_priority_and_plain_engines_make_n
     record = coordinator.core.engines.named("engine-0")
     record.plain = True
     client.add_request([4], params(4), tenant="b")
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     stage.pump()
     assert coordinator.core.counters.moved == 0, "what a plain engine has generated is not known before its end"
     record.plain = False
     await engine.until(lambda: len(engine.dispatches) == 4)
     assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 2, 4]
     client.add_request([5], params(4), tenant="c")
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 2)
     stage.pump()
     assert coordinator.core.counters.moved == 1
     client.add_request([6], params(4, priority=-1), tenant="c")
@@ -198,7 +198,7 @@ async def test_where_only_the_order_of_arrival_decides_there_is_one_tenant(stage
     client = await stage.client()
     for number in range(8):
         client.add_request([1 + number % 2, number], params(1), tenant="ab"[number % 3 // 2])
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 8)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 8)
     engine = await stage.engine(max_requests=1, step_seconds=None)
     await engine.until(lambda: len(engine.dispatches) == 8)
     assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(8))
@@ -214,7 +214,7 @@ async def test_a_full_queue_has_room_for_the_tenant_with_fewer_requests(stage, p
         with pytest.raises(RequestRejectedError, match="try again") as rejected:
             await future
         assert (rejected.value.code, rejected.value.retry_after_seconds) == (429, 1.0)
-    assert len(coordinator.core.dispatcher.queue) == 6
+    assert coordinator.core.dispatcher.queue.length == 6
     engine = await stage.engine(max_requests=1)
     await asyncio.gather(*greedy[:3], *other[:3])
     assert sorted(prompts_of(engine.dispatches)) == [1, 1, 1, 2, 2, 2]
@@ -229,6 +229,6 @@ async def test_a_full_journal_has_room_for_the_tenant_with_fewer_bytes(stage, pa
         await greedy[3]
     with pytest.raises(RequestRejectedError, match="of 40000"):
         await client.add_request([2] * 4000, params(1), tenant="b")
-    assert len(coordinator.core.dispatcher.queue) == 4
+    assert coordinator.core.dispatcher.queue.length == 4
     await stage.engine()
     await asyncio.gather(*greedy[:3], other)

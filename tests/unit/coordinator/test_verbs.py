@@ -300,7 +300,7 @@ async def test_pause_stops_running_requests_and_queues_new_ones(stage, control, 
     await control(link, H.PAUSE)
     tokens_at_pause = [len(job.generated) for job in engine.jobs.values()]
     later = client.add_request([2], params(4))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     assert [len(job.generated) for job in engine.jobs.values()] == tokens_at_pause
     assert not later.done()
@@ -409,7 +409,7 @@ async def test_drain_waits_until_the_engine_is_idle_and_sends_it_nothing_more(st
     answer = control(link, H.DRAIN, engine="drained")
     await stage.until(lambda: coordinator.core.engines.named("drained").draining)
     waiting = client.add_request([2], params(3))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     assert not answer.done()
     for _ in range(3):
         drained.step()
@@ -442,7 +442,7 @@ async def test_after_a_drain_of_all_unpause_gives_work_again(stage, control, par
     await control(link, H.DRAIN)
     assert (await link.status()).drained_all
     future = client.add_request([1], params(3))
-    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     for verb in verbs:
         assert not engine.dispatches
         await control(link, verb)

@@ -77,10 +77,6 @@ class ClientRegistry:
         self._by_route.pop(client.route, None)
         client.outbox.clear()
 
-    def check_integrity(self) -> None:
-        registered = set(self._by_name.values())
-        assert registered == set(self._by_peer.values()) == set(self._by_route.values()), "a client is half registered"
-
 
 class EngineRegistry:
     """The registered engines.
@@ -147,9 +143,6 @@ class EngineRegistry:
             del self._by_peer[engine.peer]
         engine.serving = False
 
-    def check_integrity(self) -> None:
-        assert set(self._by_name.values()) == set(self._by_peer.values()), "an engine is half registered"
-
 
 class Context:
     """What every part of the core shares. Seconds throughout.
@@ -158,6 +151,7 @@ class Context:
     wall_offset: seconds to add to `now` for seconds since 1970.
     next_timer:  when the earliest timer is due; infinite without one.
     randbits:    returns an integer of that many random bits.
+    needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
     """
 
@@ -171,6 +165,7 @@ class Context:
         self.clients = ClientRegistry()
         self.counters = Counters()
         self.effects: list[Effect] = []
+        self.needs_pump = False
         self.next_timer = math.inf
         self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
 

@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Eng
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.core.verbs import Change, Evict, Verbs
+from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -86,7 +86,6 @@ class CoordinatorCore:
         tokenizer: Tokenizer | None = None,
         access: Access | None = None,
     ) -> None:
-        self.settings = settings
         self.tokenizer = tokenizer
         self.context = context = Context(settings, now=now, randbits=randbits)
         self.engines = context.engines
@@ -100,7 +99,12 @@ class CoordinatorCore:
             record=settings.schedule_output_path is not None,
         )
         self.access = access if access is not None else Access()
-        self.verbs = verbs = Verbs(context)
+        self.verbs = verbs = Verbs(
+            context,
+            self.router,
+            evict=lambda engine, reason: self.membership.lose_engine(engine, reason),
+            stopped=self._engines_stopped,
+        )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
@@ -136,17 +140,22 @@ class CoordinatorCore:
         self.context.now = now
         try:
             message = decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL)
-            engine = self.engines.at(peer)
-            if engine is None or type(message) is Hello:
-                self._handle(peer, message, frames)
-            else:
+            if type(message) is Hello:
+                self.membership.hello(peer, message)
+            elif (engine := self.engines.at(peer)) is not None:
                 engine.heard = now
                 handler = self._of_engines.get(type(message), self._misplaced)
                 handler(engine, message, frames)
+            elif (client := self.clients.at(peer)) is not None:
+                client.heard = now
+                is_for_role = client.role is not _ADMIN or _is_for_admins(message)
+                handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
+                handler(client, message, frames)
+            else:
+                self._unregistered(peer, message, frames)
         except MalformedMessageError as error:
             self.context.reject(peer, ErrorCode.MALFORMED, str(error))
-        verbs = self.verbs
-        if self.dispatcher.needs_pump or verbs.consequences or verbs.current is not None:  # see _settle()
+        if self.context.needs_pump or self.verbs.current is not None:  # see _settle()
             self._settle()
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
@@ -169,25 +178,21 @@ class CoordinatorCore:
                 is_stuck = counts[peer] == attempted[peer]
                 self.replies.not_sent(client, frames, is_gone=is_gone, is_stuck=is_stuck)
             elif engine is not None:
-                self._not_sent_to_engine(engine, frames)
+                match decode(frames, plain=PARAMETERS):
+                    case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
+                        engine.full = True
+                        self.dispatcher.not_dispatched(engine, dispatch_id)
                 if is_gone:
                     unreachable[peer] = engine
         for engine in unreachable.values():
             self.membership.lose_unreachable(engine)
         self._settle()
 
-    def _not_sent_to_engine(self, engine: Engine, frames: Frames) -> None:
-        match decode(frames, plain=PARAMETERS):
-            case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
-                engine.full = True
-                self.dispatcher.not_dispatched(engine, dispatch_id)
-
     def run_timers(self, now: float) -> None:
         """`context.next_timer` is due."""
         self.context.now = now
         while (callback := self.context.pop_due_timer()) is not None:
             callback()
-            self.dispatcher.carry_out_decisions()
             self._settle()
 
     def keys_changed(self, now: float) -> None:
@@ -202,27 +207,18 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out the consequences of the event, and dispatch, until nothing is left to do."""
-        verbs, dispatcher = self.verbs, self.dispatcher
+        """Carry out the consequences of the event: dispatch, and end a DRAIN, until nothing is left to do."""
         while True:
-            if verbs.consequences:
-                self._apply(verbs.consequences.popleft())
-            elif dispatcher.needs_pump:
-                dispatcher.pump()
-            elif verbs.current is None or not verbs.check_drained():
+            if self.context.needs_pump:
+                self.dispatcher.pump()
+            elif self.verbs.current is None or not self.verbs.check_drained():
                 return
 
-    def _apply(self, consequence: Evict | Change) -> None:
-        self.dispatcher.needs_pump = True
-        if isinstance(consequence, Evict):
-            self.membership.lose_engine(consequence.engine, consequence.reason)
-        elif consequence is Change.WEIGHTS:
-            self.router.forget_all()
-        elif consequence is Change.STOPPED:
-            self.engines.stopped = True
-            for entry in self.dispatcher.journal:
-                message = "the engines were stopped"
-                self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+    def _engines_stopped(self) -> None:
+        self.engines.stopped = True
+        for entry in self.dispatcher.journal:
+            message = "the engines were stopped"
+            self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -243,26 +239,7 @@ class CoordinatorCore:
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
         )
 
-    def check_integrity(self) -> None:
-        """Assert the invariants that hold between events."""
-        self.dispatcher.check_integrity()
-        self.clients.check_integrity()
-        self.engines.check_integrity()
-
     # --- messages -----------------------------------------------------------------------------------------------
-
-    def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        """A message of a client or of an unregistered peer."""
-        client = self.clients.at(peer)
-        if type(message) is Hello:
-            self.membership.hello(peer, message)
-        elif client is None:
-            self._unregistered(peer, message, frames)
-        else:
-            client.heard = self.context.now
-            is_for_role = client.role is not _ADMIN or _is_for_admins(message)
-            handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
-            handler(client, message, frames)
 
     def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
         self.context.reject(sender.peer, ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
@@ -281,20 +258,17 @@ class CoordinatorCore:
 
     def _late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
         """Handle the late answer of an engine that was removed. True if it answers an open request."""
+        is_answer = False
         match message:
             case Final():
-                return self.replies.late_final(peer, message, frames)
+                is_answer = self.replies.late_final(peer, message, frames)
             case Plain(items=[Header.ENGINE_REPLY, *_]):
-                return any([self._late_output(peer, output) for output in plain_protocol.read_outputs(message.items)])
-        return False
-
-    def _late_output(self, peer: PeerId, output: plain_protocol.PlainOutput) -> bool:
-        former = self.dispatcher.former(output.dispatch_id, peer)
-        if former is None:
-            return False
-        before = bytes(former.entry.generated[: former.generated_bytes])
-        final = plain_protocol.as_final(output, former.entry.uid, generated_before=before)
-        return self.replies.late_final(peer, final, final.to_frames())
+                for output in plain_protocol.read_outputs(message.items):
+                    former = self.dispatcher.former(output.dispatch_id, peer)
+                    if former is not None:
+                        final = plain_protocol.as_final(output, former.entry, generated_bytes=former.generated_bytes)
+                        is_answer |= self.replies.late_final(peer, final, final.to_frames())
+        return is_answer
 
     # --- messages of clients ------------------------------------------------------------------------------------
 
@@ -408,12 +382,10 @@ class CoordinatorCore:
         if entry is None:
             self.counters.stale += 1
         elif output.reply is None:
-            route, offset = entry.client.route, entry.tokens_so_far
-            partial = plain_protocol.as_partial(output, entry.uid, route=route, offset=offset)
+            partial = plain_protocol.as_partial(output, entry)
             self.replies.partial(engine, partial, partial.to_frames())
         else:
-            before = bytes(entry.generated[: entry.dispatched_bytes])
-            final = plain_protocol.as_final(output, entry.uid, generated_before=before)
+            final = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes)
             self.replies.final(engine, final, final.to_frames())
 
 

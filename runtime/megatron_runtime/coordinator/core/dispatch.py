@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
-from megatron_runtime.coordinator.core.quarantine import Action, Quarantine
+from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.verbs import Verbs
@@ -55,18 +55,14 @@ class FormerDispatch:
 
 
 class Dispatcher:
-    """Owns the tables of open requests and the quarantine.
-
-    needs_pump: engines may have room, or requests wait: the coordinator calls pump() before the event ends.
-    """
+    """Owns the tables of open requests and the quarantine."""
 
     def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
-        self.quarantine = Quarantine(context)
-        self.needs_pump = False
+        self.quarantine = Quarantine(context, requeue=self._requeue, fail=self.fail, reject_model=self._reject_model)
         self.next_search = 0.0
         # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
@@ -159,7 +155,7 @@ class Dispatcher:
             if engine.runs(entry.model):
                 self._dispatch(entry, [engine])
             else:
-                self._reject_model(entry, [engine])
+                self._reject_model(entry, engine)
         if entry.engine is None and entry.is_open:
             self._reject_pinned(entry)
 
@@ -193,7 +189,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Dispatch requests to engines with room. Suspects come before all others."""
-        self.needs_pump = False
+        self._context.needs_pump = False
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
         while self.queue.length and self._verbs.may_dispatch:
@@ -215,7 +211,7 @@ class Dispatcher:
             self.queue.add(entry, first=first, moved=moved)
         until = self._context.now + self._settings.max_wait_seconds
         self.deadlines.set(entry, until if entry.deadline is None else min(until, entry.deadline))
-        self.needs_pump = True
+        self._context.needs_pump = True
 
     def _leave_engine(self, entry: Entry) -> None:
         if entry.engine is not None:
@@ -233,10 +229,11 @@ class Dispatcher:
         elif any(engine.runs(entry.model) for engine in self._engines.serving()):
             return False
         else:
-            self._reject_model(entry, self._engines.serving())
+            self._reject_model(entry)
         return True
 
-    def _reject_model(self, entry: Entry, engines: list[Engine]) -> None:
+    def _reject_model(self, entry: Entry, pinned: Engine | None = None) -> None:
+        engines = [pinned] if pinned is not None else self._engines.serving()
         models = ", ".join(sorted({engine.model for engine in engines}))
         what = "it was begun by" if entry.generated else "it was made for"
         message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
@@ -351,7 +348,7 @@ class Dispatcher:
             else:
                 self._remember(entry, engine)
                 self._replay(entry)
-        self.needs_pump = True
+        self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
         """Move the requests of a suspect engine to others with room. Late answers of the engine are accepted."""
@@ -395,7 +392,6 @@ class Dispatcher:
 
     def _dispatch_suspect(self) -> None:
         trial = self.quarantine.next_trial()
-        self.carry_out_decisions()
         if trial is not None:
             entry, engine = trial
             self._dispatch(entry, [engine])
@@ -405,22 +401,11 @@ class Dispatcher:
     def check_trial(self, engine: Engine) -> None:
         """A reserved engine has sent tokens, which may acquit its suspect."""
         if self.quarantine.advanced(engine):
-            self.carry_out_decisions()
-            self.needs_pump = True
+            self._context.needs_pump = True
 
-    def carry_out_decisions(self) -> None:
-        """Carry out the decisions of the quarantine."""
-        decisions = self.quarantine.decisions
-        while decisions:
-            action, entry, message = decisions.popleft()
-            if action is Action.FAIL:
-                self.fail(entry, ErrorCode.ENGINE_FAILED, message)
-            elif action is Action.REJECT_MODEL:
-                self._reject_model(entry, self._engines.serving())
-            else:
-                self._recall(entry)
-                self._wait(entry, first=True)
-            self.needs_pump = True
+    def _requeue(self, entry: Entry) -> None:
+        self._recall(entry)
+        self._wait(entry, first=True)
 
     # --- ends --------------------------------------------------------------------------------------------------
 
@@ -452,7 +437,7 @@ class Dispatcher:
         if entry.plain_id is not None:
             entry.client.plain_ids.pop(entry.plain_id, None)
         if self.queue.length or self.quarantine.active:
-            self.needs_pump = True
+            self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """End requests that no client waits for, also at their engines."""
@@ -479,13 +464,3 @@ class Dispatcher:
         waited = self._context.now - entry.arrived
         where = "for an engine" if entry.engine is None else "to be finished"
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")
-
-    def check_integrity(self) -> None:
-        self.journal.check_integrity()
-        self.quarantine.check_integrity()
-        self.queue.check_integrity()
-        self.tenants.check_integrity(list(self.journal))
-        waiting = sum(entry.engine is None for entry in self.journal)
-        assert self.waiting == waiting, "a request without an engine does not wait for one"
-        for former in self._former.values():
-            assert self.journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"

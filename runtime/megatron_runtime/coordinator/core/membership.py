@@ -10,7 +10,7 @@ from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
-from megatron_runtime.coordinator.core.verbs import Change, Verbs
+from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import PASSING_STATES, TRANSITIONS, CoordinatorState, EngineState
@@ -67,8 +67,9 @@ class Access:
 class Recovery:
     """A restarted coordinator takes state, epoch and fence from the engines that outlived its predecessor."""
 
-    def __init__(self, context: Context, verbs: Verbs) -> None:
+    def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
         self._context = context
+        self._router = router
         self._verbs = verbs
         self._adopted: CoordinatorState | None = None
         self._unregistered: set[PeerId] = set()
@@ -93,7 +94,7 @@ class Recovery:
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
         """An engine sent HELLO. `survivor`: it served before this coordinator knew it."""
         self._unregistered.discard(engine.peer)
-        self._verbs.see_fence(hello.fence)
+        self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
         if survivor and state is not None:
             if self.under_way:
@@ -142,7 +143,8 @@ class Recovery:
             self._announce()
 
     def _announce(self) -> None:
-        self._verbs.consequences += Change.WEIGHTS, Change.CONCLUDED
+        self._router.forget_all()
+        self._context.needs_pump = True
         for engine in self._context.engines:
             self._verbs.welcome(engine)
 
@@ -153,7 +155,7 @@ class Membership:
     def __init__(
         self, context: Context, router: Router, verbs: Verbs, dispatcher: Dispatcher, replies: Replies, access: Access
     ) -> None:
-        self.recovery = Recovery(context, verbs)
+        self.recovery = Recovery(context, router, verbs)
         self._timing = context.settings.timing
         self._context = context
         self._engines = context.engines
@@ -212,7 +214,6 @@ class Membership:
             return
         if engine is None or not renewed:
             self._dispatcher.quarantine.returned(hello.name, has_outlived=hello.serving)
-            self._dispatcher.carry_out_decisions()
             key, now = self._access.key_of(peer), self._context.now
             engine = Engine(hello.name, peer, hello.incarnation, next(self._engines.indices), now, key=key)
             self._engines.add(engine)
@@ -224,7 +225,7 @@ class Membership:
         if current is not None and engine not in current.signalled:
             engine.entered_during = current.operation_id
         self._verbs.welcome(engine)
-        self._dispatcher.needs_pump = True
+        self._context.needs_pump = True
 
     def plain_engine(self, peer: PeerId) -> None:
         known = self._engines.at(peer)
@@ -241,7 +242,7 @@ class Membership:
         engine.serving, engine.state = True, EngineState.RUNNING
         self._engines.add(engine)
         logger.info("plain engine %s registered", name)
-        self._dispatcher.needs_pump = True
+        self._context.needs_pump = True
 
     def _has_room_for_engine(self) -> bool:
         return len(self._engines) < limits.MAX_ENGINES
@@ -300,7 +301,6 @@ class Membership:
         self._engines.remove(engine)
         if crash is not CrashEvidence.NONE and ran and not self._verbs.waits_for(engine):
             self._dispatcher.quarantine.crashed(engine, certain=crash is CrashEvidence.CERTAIN)
-            self._dispatcher.carry_out_decisions()
         self._router.forget(engine)
         self._dispatcher.release(engine)
         self._verbs.engine_lost(engine, reason)
@@ -371,7 +371,7 @@ class Membership:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
             self._check_client(client, now, heartbeat)
-        self._dispatcher.needs_pump = True
+        self._context.needs_pump = True
 
     def _check_engine(self, engine: Engine, now: float, heartbeat: Frames) -> None:
         engine.full = False
@@ -409,7 +409,7 @@ class Membership:
         if engine.unsettled and not message.running:
             engine.unsettled = False
             if self._dispatcher.quarantine.active:
-                self._dispatcher.needs_pump = True
+                self._context.needs_pump = True
         # An engine in a passing state waits for a commit, which was sent already or is still to be decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
@@ -417,7 +417,7 @@ class Membership:
             engine.epoch = message.epoch
         engine.digest = message.digest
         if engine.available() and not before:
-            self._dispatcher.needs_pump = True
+            self._context.needs_pump = True
         settled = self._verbs.current is None and not self.recovery.under_way
         if settled and message.busy_for <= 0 and now - engine.welcomed > HEAL_HEARTBEATS * self._timing.heartbeat:
             self._heal(engine, message)

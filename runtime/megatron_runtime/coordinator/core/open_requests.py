@@ -59,13 +59,6 @@ class Journal:
         if self._entries.pop(entry.uid, None) is not None:
             self.bytes -= entry.cost()
 
-    def check_integrity(self) -> None:
-        assert self.bytes == sum(entry.cost() for entry in self._entries.values()), "journal bytes are miscounted"
-        for entry in self._entries.values():
-            assert entry.is_open, "an open request is unknown to its client"
-            if entry.engine is not None:
-                assert entry.engine.in_flight.get(entry.dispatch_id) is entry, "a dispatch is unknown to its engine"
-
 
 class WaitingQueue:
     """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
@@ -77,9 +70,6 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._bands: dict[tuple[int, str], Band] = {}
         self.length = 0
-
-    def __len__(self) -> int:
-        return self.length
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """first: a replay, before all of its priority. moved: before the others of its tenant only."""
@@ -128,19 +118,6 @@ class WaitingQueue:
             heads.sort(key=_place)
         return heads
 
-    def check_integrity(self) -> None:
-        waiting = 0
-        for key, band in self._bands.items():
-            assert key == (band.priority, band.model), "a band is under the key of another"
-            assert band.replays or band.tenants, "an empty band is kept"
-            tenants = list(band.tenants)
-            band.tenants.check_integrity(tenants)
-            lanes = [tenant.lanes[band] for tenant in tenants]
-            assert all(lanes), "an empty lane is kept"
-            assert all(entry.is_replay for entry in band.replays.values()), "a request waits among replays"
-            waiting += len(band.replays) + sum(map(len, lanes))
-        assert waiting == self.length, "waiting requests are miscounted"
-
 
 def _place(entry: Entry) -> tuple[int, int, int, float]:
     if entry.is_replay:
@@ -157,9 +134,6 @@ class Deadlines:
         self._slots: dict[int, dict[bytes, Entry]] = {}
         self._armed = math.inf
         """The slot that the timer is set to. It may be empty by then."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._slots.values()))
 
     def set(self, entry: Entry, when: float | None) -> None:
         """Replace the entry's deadline; None removes it."""
@@ -256,15 +230,3 @@ class Tenants:
         for band in tenant.lanes:
             band.tenants.discard(tenant, before)
             band.tenants.add(tenant, after)
-
-    def check_integrity(self, entries: list[Entry]) -> None:
-        """`entries` are all open requests."""
-        assert {id(entry.tenant) for entry in entries} == {id(tenant) for tenant in self}, "a tenant without a request"
-        for tenant in self:
-            own = [entry for entry in entries if entry.tenant is tenant]
-            assert tenant.num_open == len(own), "open requests of a tenant are miscounted"
-            assert tenant.open_bytes == sum(entry.admitted_bytes for entry in own), "a tenant's bytes are miscounted"
-            in_flight = {entry.dispatch_id: entry for entry in own if entry.engine is not None}
-            assert tenant.in_flight == in_flight, "requests of a tenant at engines are miscounted"
-            assert list(tenant.in_flight) == sorted(in_flight), "requests of a tenant are not in the order of dispatch"
-        self.busy.check_integrity({tenant for tenant in self if tenant.load > 1})

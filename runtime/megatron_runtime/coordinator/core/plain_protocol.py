@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Entry
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import (
@@ -140,9 +141,10 @@ def _read_output(frame: Any, *, final: bool) -> PlainOutput:
     raise MalformedMessageError(f"engine output {shown(frame)}: want a map with request_id")
 
 
-def as_partial(output: PlainOutput, uid: bytes, *, route: int, offset: int) -> Partial:
-    entry = PartialEntry(uid, output.dispatch_id, offset, len(output.tokens) // 4)
-    return Partial(route, [entry], output.tokens, pack({uid: output.details}) if output.details else b"")
+def as_partial(output: PlainOutput, entry: Entry) -> Partial:
+    item = PartialEntry(entry.uid, output.dispatch_id, entry.tokens_so_far, len(output.tokens) // TOKEN_BYTES)
+    extras = pack({entry.uid: output.details}) if output.details else b""
+    return Partial(entry.client.route, [item], output.tokens, extras)
 
 
 _REPLY_KEYS = (
@@ -162,13 +164,14 @@ _REPLY_KEYS = (
 )
 
 
-def as_final(output: PlainOutput, uid: bytes, *, generated_before: bytes) -> Final:
+def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Final:
+    """`generated_bytes`: tokens that the engine was given with the dispatch. They precede its own."""
     source = output.reply or {}
     reply = {key: source[key] for key in _REPLY_KEYS if source.get(key) is not None}
     reply.setdefault("status", "COMPLETED")
     reply.setdefault("finish_reason", "error" if reply["status"] == "FAILED" else "stop")
-    tokens = generated_before + output.tokens
-    reply["generated_length"] = len(tokens) // 4
-    if generated_before and "generated_log_probs" in reply:
-        reply["log_probs_from"] = len(generated_before) // 4
-    return Final(output.dispatch_id, uid, tokens, pack(reply))
+    tokens = bytes(entry.generated[:generated_bytes]) + output.tokens
+    reply["generated_length"] = len(tokens) // TOKEN_BYTES
+    if generated_bytes and "generated_log_probs" in reply:
+        reply["log_probs_from"] = generated_bytes // TOKEN_BYTES
+    return Final(output.dispatch_id, entry.uid, tokens, pack(reply))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from enum import Enum, auto
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Crash, Engine, Entry
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import FailedRequest, Partial
 
 logger = logging.getLogger(__name__)
@@ -34,39 +35,32 @@ REMEMBERED_CUTS = 1024
 """Engines whose connection was cut and that may still register again, which proves that they did not crash."""
 
 
-class Action(Enum):
-    REQUEUE = auto()
-    """Take the request from where it is, and hold it back if it is a suspect, or else queue it before all others of its
-    priority and model."""
-    FAIL = auto()
-    """End the request with ENGINE_FAILED and this message."""
-    REJECT_MODEL = auto()
-    """End the request: no engine runs its model."""
-
-
-class Decision(NamedTuple):
-    action: Action
-    entry: Entry
-    message: str = ""
-
-
 class Quarantine:
     """Suspects that wait, the one that is on trial, and the engine that is reserved for it.
 
-    The quarantine decides and the dispatcher acts: it takes `decisions`, in order, after each call.
-
-    failures: the last requests that were failed, oldest first.
+    failures:     the last requests that were failed, oldest first.
+    requeue:      takes a request from where it is and holds it back if it is a suspect, or else queues it before all
+                  others of its priority and model.
+    fail:         ends a request with an error.
+    reject_model: ends a request because no engine runs its model.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        requeue: Callable[[Entry], None],
+        fail: Callable[[Entry, ErrorCode, str], None],
+        reject_model: Callable[[Entry], None],
+    ) -> None:
         self.failures: deque[FailedRequest] = deque(maxlen=REMEMBERED_FAILURES)
-        self.decisions: deque[Decision] = deque()
         self._context = context
+        self._requeue = requeue
+        self._fail = fail
+        self._reject_model = reject_model
         self._engines = context.engines
         self._counters = context.counters
         self._waiting: dict[bytes, Entry] = {}
-        self._is_sorted = True
-        """`_waiting` has the suspect that arrived last first."""
         self._trial: Entry | None = None
         self._trial_since = 0.0
         self._reserved: Engine | None = None
@@ -107,16 +101,16 @@ class Quarantine:
                 del self._cuts[next(iter(self._cuts))]
         for entry in entries:
             self._charge(entry, crash)
-        self.decisions += [
-            Decision(Action.REQUEUE, entry) for entry in relieved if self.suspects(entry) and entry is not self._trial
-        ]
+        for entry in relieved:
+            if self.suspects(entry) and entry is not self._trial:
+                self._requeue(entry)
         trial = self._trial
         if trial is not None and trial.engine is engine and entries == [trial]:
             if certain:
                 self._convict(trial)
             else:
                 self._accused = trial
-                self._context.set_timer("verdict", self._context.now + VERDICT_SECONDS, self.convict_accused)
+                self._context.set_timer("verdict", self._context.now + VERDICT_SECONDS, partial(self._convict, trial))
 
     def _charge(self, entry: Entry, crash: Crash) -> None:
         crashes = [crash for crash in entry.crashes if crash.counts]
@@ -140,18 +134,16 @@ class Quarantine:
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
-        decides = self._accused is not None and self._accused.crashes[-1] is crash
+        accused = self._accused
+        if accused is not None and accused.crashes[-1] is not crash:
+            accused = None
         if has_outlived:
             crash.counts = False
-            if decides:
+            if accused is not None:
                 self._drop_accusation()
             self._free_cleared()
-        elif decides:
-            self.convict_accused()
-
-    def convict_accused(self) -> None:
-        if self._accused is not None:
-            self._convict(self._accused)
+        elif accused is not None:
+            self._convict(accused)
 
     def _convict(self, entry: Entry) -> None:
         """Fail a request that ended an engine alone. The crashes that it was in flight at count no longer."""
@@ -164,16 +156,15 @@ class Quarantine:
         for crash in entry.crashes:
             crash.counts = False
         ended = f"ended {len(names)} engines ({listed}), the last while it ran alone"
-        self.decisions.append(Decision(Action.FAIL, entry, f"request {uid} {ended}: do not send it again"))
-        self.forget(entry)
+        self._fail(entry, ErrorCode.ENGINE_FAILED, f"request {uid} {ended}: do not send it again")
         self._free_cleared()
 
     def _free_cleared(self) -> None:
         """Queue suspects whose crashes no longer count with the other requests."""
-        for entry in sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True):
+        for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)
-                self.decisions.append(Decision(Action.REQUEUE, entry))
+                self._requeue(entry)
         if self._trial is not None and not self.suspects(self._trial):
             self._end_trial(self._trial)
 
@@ -184,7 +175,6 @@ class Quarantine:
         if self._trial is entry:
             self._trial = None
         self._waiting[entry.uid] = entry
-        self._is_sorted = False
 
     def forget(self, entry: Entry) -> None:
         """The request ended, or is no suspect any more."""
@@ -211,18 +201,18 @@ class Quarantine:
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
         """The suspect that arrived last, because one that ran for long without harm is less likely to be poison."""
-        if not self._is_sorted:
-            latest_first = sorted(self._waiting.items(), key=lambda item: item[1].arrived, reverse=True)
-            self._waiting, self._is_sorted = dict(latest_first), True
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]
-        for entry in self._waiting.values():
+        for entry in self._latest_first():
             fitting = [engine for engine in available if engine.runs(entry.model)]
             if fitting:
                 return entry, min(fitting, key=self._preference)
             if serving and not any(engine.runs(entry.model) for engine in serving):
-                self.decisions.append(Decision(Action.REJECT_MODEL, entry))
+                self._reject_model(entry)
         return None, None
+
+    def _latest_first(self) -> list[Entry]:
+        return sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True)
 
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
         """An empty engine; else the one that empties already; else the one with the fewest requests."""
@@ -272,25 +262,11 @@ class Quarantine:
         """The request is no suspect any more. It stays at its engine if no other suspect needs that."""
         self._trial = None
         if self._waiting:
-            self.decisions.append(Decision(Action.REQUEUE, entry))
+            self._requeue(entry)
 
     def _drop_accusation(self) -> None:
         self._accused = None
         self._context.cancel_timer("verdict")
-
-    def check_integrity(self) -> None:
-        for entry in self._waiting.values():
-            assert entry.engine is None, "a suspect waits and has an engine"
-            assert self.suspects(entry), "a request is held back without two crashes"
-        reserved = [engine for engine in self._engines if engine.reserved]
-        assert reserved == [engine for engine in (self._reserved,) if engine is not None], "a reservation without cause"
-        trial = self._trial
-        if trial is not None:
-            assert trial.engine is not None, "a suspect runs on no engine"
-            assert trial.engine is self._reserved, "a suspect runs on an engine that is not reserved"
-            assert list(trial.engine.in_flight.values()) == [trial], "a suspect does not run alone"
-        assert self._accused is None or self._accused.uid in self._waiting, "an accused request does not wait"
-        assert not self.decisions, "a decision is not carried out"
 
 
 def _is_past(entry: Entry) -> bool:

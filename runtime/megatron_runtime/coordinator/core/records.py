@@ -7,7 +7,7 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -145,13 +145,7 @@ class Engine:
     was_cut: bool = False
 
     def available(self) -> bool:
-        return (
-            self.serving
-            and self.state is EngineState.RUNNING
-            and not self.draining
-            and not self.suspect
-            and not self.full
-        )
+        return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
 
     def runs(self, model: str) -> bool:
         """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
@@ -293,9 +287,6 @@ class Levels:
     def __bool__(self) -> bool:
         return bool(self._levels)
 
-    def __iter__(self) -> Iterator[Tenant]:
-        return (tenant for level in self._levels.values() for tenant in level)
-
     def add(self, tenant: Tenant, load: int) -> None:
         self._levels.setdefault(load, OrderedDict())[tenant] = None
 
@@ -316,13 +307,6 @@ class Levels:
     def from_highest(self) -> Iterator[Tenant]:
         for load in sorted(self._levels, reverse=True):
             yield from self._levels[load]
-
-    def check_integrity(self, tenants: Collection[Tenant]) -> None:
-        """`tenants` are those that belong here."""
-        found = [(load, tenant) for load, level in self._levels.items() for tenant in level]
-        assert all(load == tenant.load for load, tenant in found), "a tenant is at another load than its own"
-        assert {tenant for _, tenant in found} == set(tenants), "a tenant is missing or has no request here"
-        assert all(self._levels.values()), "an empty level is kept"
 
 
 @dataclass(slots=True, eq=False)

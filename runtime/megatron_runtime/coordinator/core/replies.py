@@ -41,9 +41,6 @@ class Replies:
     def __init__(self, context: Context, dispatcher: Dispatcher, *, detokenize: plain_protocol.Detokenize) -> None:
         self._context = context
         self._dispatcher = dispatcher
-        self._journal = dispatcher.journal
-        self._quarantine = dispatcher.quarantine
-        self._clients = context.clients
         self._counters = context.counters
         self._detokenize = detokenize
 
@@ -51,16 +48,16 @@ class Replies:
         """Take new tokens. Forward `frames` unchanged if one client is to get all of them."""
         self._counters.partials += 1
         if not message.route:
-            self._quarantine.note_progress(engine, message)
+            self._dispatcher.quarantine.note_progress(engine, message)
             self._dispatcher.check_trial(engine)
             return
-        client = self._clients.routed(message.route)
+        client = self._context.clients.routed(message.route)
         accepted: list[Entry] = []
         position = 0
         whole = client is not None and not client.blocked and not client.plain
         extras = message.extras
         share = len(extras) // max(1, len(message.entries))
-        journal, in_flight = self._journal, engine.in_flight
+        journal, in_flight = self._dispatcher.journal, engine.in_flight
         for uid, dispatch_id, offset, count in message.entries:
             begin = position
             position += count * TOKEN_BYTES
@@ -110,7 +107,9 @@ class Replies:
         if former is None or former.entry.uid != message.uid:
             return False
         entry = former.entry
-        if not message.tokens.startswith(bytes(entry.generated)) or not _completed(message):
+        if not message.tokens.startswith(bytes(entry.generated)):
+            return False
+        if _read_map(message.reply, "a late reply").get("status") != "COMPLETED":
             return False
         logger.warning("a removed or silent engine answered a request; its answer is delivered")
         self._counters.late += 1
@@ -197,13 +196,14 @@ class Replies:
             client.outbox.appendleft((uid, frames))
 
 
-def _completed(message: Final) -> bool:
+def _read_map(raw: bytes, what: str) -> dict[Any, Any]:
+    """A map that an engine packed; an empty one if it cannot be read."""
     try:
-        reply = unpack(message.reply, PLAIN)
+        value = unpack(raw, PLAIN)
     except MalformedMessageError as error:
-        logger.warning("a late reply cannot be read: %s", error)
-        return False
-    return isinstance(reply, dict) and reply.get("status") == "COMPLETED"
+        logger.warning("%s cannot be read: %s", what, error)
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _owed(entry: Entry) -> Frames:
@@ -224,19 +224,10 @@ def _details_from(entry: Entry, first: int) -> dict[str, Any]:
         end = entry.details[position + 1][0] if position + 1 < len(entry.details) else entry.tokens_so_far
         if end <= first:
             continue
-        for key, value in _read_details(raw, entry.uid).items():
+        details = _read_map(raw, "the extras of a partial").get(entry.uid)
+        for key, value in details.items() if isinstance(details, dict) else ():
             if key in _PER_TOKEN and isinstance(value, list):
                 merged.setdefault(key, []).extend(value[max(0, first - offset) :])
             elif offset >= first:
                 merged[key] = value
     return merged
-
-
-def _read_details(raw: bytes, uid: bytes) -> dict[str, Any]:
-    try:
-        extras = unpack(raw, PLAIN)
-    except MalformedMessageError as error:
-        logger.warning("the extras of a partial cannot be read: %s", error)
-        return {}
-    details = extras.get(uid) if isinstance(extras, dict) else None
-    return details if isinstance(details, dict) else {}

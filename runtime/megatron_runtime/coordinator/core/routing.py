@@ -16,8 +16,6 @@ MAX_KNOWN_BLOCKS = 1 << 16
 MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
 
-_PREFIX_POLICIES = frozenset({RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX})
-
 
 class Router:
     """Chooses engines. With a prefix policy the score of an engine is
@@ -40,13 +38,14 @@ class Router:
         deterministic: bool = False,
         record: bool = False,
     ) -> None:
-        self.policy = RoutingPolicy.ROUND_ROBIN if deterministic else policy
+        if deterministic:
+            policy = RoutingPolicy.ROUND_ROBIN
         self.deterministic = deterministic
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
-        self._by_prefix = self.policy in _PREFIX_POLICIES
-        self._by_first_block = self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK
-        self._by_turn = self.policy is RoutingPolicy.ROUND_ROBIN
+        self._by_prefix = policy in (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
+        self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
+        self._by_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._held: dict[int, OrderedDict[int, int]] = {}

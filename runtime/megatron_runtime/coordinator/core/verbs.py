@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Client, Engine, PeerId
+from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
@@ -47,25 +48,6 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
 }
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
-
-
-class Evict(NamedTuple):
-    """Remove this engine."""
-
-    engine: Engine
-    reason: str
-
-
-class Change(Enum):
-    CONCLUDED = auto()
-    """An operation ended: engines may have room."""
-    STOPPED = auto()
-    """The engines were stopped: everything open is answered with 503."""
-    WEIGHTS = auto()
-    """The KV cache of the engines was computed with other weights."""
-
-
-Consequence: TypeAlias = Evict | Change
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +88,18 @@ class Verbs:
     source:       weights that the last UPDATE_WEIGHTS named; None before the first.
     drained_all:  nothing is dispatched: all engines were drained, and no UNPAUSE or STOP has come since.
     settled:      an operation was begun in this process: engines that come later take the state from here.
-    consequences: what the other parts of the coordinator have to do, in order.
+    evict:        removes an engine for this reason.
+    stopped:      called after all engines were stopped.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(
+        self,
+        context: Context,
+        router: Router,
+        *,
+        evict: Callable[[Engine, str], None],
+        stopped: Callable[[], None],
+    ) -> None:
         self.state = CoordinatorState.RECOVERING if context.settings.timing.recovery > 0 else _RUNNING
         self.epoch = 0
         self.fence = 0
@@ -117,9 +107,11 @@ class Verbs:
         self.current: PendingOperation | None = None
         self.drained_all = False
         self.settled = False
-        self.consequences: deque[Consequence] = deque()
         self._context = context
         self._engines = context.engines
+        self._router = router
+        self._evict = evict
+        self._stopped = stopped
         self._source_revisions: set[str] = set()
         self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
         self._deferred: deque[tuple[Control, Client]] = deque()
@@ -167,9 +159,6 @@ class Verbs:
             )
             for control, ack in known
         ]
-
-    def see_fence(self, fence: int) -> None:
-        self.fence = max(self.fence, fence)
 
     def see_source(self, source: str | None, revision: str) -> None:
         """Engines of `revision` have their weights from `source`."""
@@ -222,7 +211,7 @@ class Verbs:
             ack = operation.answer(ok=False, state=self.state, code=int(code), error=message, fence=fence)
             self._answer(client, ack, control)
             return
-        self.see_fence(control.fence or 0)
+        self.fence = max(self.fence, control.fence or 0)
         transition = TRANSITIONS.get(control.kind)
         ends_drain = self._ends_drain(control)
         if ends_drain:
@@ -344,7 +333,7 @@ class Verbs:
             operation.failed.append(engine.name)
         else:
             operation.evicted.append(engine.name)
-            self.consequences.append(Evict(engine, reason))
+            self._evict(engine, reason)
 
     def _deadline(self) -> None:
         operation = self.current
@@ -387,13 +376,13 @@ class Verbs:
             self.source = None
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
-            self.consequences.append(Change.WEIGHTS)
+            self._router.forget_all()
         if transition is not None:
             self.state = transition.coordinator_after
         if kind in (Header.UNPAUSE, Header.STOP):
             self._undrain()
         if kind is Header.STOP:
-            self.consequences.append(Change.STOPPED)
+            self._stopped()
         self._conclude(operation, operation.answer(ok=True, state=self.state))
 
     def _commit_engine(self, engine: Engine, commit: ControlCommit) -> None:
@@ -435,7 +424,7 @@ class Verbs:
             if engine.entered_during == operation.operation_id:
                 engine.entered_during = None
                 self.welcome(engine)
-        self.consequences.append(Change.CONCLUDED)
+        self._context.needs_pump = True
         while self._deferred and self.current is None:
             self.handle(*self._deferred.popleft())
 
