@@ -21,7 +21,7 @@ from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.config_fields import Fields, scaling_of_factors
 from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _FACTORS = "rope_freqs.weight"
@@ -73,8 +73,8 @@ class _Entry:
         return _num_bytes(self.kind, self.shape)
 
 
-class GGUFCheckpoint:
-    """Implements Checkpoint for a .gguf file. The constructor reads the header."""
+class GGUFCheckpoint(Checkpoint):
+    """The weights in a .gguf file. The constructor reads the header."""
 
     def __init__(self, path: Path) -> None:
         file = ModelFile(path)

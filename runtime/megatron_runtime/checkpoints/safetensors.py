@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_runtime.checkpoints.model_files import (
 )
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,8 +53,8 @@ class _Entry:
     offset: int
 
 
-class SafetensorsCheckpoint:
-    """Implements Checkpoint for a directory. The constructor reads config.json and the headers of all files."""
+class SafetensorsCheckpoint(Checkpoint):
+    """The weights in a directory. The constructor reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -79,9 +79,6 @@ class SafetensorsCheckpoint:
         # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
-        return None
 
 
 def read_config(directory: Path) -> ModelConfig:

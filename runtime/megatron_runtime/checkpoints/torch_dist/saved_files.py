@@ -247,8 +247,8 @@ class TensorIndex:
     chunks: tuple[Chunk, ...]
 
 
-def read_index(directory: Path) -> dict[str, TensorIndex]:
-    """Return every tensor in `directory`, by key.
+def read_index(directory: Path) -> tuple[dict[str, TensorIndex], dict[str, MappedFile]]:
+    """Return every tensor in `directory`, by key, and the files of their chunks, by name.
 
     Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if a chunk of a tensor is in no
     file. No file is opened before these checks.
@@ -283,6 +283,7 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
     for tensor in index.values():
         for chunk in tensor.chunks:
             sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+    files: dict[str, MappedFile] = {}
     for name, wanted in sorted(sizes.items()):
         stored = place.file(name)
         if stored is None:
@@ -291,7 +292,8 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
             raise ModelFileError(
                 f"{stored.path} is cut short: it has {size} bytes, the index needs {wanted}; copy it again"
             )
-    return index
+        files[name] = MappedFile(stored)
+    return index, files
 
 
 def _tensor(key: str, entry: _TensorEntry, places: Mapping[tuple[str, str], _Place], path: Path) -> TensorIndex:
