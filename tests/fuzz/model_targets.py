@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import shutil
 import struct
@@ -123,7 +122,7 @@ def _saved_tensor(data: bytes) -> None:
 
 def _pickle(data: bytes) -> None:
     read_pickle(
-        io.BytesIO(data),
+        data,
         where="the input",
         trusted=_TRUSTED,
         opaque=lambda module, name: True,

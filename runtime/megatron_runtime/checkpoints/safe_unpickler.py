@@ -13,9 +13,9 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
-from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, ModelFileError
+from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
@@ -50,14 +50,14 @@ class Opaque:
 
 
 def read_pickle(
-    file: IO[bytes],
+    data: bytes,
     *,
     where: str,
     trusted: Globals,
     opaque: Callable[[str, str], bool] = lambda module, name: False,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the object in the pickle in `file`.
+    """Return the object in the pickle `data`, whose size the caller limits.
 
     where:      name of the file in errors.
     trusted:    classes and functions that the pickle may use.
@@ -66,9 +66,6 @@ def read_pickle(
 
     Raises UnsafePickleError.
     """
-    data = file.read(MAX_INDEX_BYTES + 1)
-    if len(data) > MAX_INDEX_BYTES:
-        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is not an index of a checkpoint")
     try:
         return _Reader(data, where, trusted, opaque, persistent).load()
     except UnsafePickleError:

@@ -35,10 +35,6 @@ from megatron_runtime.protocol.text import escaped, shown
 INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WRITTEN = {dtype: name for name, dtype in _DTYPES.items()} | {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 8
 _SIZE_BYTES = 8
@@ -113,7 +109,8 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
-    listed = index.read_index().get("weight_map")
+    data = index.read_bytes(MAX_INDEX_BYTES)
+    listed = parse_json(data, where=str(index.path), elements=MAX_INDEX_ELEMENTS).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelFileError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
@@ -232,10 +229,11 @@ def num_bytes(kind: TensorKind) -> int:
 
 def _header(kinds: Mapping[str, TensorKind]) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    type_names = {dtype: name for name, dtype in _DTYPES.items()}
     at = 0
     for name, kind in kinds.items():
         start, at = at, at + num_bytes(kind)
-        fields[name] = {"dtype": _WRITTEN[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
+        fields[name] = {"dtype": type_names[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

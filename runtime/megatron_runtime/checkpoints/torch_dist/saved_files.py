@@ -5,7 +5,6 @@ The index maps each chunk of each tensor to a place in a file. A chunk is stored
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import struct
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.storage import _storage_type_to_dtype_map
 
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
@@ -42,19 +42,6 @@ _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
 """Position of the lengths of name and extra field in the header of an entry of a zip file."""
 
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-}
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -111,7 +98,7 @@ class SavedArchive:
     prefix: str
     where: str
 
-    def pickle(self) -> io.BytesIO:
+    def pickle(self) -> bytes:
         """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than any index."""
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
@@ -119,7 +106,7 @@ class SavedArchive:
         data = self.view[at : at + size]
         if zlib.crc32(data) != self.entries.getinfo(f"{self.prefix}data.pkl").CRC:
             raise zipfile.BadZipFile("the checksum of its pickle is wrong")
-        return io.BytesIO(data)
+        return data
 
     def find(self, name: str) -> tuple[int, int]:
         """Return first byte and size of an entry in the file. Raises ModelFileError if it is compressed."""
@@ -185,22 +172,17 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
     return replace(found, at=at)
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    key: str
-    dtype: torch.dtype
-
-
-def _storage(pid: Any) -> _Storage:
+def _storage(pid: Any) -> SavedTensor:
+    """Return a storage as a tensor without values."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
-    return _Storage(key, dtype)
+    return SavedTensor(key, dtype, shape=(0,), strides=(1,), offset=0)
 
 
-def _rebuild(storage: _Storage, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
+def _rebuild(storage: SavedTensor, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
     """Replaces torch's functions that build a tensor on a storage. One of them is called with the tensor's type."""
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, SavedTensor):
         raise ValueError("a tensor has no storage")
     ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
     if len(extents) != len(steps):
@@ -209,18 +191,15 @@ def _rebuild(storage: _Storage, offset: int, shape: Any, strides: Any, *others: 
     return SavedTensor(storage.key, dtype, extents, steps, first)
 
 
-def _rebuild_parameter(data: SavedTensor, *_: object) -> SavedTensor:
-    return data
-
-
 _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
     ("torch", "Size"): size_of,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch.storage", "UntypedStorage"): torch.uint8,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    ("torch", "UntypedStorage"): torch.uint8,
+    **{("torch", name): dtype for name, dtype in _storage_type_to_dtype_map().items()},
     **_DTYPES,
 }
 
@@ -257,13 +236,12 @@ def read_index(directory: Path) -> tuple[dict[str, TensorIndex], dict[str, Mappe
     index_file = place.file(METADATA_FILE)
     if index_file is None:
         raise ModelFileError(f"{path} is missing: copy the whole directory")
-    with index_file.open() as file:
-        found = read_pickle(
-            file,
-            where=str(path),
-            trusted=_TRUSTED_IN_INDEX,
-            opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
-        )
+    found = read_pickle(
+        index_file.read_bytes(MAX_INDEX_BYTES),
+        where=str(path),
+        trusted=_TRUSTED_IN_INDEX,
+        opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
+    )
     if not isinstance(found, _Metadata):
         raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
     try:
