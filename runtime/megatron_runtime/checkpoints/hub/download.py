@@ -118,7 +118,7 @@ def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
         own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
         progress = _silent if include else each_tenth(lambda *counts: _log_progress(reference, *counts))
-        _Fetch(api, reference, directory, own, progress, blobs=blobs).run(include, listing)
+        _Fetch(api, reference, listing, directory, own, progress, blobs=blobs).run(include)
     if not reference.commit:
         branch.parent.mkdir(parents=True, exist_ok=True)
         _write_own(branch, commit)
@@ -150,7 +150,8 @@ def fetch(
 
     Raises HubError, HubUnavailableError, OSError.
     """
-    return _Fetch(api, reference, directory, directory, progress, wait=wait).run(include)
+    listing = api.list(reference, wait=wait or time.sleep)
+    return _Fetch(api, reference, listing, directory, directory, progress, wait=wait).run(include)
 
 
 @dataclass(slots=True)
@@ -165,6 +166,7 @@ class _Fetch:
 
     api: HubApi
     reference: Reference
+    listing: Listing
     directory: Path
     own: Path
     progress: Progress
@@ -176,12 +178,11 @@ class _Fetch:
     stop: threading.Event = field(default_factory=threading.Event, init=False)
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def run(self, include: Sequence[str], listing: Listing | None = None) -> Manifest:
-        """Fetch the files that match `include`. listing: of the hub, if known. Raises as fetch() does."""
-        reference = self.reference
+    def run(self, include: Sequence[str]) -> Manifest:
+        """Fetch the files that match `include`. Raises as fetch() does."""
+        reference, listing = self.reference, self.listing
         self.own.mkdir(parents=True, exist_ok=True)
         with _locked(self.own):
-            listing = listing or self.api.list(reference, wait=self.wait or time.sleep)
             wanted = choose(listing.files, include)
             _require_apart(wanted, reference)
             if not wanted:
@@ -200,7 +201,7 @@ class _Fetch:
             free = shutil.disk_usage(self.own).free
             if needed > free:
                 raise OSError(f"no space left on device: {self.own} has {free} bytes free, {needed} are to be fetched")
-            held = known | self._get_all(missing, listing)
+            held = known | self._get_all(missing)
             found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
             _write_own(self.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
             # A file of an earlier revision that this revision does not have would be taken for a part of the model.
@@ -209,10 +210,10 @@ class _Fetch:
             shutil.rmtree(self.own / _PARTIAL_DIRECTORY, ignore_errors=True)
             return found
 
-    def _get_all(self, files: Sequence[RemoteFile], listing: Listing) -> dict[str, dict[str, Any]]:
+    def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
         """Return sha256 and size by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
-            transfers = {pool.submit(self._get, file, listing): file for file in files}
+            transfers = {pool.submit(self._get, file): file for file in files}
             try:
                 return {
                     transfers[done].path: {"sha256": done.result(), "size": transfers[done].size}
@@ -223,7 +224,7 @@ class _Fetch:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _get(self, file: RemoteFile, listing: Listing) -> str:
+    def _get(self, file: RemoteFile) -> str:
         """Return the sha256 of a file, which is transferred unless its content is there."""
         target = self._content(file)
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
@@ -234,7 +235,7 @@ class _Fetch:
         if digest is not None:
             self._received(file.size)
         else:
-            digest = self._transfer(file, listing, partial)
+            digest = self._transfer(file, partial)
             partial.replace(target)
         if self.blobs is not None:
             path, link = _inside(self.directory, file.path), partial.with_suffix(".link")
@@ -248,7 +249,7 @@ class _Fetch:
         """Return the path of the content of `file`. Raises HubError if a link leads elsewhere."""
         return _inside(self.directory, file.path) if self.blobs is None else _inside(self.blobs, file.digest)
 
-    def _transfer(self, file: RemoteFile, listing: Listing, partial: Path) -> str:
+    def _transfer(self, file: RemoteFile, partial: Path) -> str:
         """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred again once.
 
         partial: holds the bytes received so far; bytes of an earlier process are not transferred again.
@@ -258,7 +259,7 @@ class _Fetch:
             content.read(partial)
             self._received(content.size)
         for _ in range(2):
-            self._append(file, listing, content, partial)
+            self._append(file, content, partial)
             if content.is_right:
                 return content.sha256
             partial.unlink()
@@ -266,11 +267,11 @@ class _Fetch:
             wrong, content = content, _Content(file)
             _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
         raise WrongContentError(
-            f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, "
+            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice with digest {wrong.digest}, "
             f"the hub lists {file.digest}: a proxy or the network changes it"
         )
 
-    def _append(self, file: RemoteFile, listing: Listing, content: _Content, partial: Path) -> None:
+    def _append(self, file: RemoteFile, content: _Content, partial: Path) -> None:
         """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         failures = 0
@@ -278,7 +279,7 @@ class _Fetch:
             while content.size < file.size:
                 before = content.size
                 try:
-                    self._receive(file, listing, content, out)
+                    self._receive(file, content, out)
                 except HubUnavailableError as error:
                     gained = content.size - before
                     failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
@@ -291,11 +292,11 @@ class _Fetch:
             # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
             os.fsync(out.fileno())
 
-    def _receive(self, file: RemoteFile, listing: Listing, content: _Content, out: BinaryIO) -> None:
+    def _receive(self, file: RemoteFile, content: _Content, out: BinaryIO) -> None:
         """Write what one connection transfers."""
         clock = self.api.clock
         since, arrived = clock(), 0
-        with self.api.open(listing, file, start=content.size) as pieces:
+        with self.api.open(self.listing, file, start=content.size) as pieces:
             for piece in pieces:
                 out.write(piece)
                 content.add(piece)
