@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
-from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
 from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
 from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
@@ -49,7 +49,7 @@ def _read_all(checkpoint: Checkpoint) -> None:
 def _gguf(data: bytes) -> None:
     path = Path("model.gguf")
     path.write_bytes(data)
-    read_gguf_metadata(path)
+    read_gguf_header(path, vocabulary=True)
     _read_all(GGUFCheckpoint(path))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, QuantizedTensor, dequantize
-from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_index
+from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_header
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
@@ -79,7 +79,7 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         file = ModelFile(path)
         self._file = MappedFile(file)
-        metadata, index = read_gguf_index(path)
+        metadata, index = read_gguf_header(path, vocabulary=False)
         _require_whole(path, index, file.status().st_size)
         infos = {info.name: info for info in index}
         architecture = metadata.get("general.architecture")

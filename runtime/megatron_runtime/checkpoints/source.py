@@ -39,10 +39,8 @@ class StoredModel:
     @property
     def location(self) -> Path:
         """The file or directory of the tokenizer."""
-        above = self.path.parent
-        if self.format == "TorchDist" and ModelDirectory(above).file("tokenizer.json") is not None:
-            return above
-        return self.path
+        found = find_beside(self, "tokenizer.json")
+        return self.path if found is None else found.path.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
