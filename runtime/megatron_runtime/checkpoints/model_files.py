@@ -33,6 +33,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
 """Limits of the JSON document in such a file: an element takes up to a hundred bytes of memory when parsed."""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
+MAX_AXES, _MAX_EXTENT = 16, 1 << 63
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _OPENED = Path("/proc/self/fd")
@@ -75,6 +76,15 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
     if not isinstance(values, dict):
         raise ModelFileError(f"{where} holds {type(values).__name__}: want a JSON object")
     return values
+
+
+def size_of(values: Any = ()) -> tuple[int, ...]:
+    """Return the shape, or the first values on each axis, that a file states. Raises ValueError."""
+    if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
+        raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
+    if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXTENT for value in values):
+        raise ValueError("a shape has an extent that is not a whole number of 63 bits")
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

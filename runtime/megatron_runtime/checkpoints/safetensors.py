@@ -14,18 +14,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
+    MAX_AXES,
     MAX_INDEX_BYTES,
     MAX_INDEX_ELEMENTS,
     ModelDirectory,
     ModelFile,
     ModelFileError,
     parse_json,
+    size_of,
 )
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
@@ -38,7 +40,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 8
 _SIZE_BYTES = 8
-_MAX_AXES = 8
 _MAX_END_TOKENS = 1024
 
 
@@ -151,30 +152,24 @@ def _read_header(found: ModelFile) -> dict[str, _Entry]:
 def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
     """Return type and shape of a tensor, and its first byte after the header."""
     fields = fields if isinstance(fields, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (isinstance(dtype, str) and _are_sizes(shape, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
+    dtype = fields.get("dtype")
+    try:
+        shape, (start, stop) = size_of(fields.get("shape")), size_of(fields.get("data_offsets"))
+        if not isinstance(dtype, str):
+            raise ValueError(f"{shown(dtype)} is not a dtype")
+    except ValueError as error:
         raise ModelFileError(
-            f"{where} needs a dtype, a shape of at most {_MAX_AXES} whole numbers and two data_offsets in its header: "
+            f"{where} needs a dtype, a shape of at most {MAX_AXES} whole numbers and two data_offsets in its header: "
             "write the file again"
-        )
+        ) from error
     if dtype not in _DTYPES:
         raise UnsupportedModelError(f"{where} has type {escaped(dtype)}: supported are {', '.join(_DTYPES)}")
-    kind = TensorKind(tuple(shape), _DTYPES[dtype])
-    start, stop = offsets
+    kind = TensorKind(shape, _DTYPES[dtype])
     if stop - start != num_bytes(kind):
         raise ModelFileError(
             f"{where} has {stop - start} bytes, its shape {kind.shape} in {dtype} asks for {num_bytes(kind)}"
         )
     return kind, start
-
-
-def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
-    """Return whether `values` is a list of at most `most` whole numbers of 63 bits."""
-    return (
-        isinstance(values, list)
-        and len(values) <= most
-        and all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values)
-    )
 
 
 def _is_token_id(value: object) -> bool:

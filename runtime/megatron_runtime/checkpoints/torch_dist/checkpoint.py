@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, product
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +18,6 @@ from megatron_runtime.checkpoints.torch_dist.configuration import COMMON_FILE, a
 from megatron_runtime.checkpoints.torch_dist.names import (
     EMBEDDING,
     HEAD,
-    Piece,
     Stored,
     find_layout,
     layout_for,
@@ -82,41 +81,34 @@ class TorchDistCheckpoint(Checkpoint):
         """Return a copy of the tensor, or of a part of it."""
         piece, dtype = self._pieces[name], self.kinds[name].dtype
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
-        rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
-        out = torch.empty(len(rows), len(columns[0]) if columns else 1, dtype=dtype)
-        filled = self._fill(out, piece, rows=rows, columns=columns[0] if columns else range(1))
+        wanted = [range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True)]
+        out = torch.empty(*map(len, wanted), dtype=dtype)
+        out_bytes = out.view(torch.uint8).view(*out.shape, dtype.itemsize)
+        filled = at = 0
+        for first, count in piece.rows:
+            # In the stored tensor, these rows of the piece begin `shift` rows later.
+            shift, rows = first - at, _overlap(wanted[0], range(at, at + count))
+            at += count
+            box = (range(rows.start + shift, rows.stop + shift), *wanted[1:])
+            origin = (wanted[0].start + shift, *(axis.start for axis in wanted[1:]))
+            for chunk in self._chunks[piece.key].get(piece.index, ()) if rows else ():
+                held = chunk.box[len(piece.index) :]
+                common = [_overlap(axis, other) for axis, other in zip(box, held, strict=True)]
+                if all(common):
+                    source = self._values(chunk, piece.index, dtype)[_slices(common, [axis.start for axis in held])]
+                    out_bytes[_slices(common, origin)] = source
+                    filled += source.numel()
         if filled != out.nbytes:
             raise ModelFileError(
                 f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
             )
-        return out if columns else out.view(-1)
-
-    def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
-        """Copy `rows` and `columns` of the piece to `out`; return the number of bytes."""
-        filled = at = 0
-        size, data = out.itemsize, out.view(torch.uint8)
-        for first, count in piece.rows:
-            # In the stored tensor, these rows of the piece begin `shift` rows later.
-            shift, own = first - at, _overlap(rows, range(at, at + count))
-            at += count
-            for chunk in self._chunks[piece.key].get(piece.index, ()) if own else ():
-                # A vector has one column.
-                held_rows, held_columns, *_ = *chunk.box[len(piece.index) :], range(1)
-                down = _overlap(range(own.start + shift, own.stop + shift), held_rows)
-                across = _overlap(columns, held_columns)
-                if not down or not across:
-                    continue
-                source = self._values(chunk, piece.index, out.dtype).view(len(held_rows), -1)[
-                    down.start - held_rows.start : down.stop - held_rows.start,
-                    (across.start - held_columns.start) * size : (across.stop - held_columns.start) * size,
-                ]
-                top, left = down.start - shift - rows.start, across.start - columns.start
-                data[top : top + len(down), left * size : (left + len(across)) * size] = source
-                filled += source.numel()
-        return filled
+        return out
 
     def _values(self, chunk: Chunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes. Raises ModelFileError for another type."""
+        """Return the bytes of a chunk at one index of the leading axes, a last axis for those of each value.
+
+        Raises ModelFileError for another type.
+        """
         file = self._files[chunk.file]
         if chunk not in self._saved:
             saved = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
@@ -134,6 +126,11 @@ class TorchDistCheckpoint(Checkpoint):
 def _overlap(one: range, other: range) -> range:
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
+
+
+def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices that select `box` in a tensor whose first value is at `origin`."""
+    return tuple(slice(axis.start - first, axis.stop - first) for axis, first in zip(box, origin, strict=True))
 
 
 def _chunks_by_place(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[Chunk]]:

@@ -29,8 +29,9 @@ from megatron_runtime.checkpoints.model_files import (
     ModelFileError,
     UnsafeNameError,
     require_safe_name,
+    size_of,
 )
-from megatron_runtime.checkpoints.safe_unpickler import Opaque, UnsafePickleError, ordered_dict, read_pickle, size_of
+from megatron_runtime.checkpoints.safe_unpickler import Opaque, UnsafePickleError, ordered_dict, read_pickle
 from megatron_runtime.protocol.text import shown
 
 METADATA_FILE = ".metadata"
@@ -74,13 +75,13 @@ class SavedTensor:
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
-        """Return the values as bytes, a view of the file if rows are contiguous there. The last axis counts bytes.
+        """Return a view of the file with the bytes of each value, uint8 [*shape, itemsize].
 
         The address of a value in a file need not be a multiple of its size, hence bytes.
         """
         size = self.dtype.itemsize
         storage = file.piece(self.at + self.offset * size, self.span * size)
-        return storage.as_strided((*self.shape, size), (*(stride * size for stride in self.strides), 1)).flatten(-2)
+        return storage.as_strided((*self.shape, size), (*(stride * size for stride in self.strides), 1))
 
 
 @dataclass(frozen=True, slots=True)
