@@ -41,7 +41,8 @@ class UnusableWeightsError(ValueError):
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. Raises UnsupportedModelError and the errors of the format."""
     if isinstance(source, ModelInMemory):
-        return source.checkpoint
+        checkpoint: Checkpoint = source.checkpoint
+        return checkpoint
     return _FORMATS[source.format](source.path)
 
 

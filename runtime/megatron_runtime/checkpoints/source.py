@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
 from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
-from megatron_runtime.models.tensors import Checkpoint
 from megatron_runtime.protocol.text import shown
 
 BUILTIN_PREFIX = "builtin:"
@@ -48,7 +47,7 @@ class StoredModel:
 class ModelInMemory:
     """A model in the memory of the program: a Checkpoint, and its name in messages."""
 
-    checkpoint: Checkpoint
+    checkpoint: Any  # servers import this module, and the protocol's module names torch in its types
     name: str
     format: ClassVar[str] = "memory"
 
