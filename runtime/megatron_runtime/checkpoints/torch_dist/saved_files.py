@@ -84,41 +84,49 @@ class SavedTensor:
         return storage.as_strided((*self.shape, size), (*(stride * size for stride in self.strides), 1))
 
 
-@dataclass(frozen=True, slots=True)
 class SavedArchive:
-    """An archive that torch.save() wrote.
+    """An archive that torch.save() wrote. Raises ModelFileError if it is another one.
 
-    view:   the file up to the end of the archive.
-    start:  first byte of the archive in the file.
-    prefix: of the names of its entries.
+    view:  the file up to the end of the archive: a zip file is read from its end, and may have other data before it.
+    start: first byte of the archive in the file.
+    where: its name in errors.
     """
 
-    view: mmap.mmap
-    start: int
-    entries: zipfile.ZipFile
-    prefix: str
-    where: str
+    def __init__(self, view: mmap.mmap, start: int, where: str) -> None:
+        # zipfile reads the directory of an archive as a whole, with the size that the archive states.
+        end = zipfile._EndRecData(view)  # type: ignore[attr-defined]
+        if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
+            raise ModelFileError(
+                f"{where} has a directory of {end[zipfile._ECD_SIZE]} bytes: "  # type: ignore[attr-defined]
+                f"at most {MAX_METADATA_BYTES} are read"
+            )
+        self._entries = zipfile.ZipFile(view)  # type: ignore[call-overload]
+        pickled = next((name for name in self._entries.namelist() if name.endswith("/data.pkl")), None)
+        if pickled is None:
+            raise ModelFileError(f"{where} was not written by torch.save(): it has no data.pkl")
+        self._prefix = pickled.removesuffix("data.pkl")
+        self._view, self._start, self._where = view, start, where
 
     def pickle(self) -> bytes:
         """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than any index."""
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
-            raise ModelFileError(f"{self.where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
-        data = self.view[at : at + size]
-        if zlib.crc32(data) != self.entries.getinfo(f"{self.prefix}data.pkl").CRC:
+            raise ModelFileError(f"{self._where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
+        data = self._view[at : at + size]
+        if zlib.crc32(data) != self._entries.getinfo(f"{self._prefix}data.pkl").CRC:
             raise zipfile.BadZipFile("the checksum of its pickle is wrong")
         return data
 
     def find(self, name: str) -> tuple[int, int]:
         """Return first byte and size of an entry in the file. Raises ModelFileError if it is compressed."""
-        entry = self.entries.getinfo(self.prefix + name)
+        entry = self._entries.getinfo(self._prefix + name)
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise ModelFileError(f"{self.where} is compressed: save the checkpoint without compression")
-        if entry.header_offset < self.start:
+            raise ModelFileError(f"{self._where} is compressed: save the checkpoint without compression")
+        if entry.header_offset < self._start:
             raise zipfile.BadZipFile(f"entry {shown(name)} is outside of the archive")
-        lengths = struct.unpack_from("<HH", self.view, entry.header_offset + _LENGTHS_AT)
+        lengths = struct.unpack_from("<HH", self._view, entry.header_offset + _LENGTHS_AT)
         at = entry.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
-        if at + entry.file_size > len(self.view):
+        if at + entry.file_size > len(self._view):
             raise zipfile.BadZipFile(f"entry {shown(name)} is outside of the archive")
         return at, entry.file_size
 
@@ -132,30 +140,14 @@ def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int 
     Raises ModelFileError, also for errors in the block.
     """
     try:
-        # A zip file is read from its end, and may have other data before it.
         with stored.open() as file, mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as view:
-            _require_small_directory(view, where)
-            entries = zipfile.ZipFile(view)  # type: ignore[call-overload]
-            pickled = next((name for name in entries.namelist() if name.endswith("/data.pkl")), None)
-            if pickled is None:
-                raise ModelFileError(f"{where} was not written by torch.save(): it has no data.pkl")
-            yield SavedArchive(view, start, entries, pickled.removesuffix("data.pkl"), where)
+            yield SavedArchive(view, start, where)
     except ModelFileError:
         raise
     except _ZIP_ERRORS as error:
         raise ModelFileError(
             f"{where} is damaged: {shown(str(error))}; copy the file again from where it was saved"
         ) from error
-
-
-def _require_small_directory(view: mmap.mmap, where: str) -> None:
-    """Limit the directory of an archive: zipfile reads it as a whole, with the size that the archive states."""
-    end = zipfile._EndRecData(view)  # type: ignore[attr-defined]
-    if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
-        raise ModelFileError(
-            f"{where} has a directory of {end[zipfile._ECD_SIZE]} bytes: "  # type: ignore[attr-defined]
-            f"at most {MAX_METADATA_BYTES} are read"
-        )
 
 
 def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
