@@ -273,9 +273,8 @@ class _Fetch:
 
     def _append(self, file: RemoteFile, content: _Content, partial: Path) -> None:
         """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         failures = 0
-        with os.fdopen(os.open(partial, flags, 0o644), "ab", 0) as out:
+        with os.fdopen(_open_own(partial, os.O_APPEND), "ab", 0) as out:
             while content.size < file.size:
                 before = content.size
                 try:
