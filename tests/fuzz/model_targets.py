@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import shutil
 import struct
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
-from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
 from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
 from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
@@ -50,7 +49,7 @@ def _read_all(checkpoint: Checkpoint) -> None:
 def _gguf(data: bytes) -> None:
     path = Path("model.gguf")
     path.write_bytes(data)
-    read_gguf_metadata(path)
+    read_gguf_header(path, vocabulary=True)
     _read_all(GGUFCheckpoint(path))
 
 
@@ -123,7 +122,7 @@ def _saved_tensor(data: bytes) -> None:
 
 def _pickle(data: bytes) -> None:
     read_pickle(
-        io.BytesIO(data),
+        data,
         where="the input",
         trusted=_TRUSTED,
         opaque=lambda module, name: True,

@@ -57,8 +57,8 @@ class Signature:
     digest: str
 
 
-class VerifiedCheckpoint:
-    """Implements Checkpoint over another, and validates the tensors that are read.
+class VerifiedCheckpoint(Checkpoint):
+    """Another checkpoint, whose tensors are validated as they are read.
 
     read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
     may read different tensors.

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES
 from megatron_runtime.checkpoints.safetensors import num_bytes, write_safetensors
 from megatron_runtime.checkpoints.source import ModelSource, find_beside, resolve
+from megatron_runtime.checkpoints.torch_dist.checkpoint import write_torch_dist
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
@@ -80,9 +81,6 @@ def convert(
 
     with new_directory(directory, replace=replace) as partial:
         if to == "torch_dist":
-            # torch.distributed.checkpoint takes half a second to import.
-            from megatron_runtime.checkpoints.torch_dist.writer import write_torch_dist
-
             write_torch_dist(checkpoint, partial, written=written)
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
@@ -95,21 +93,16 @@ def convert(
         write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
-class _OfType:
-    """Implements Checkpoint over another with dense tensors, which have the type `dtype` if one is given."""
+class _OfType(Checkpoint):
+    """Another checkpoint with dense tensors, which have the type `dtype` if one is given."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
         self.config = checkpoint.config
-        self.kinds: Mapping[str, TensorKind] = {
-            name: TensorKind(kind.shape, dtype or kind.dtype) for name, kind in checkpoint.kinds.items()
-        }
+        self.kinds = {name: TensorKind(kind.shape, dtype or kind.dtype) for name, kind in checkpoint.kinds.items()}
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         return self._checkpoint.read(name, part).to(self.kinds[name].dtype)
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
-        return None
 
 
 def write_text_files(

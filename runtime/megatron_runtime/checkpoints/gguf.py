@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, QuantizedTensor, dequantize
-from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_index
+from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_header
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.config_fields import Fields, scaling_of_factors
 from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _FACTORS = "rope_freqs.weight"
@@ -64,22 +64,14 @@ class _Entry:
     paired_heads: int | None = None
     less: float = 0.0
 
-    @property
-    def row_bytes(self) -> int:
-        return _num_bytes(self.kind, self.shape[-1:])
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.kind, self.shape)
-
-
-class GGUFCheckpoint:
-    """Implements Checkpoint for a .gguf file. The constructor reads the header."""
+class GGUFCheckpoint(Checkpoint):
+    """The weights in a .gguf file. The constructor reads the header."""
 
     def __init__(self, path: Path) -> None:
         file = ModelFile(path)
         self._file = MappedFile(file)
-        metadata, index = read_gguf_index(path)
+        metadata, index = read_gguf_header(path, vocabulary=False)
         _require_whole(path, index, file.status().st_size)
         infos = {info.name: info for info in index}
         architecture = metadata.get("general.architecture")
@@ -112,7 +104,7 @@ class GGUFCheckpoint:
         """Return float32 values; F16 and BF16 tensors keep their type."""
         entry = self._entries[name]
         if len(entry.shape) == 1:
-            values = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape)
+            values = self._whole(entry)
             return (values - entry.less if entry.less else values)[part]
         rows = self._rows(entry, part[:1])
         values = dequantize(entry.kind, rows, (len(rows), entry.shape[1]))
@@ -140,21 +132,23 @@ class GGUFCheckpoint:
                 f"tensor {_FACTORS!r} of {self._file.file.path} has shape {info.shape} and type number {info.kind}: "
                 f"want one value for each of {config.head_dim // 2} pairs"
             )
-        data = self._file.piece(info.offset, _num_bytes(info.kind, info.shape))
-        factors = dequantize(info.kind, data, info.shape).tolist()
-        where = str(self._file.file.path)
+        factors, where = self._whole(info).tolist(), str(self._file.file.path)
         scaling = scaling_of_factors(factors, theta=config.rope_theta, head_dim=config.head_dim, where=where)
         return replace(config, rope_scaling=scaling)
 
+    def _whole(self, place: _Entry | GGUFTensorInfo) -> torch.Tensor:
+        """Return the values of a tensor as they are stored."""
+        data = self._file.piece(place.offset, _num_bytes(place.kind, place.shape))
+        return dequantize(place.kind, data, place.shape)
+
     def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
         """Return the blocks of some rows, uint8 [rows, bytes per row], in the order of transformers."""
-        start, stop, _ = (part or (slice(None),))[0].indices(entry.shape[0])
+        count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
+        start, stop, _ = (part or (slice(None),))[0].indices(count)
         if entry.paired_heads is None:
-            piece = self._file.piece(entry.offset + start * entry.row_bytes, (stop - start) * entry.row_bytes)
-            return piece.view(stop - start, entry.row_bytes)
-        order = torch.arange(entry.shape[0]).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
-        blocks = self._file.piece(entry.offset, entry.num_bytes).view(entry.shape[0], entry.row_bytes)
-        return blocks[order[start:stop]]
+            return self._file.piece(entry.offset + start * row_bytes, (stop - start) * row_bytes).view(-1, row_bytes)
+        order = torch.arange(count).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
+        return self._file.piece(entry.offset, count * row_bytes).view(count, row_bytes)[order[start:stop]]
 
 
 def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderModel, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES, config_from_hf
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 
 def model_in_memory(model: Any) -> ModelInMemory:
@@ -33,8 +33,8 @@ def model_in_memory(model: Any) -> ModelInMemory:
     )
 
 
-class TensorsInMemory:
-    """Implements Checkpoint over tensors by their transformers names."""
+class TensorsInMemory(Checkpoint):
+    """Tensors by their transformers names."""
 
     def __init__(self, config: ModelConfig, held: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -43,9 +43,6 @@ class TensorsInMemory:
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         return self._held[name][part]
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
-        return None
 
 
 def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:

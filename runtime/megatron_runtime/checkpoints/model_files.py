@@ -33,6 +33,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
 """Limits of the JSON document in such a file: an element takes up to a hundred bytes of memory when parsed."""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
+MAX_AXES, _MAX_EXTENT = 16, 1 << 63
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _OPENED = Path("/proc/self/fd")
@@ -75,6 +76,15 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
     if not isinstance(values, dict):
         raise ModelFileError(f"{where} holds {type(values).__name__}: want a JSON object")
     return values
+
+
+def size_of(values: Any = ()) -> tuple[int, ...]:
+    """Return the shape, or the first values on each axis, that a file states. Raises ValueError."""
+    if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
+        raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
+    if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXTENT for value in values):
+        raise ValueError("a shape has an extent that is not a whole number of 63 bits")
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +138,6 @@ class ModelFile:
         """Return the JSON object in the file. Raises ModelFileError, OSError."""
         return parse_json(self.read_bytes(), where=str(self.path))
 
-    def read_index(self) -> dict[str, Any]:
-        """Return the JSON object in a file that lists every tensor of a model. Raises ModelFileError, OSError."""
-        return parse_json(self.read_bytes(MAX_INDEX_BYTES), where=str(self.path), elements=MAX_INDEX_ELEMENTS)
-
     def _target(self) -> str:
         """Return the path of the file after links, which is inside the root."""
         if self.root is None:
@@ -141,12 +147,17 @@ class ModelFile:
         return target
 
     def _require_inside(self, target: str) -> None:
-        assert self.root is not None
-        if _is_inside(Path(target), self.root):
+        root, path = self.root, Path(target)
+        assert root is not None
+        if path.is_relative_to(root):
+            return
+        # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
+        is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
+        if is_snapshot and path.parent == root.parent.parent / "blobs" and _COMMIT.fullmatch(path.name):
             return
         link = "a link to " if self.path.is_symlink() else ""
         raise ModelFileError(
-            f"{self.path} is {link}{shown(target)}, outside of the model directory {self.root}: it is not read; "
+            f"{self.path} is {link}{shown(target)}, outside of the model directory {root}: it is not read; "
             "put the file itself into the directory"
         )
 
@@ -191,11 +202,3 @@ class ModelDirectory:
         """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
         return [found for name in named if (found := self.file(name)) is not None]
-
-
-def _is_inside(target: Path, root: Path) -> bool:
-    if target.is_relative_to(root):
-        return True
-    # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
-    is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
-    return is_snapshot and target.parent == root.parent.parent / "blobs" and _COMMIT.fullmatch(target.name) is not None

@@ -13,15 +13,14 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
-from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, ModelFileError
+from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
 """(module, name) in the pickle -> the object to use for it."""
 
-MAX_AXES = 16
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
 """Opcodes that allocate the size they state, build integers of megabytes, or read tables of this process."""
@@ -50,14 +49,14 @@ class Opaque:
 
 
 def read_pickle(
-    file: IO[bytes],
+    data: bytes,
     *,
     where: str,
     trusted: Globals,
     opaque: Callable[[str, str], bool] = lambda module, name: False,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the object in the pickle in `file`.
+    """Return the object in the pickle `data`, whose size the caller limits.
 
     where:      name of the file in errors.
     trusted:    classes and functions that the pickle may use.
@@ -66,9 +65,6 @@ def read_pickle(
 
     Raises UnsafePickleError.
     """
-    data = file.read(MAX_INDEX_BYTES + 1)
-    if len(data) > MAX_INDEX_BYTES:
-        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is not an index of a checkpoint")
     try:
         return _Reader(data, where, trusted, opaque, persistent).load()
     except UnsafePickleError:
@@ -77,15 +73,6 @@ def read_pickle(
         raise UnsafePickleError(
             f"{where} is damaged or not a supported pickle: {type(error).__name__} {shown(str(error))}"
         ) from error
-
-
-def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Replaces torch.Size in a table of trusted names. Raises ValueError for an invalid shape."""
-    if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
-        raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
-    if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE for value in values):
-        raise ValueError("a shape has an extent that is not a whole number of 63 bits")
-    return tuple(values)
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:

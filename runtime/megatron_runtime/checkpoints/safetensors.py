@@ -10,39 +10,36 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
+    MAX_AXES,
     MAX_INDEX_BYTES,
     MAX_INDEX_ELEMENTS,
     ModelDirectory,
     ModelFile,
     ModelFileError,
     parse_json,
+    size_of,
 )
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WRITTEN = {dtype: name for name, dtype in _DTYPES.items()} | {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 8
 _SIZE_BYTES = 8
-_MAX_AXES = 8
 _MAX_END_TOKENS = 1024
 
 
@@ -53,8 +50,8 @@ class _Entry:
     offset: int
 
 
-class SafetensorsCheckpoint:
-    """Implements Checkpoint for a directory. The constructor reads config.json and the headers of all files."""
+class SafetensorsCheckpoint(Checkpoint):
+    """The weights in a directory. The constructor reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -79,9 +76,6 @@ class SafetensorsCheckpoint:
         # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
-        return None
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -116,7 +110,8 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
-    listed = index.read_index().get("weight_map")
+    data = index.read_bytes(MAX_INDEX_BYTES)
+    listed = parse_json(data, where=str(index.path), elements=MAX_INDEX_ELEMENTS).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelFileError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
@@ -157,30 +152,24 @@ def _read_header(found: ModelFile) -> dict[str, _Entry]:
 def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
     """Return type and shape of a tensor, and its first byte after the header."""
     fields = fields if isinstance(fields, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (isinstance(dtype, str) and _are_sizes(shape, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
+    dtype = fields.get("dtype")
+    try:
+        shape, (start, stop) = size_of(fields.get("shape")), size_of(fields.get("data_offsets"))
+        if not isinstance(dtype, str):
+            raise ValueError(f"{shown(dtype)} is not a dtype")
+    except ValueError as error:
         raise ModelFileError(
-            f"{where} needs a dtype, a shape of at most {_MAX_AXES} whole numbers and two data_offsets in its header: "
+            f"{where} needs a dtype, a shape of at most {MAX_AXES} whole numbers and two data_offsets in its header: "
             "write the file again"
-        )
+        ) from error
     if dtype not in _DTYPES:
         raise UnsupportedModelError(f"{where} has type {escaped(dtype)}: supported are {', '.join(_DTYPES)}")
-    kind = TensorKind(tuple(shape), _DTYPES[dtype])
-    start, stop = offsets
+    kind = TensorKind(shape, _DTYPES[dtype])
     if stop - start != num_bytes(kind):
         raise ModelFileError(
             f"{where} has {stop - start} bytes, its shape {kind.shape} in {dtype} asks for {num_bytes(kind)}"
         )
     return kind, start
-
-
-def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
-    """Return whether `values` is a list of at most `most` whole numbers of 63 bits."""
-    return (
-        isinstance(values, list)
-        and len(values) <= most
-        and all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values)
-    )
 
 
 def _is_token_id(value: object) -> bool:
@@ -235,10 +224,11 @@ def num_bytes(kind: TensorKind) -> int:
 
 def _header(kinds: Mapping[str, TensorKind]) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    type_names = {dtype: name for name, dtype in _DTYPES.items()}
     at = 0
     for name, kind in kinds.items():
         start, at = at, at + num_bytes(kind)
-        fields[name] = {"dtype": _WRITTEN[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
+        fields[name] = {"dtype": type_names[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

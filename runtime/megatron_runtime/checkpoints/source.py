@@ -39,17 +39,15 @@ class StoredModel:
     @property
     def location(self) -> Path:
         """The file or directory of the tokenizer."""
-        above = self.path.parent
-        if self.format == "TorchDist" and ModelDirectory(above).file("tokenizer.json") is not None:
-            return above
-        return self.path
+        found = find_beside(self, "tokenizer.json")
+        return self.path if found is None else found.path.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
     """A model in the memory of the program: a Checkpoint, and its name in messages."""
 
-    checkpoint: Any  # the protocol is declared where torch may be imported
+    checkpoint: Any  # servers import this module, and the protocol's module names torch in its types
     name: str
     format: ClassVar[str] = "memory"
 

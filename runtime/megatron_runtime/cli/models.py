@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readable_errors, transfer_bar
+
+if TYPE_CHECKING:
+    from megatron_runtime.checkpoints.hub.download import Progress
 
 
 @click.command()
@@ -79,51 +84,36 @@ def fetch(
     if verify is not None:
         if repository is not None:
             raise click.UsageError("--verify takes the directory itself: leave the repository out")
-        with _Bar("checking") as bar:
-            manifest = download.verify_directory(verify, progress=bar)
+        with _shown_progress("checking") as progress:
+            manifest = download.verify_directory(verify, progress=progress)
         click.echo(f"{len(manifest.files)} files of {manifest.repository}@{manifest.commit} are as they were fetched")
         return
     if repository is None or directory is None:
         raise click.UsageError("name a repository and a directory, or --verify DIRECTORY")
     reference = Reference.parse(repository)
-    with closing(HubApi(endpoint=endpoint, token=read_token(token_file))) as api, _Bar(str(reference)) as bar:
+    api = HubApi(endpoint=endpoint, token=read_token(token_file))
+    with closing(api), _shown_progress(str(reference)) as progress:
         try:
-            manifest = download.fetch(reference, directory, api=api, include=include, progress=bar)
+            manifest = download.fetch(reference, directory, api=api, include=include, progress=progress)
         except HubUnavailableError as error:
             click.echo(f"Error: {error}", err=True)
             raise SystemExit(os.EX_TEMPFAIL) from error
     click.echo(f"{directory} holds {len(manifest.files)} files of {manifest.repository}@{manifest.commit}")
 
 
-class _Bar:
-    """Shows Progress as a bar on a terminal, else as a line for every tenth of the download."""
+@contextmanager
+def _shown_progress(what: str) -> Iterator[Progress]:
+    """Show a download as a bar on a terminal, else as a line for every tenth of it."""
+    from rich.console import Console
 
-    def __init__(self, what: str) -> None:
-        from rich.console import Console
+    from megatron_runtime.checkpoints.hub.download import each_tenth
 
-        console = Console(stderr=True)
-        self._what = what
-        self._is_terminal = console.is_terminal
-        self._bar = transfer_bar(console=console, disable=not self._is_terminal)
-        self._task = self._bar.add_task(what, total=None)
-        self._size = self._done = self._tenths = 0
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def begin(self, *, files: int, size: int) -> None:
-        self._size = size
-        self._bar.update(self._task, total=size, description=f"{self._what}, {files} files")
-
-    def received(self, count: int) -> None:
-        self._done += count
-        self._bar.update(self._task, completed=self._done)
-        tenths = self._done * 10 // self._size if self._size else 10
-        if tenths > self._tenths:
-            self._tenths = tenths
-            if not self._is_terminal:
-                click.echo(f"{self._what}: {self._done} of {self._size} bytes", err=True)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield each_tenth(lambda done, size, files: click.echo(f"{what}: {done} of {size} bytes", err=True))
+        return
+    with transfer_bar(console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, size, files: bar.update(
+            task, completed=done, total=size, description=f"{what}, {files} files"
+        )

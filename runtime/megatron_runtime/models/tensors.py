@@ -31,14 +31,13 @@ class TensorKind:
 
 
 class Checkpoint(Protocol):
-    """A set of weights in any file format. The constructor reads headers only and rejects truncated files."""
+    """A set of weights in any file format. The constructor reads headers only and rejects truncated files.
 
-    @property
-    def config(self) -> ModelConfig: ...
+    kinds: of every tensor, by its transformers name and in the transformers layout. Each expert has its own tensors.
+    """
 
-    @property
-    def kinds(self) -> Mapping[str, TensorKind]:
-        """Every tensor by its transformers name and in the transformers layout. Each expert has its own tensors."""
+    config: ModelConfig
+    kinds: Mapping[str, TensorKind]
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
@@ -46,8 +45,10 @@ class Checkpoint(Protocol):
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         """Return a quantized matrix in its stored form, possibly a view of the file.
 
-        wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks.
+        wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks. The
+        default is for a format without quantized tensors.
         """
+        return None
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:

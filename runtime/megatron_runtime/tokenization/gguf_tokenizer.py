@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
@@ -71,7 +71,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     Raises ModelFileError if the file cannot be read, ValueError for an invalid field, and UnsupportedTokenizerError if
     its vocabulary is neither byte-level BPE nor SentencePiece, or if its pre-tokenizer is unknown.
     """
-    metadata = read_gguf_metadata(path)
+    metadata = read_gguf_header(path, vocabulary=True)[0]
     _check(metadata, path)
     pieces: list[str] = metadata.get(f"{_PREFIX}tokens", [])
     backend = _backend(metadata, pieces, path)

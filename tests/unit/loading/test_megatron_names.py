@@ -71,11 +71,11 @@ def test_each_row_of_a_stored_tensor_is_used_once(
     stored = stored_tensors(config, layout)
     taken: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for piece in pieces(config, layout):
-        assert piece.columns == stored[piece.key].columns
+        assert piece.columns == stored[piece.key].cell[1:]
         rows = taken.setdefault((piece.key, piece.index), [])
         rows += [row for first, count in piece.rows for row in range(first, first + count)]
     for (key, index), rows in taken.items():
-        assert sorted(rows) == list(range(stored[key].rows))
+        assert sorted(rows) == list(range(stored[key].cell[0]))
         assert all(at < extent for at, extent in zip(index, stored[key].grid, strict=True))
     assert {key for key, _ in taken} == set(stored)
 

@@ -183,8 +183,8 @@ def test_a_compressed_tensor_is_rejected(release: Path) -> None:
 def test_only_names_given_by_the_caller_are_trusted() -> None:
     data = pickle.dumps(Namespace(a=1))
     with pytest.raises(UnsafePickleError, match=r"argparse\.Namespace"):
-        read_pickle(io.BytesIO(data), where="it", trusted={})
-    assert read_pickle(io.BytesIO(data), where="it", trusted={("argparse", "Namespace"): Namespace}) == Namespace(a=1)
+        read_pickle(data, where="it", trusted={})
+    assert read_pickle(data, where="it", trusted={("argparse", "Namespace"): Namespace}) == Namespace(a=1)
 
 
 def opcodes(*pieces: bytes) -> bytes:
@@ -200,9 +200,9 @@ def test_a_pickle_sets_no_attributes_of_classes_and_functions() -> None:
     state = b"N}X\x06\x00\x00\x00__eq__Ns\x86b"
     for target in (NAMESPACE, b"cx\nfunction\n"):
         with pytest.raises(UnsafePickleError, match="no attributes that a pickle may set"):
-            read_pickle(io.BytesIO(opcodes(target, state)), where="it", trusted=trusted)
+            read_pickle(opcodes(target, state), where="it", trusted=trusted)
     assert Namespace(a=1) == Namespace(a=1)
-    found = read_pickle(io.BytesIO(opcodes(NAMESPACE, b")\x81", state)), where="it", trusted=trusted)
+    found = read_pickle(opcodes(NAMESPACE, b")\x81", state), where="it", trusted=trusted)
     assert vars(found) == {"__eq__": None}
 
 
@@ -221,19 +221,21 @@ def test_a_pickle_sets_no_attributes_of_classes_and_functions() -> None:
 def test_an_opcode_that_allocates_too_much_is_rejected(what: str, program: bytes) -> None:
     trusted = {("argparse", "Namespace"): Namespace}
     with pytest.raises(UnsafePickleError, match="it is damaged or not a supported pickle"):
-        read_pickle(io.BytesIO(opcodes(program)), where="it", trusted=trusted)
+        read_pickle(opcodes(program), where="it", trusted=trusted)
 
 
 def test_entries_under_keys_that_could_collide_are_left_out() -> None:
     data = pickle.dumps({"a": 1, 2: 3, (4, 5): 6, 1 << 80: 7, None: 8})
-    assert read_pickle(io.BytesIO(data), where="it", trusted={}) == {"a": 1, 2: 3}
+    assert read_pickle(data, where="it", trusted={}) == {"a": 1, 2: 3}
 
 
 def test_a_memo_index_of_four_billion_costs_nothing() -> None:
-    assert read_pickle(io.BytesIO(opcodes(b"Nr\xf0\xff\xff\xff")), where="it", trusted={}) is None
+    assert read_pickle(opcodes(b"Nr\xf0\xff\xff\xff"), where="it", trusted={}) is None
 
 
-def test_the_size_of_a_pickle_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_runtime.checkpoints.safe_unpickler.MAX_INDEX_BYTES", 100)
-    with pytest.raises(UnsafePickleError, match="it has more than 100 bytes"):
-        read_pickle(io.BytesIO(bytes(101)), where="it", trusted={})
+def test_the_size_of_a_pickle_is_limited(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_runtime.checkpoints.torch_dist.saved_files.MAX_INDEX_BYTES", 100)
+    with pytest.raises(ModelFileError, match=r"\.metadata has \d+ bytes: at most 100 are read"):
+        open_checkpoint(resolve(str(release)))
+    with pytest.raises(ModelFileError, match=r"common\.pt has a pickle of \d+ bytes: at most 100 are read"):
+        read_arguments(ModelFile(release / "common.pt"))

@@ -16,7 +16,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization.chat_template import ChatTemplate
@@ -43,7 +43,7 @@ def gguf() -> Path:
 @pytest.fixture(scope="module")
 def reference_encode(gguf: Path) -> Callable[[str], list[int]]:
     """Textbook BPE: digits alone, then GPT-2 words, then the lowest-ranked merge until none applies."""
-    metadata = read_gguf_metadata(gguf)
+    metadata = read_gguf_header(gguf, vocabulary=True)[0]
     ids = {piece: id_ for id_, piece in enumerate(metadata["tokenizer.ggml.tokens"])}
     ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(metadata["tokenizer.ggml.merges"])}
 
@@ -224,7 +224,7 @@ def test_malformed_gguf_names_the_file(tmp_path: Path, content: bytes, complaint
     file = tmp_path / "broken.gguf"
     file.write_bytes(content)
     with pytest.raises(ModelFileError, match=rf"broken\.gguf .*{complaint}"):
-        read_gguf_metadata(file)
+        read_gguf_header(file, vocabulary=True)
     with pytest.raises(TokenizerLoadError, match=complaint):
         load_tokenizer(str(file))
 

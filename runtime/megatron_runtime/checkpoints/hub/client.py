@@ -51,13 +51,11 @@ class HubError(ValueError):
 class HubUnavailableError(OSError):
     """The hub cannot be reached or is overloaded; a retry may help.
 
-    answered:    the hub was reached.
-    retry_after: seconds, if the hub named them.
+    retry_after: seconds that an overloaded hub names, 0 if it names none; None if no hub answers.
     """
 
-    def __init__(self, message: str, *, answered: bool = False, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.answered = answered
         self.retry_after = retry_after
 
 
@@ -160,7 +158,7 @@ class HubApi:
                     return parse_listing(self._read_listing(response, reference), reference, hub=self._endpoint)
             except HubUnavailableError as error:
                 failures += 1
-                if not error.answered or failures == MAX_ATTEMPTS:
+                if error.retry_after is None or failures == MAX_ATTEMPTS:
                     raise
                 pause(error, failures, wait)
 
@@ -298,8 +296,7 @@ def _require_success(response: httpx.Response, reference: Reference) -> None:
         after = response.headers.get("retry-after", "")
         raise HubUnavailableError(
             f"the hub is overloaded: {status} {reason} for {reference}",
-            answered=True,
-            retry_after=float(after) if after.isdecimal() else None,
+            retry_after=float(after) if after.isdecimal() else 0.0,
         )
     raise HubError(f"the hub answers {status} {reason} for {reference}")
 

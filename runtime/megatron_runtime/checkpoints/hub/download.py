@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from megatron_runtime.checkpoints.hub import hf_home
 from megatron_runtime.checkpoints.hub.client import (
@@ -69,37 +69,22 @@ class Manifest:
     files: dict[str, dict[str, Any]]
 
 
-class Progress(Protocol):
-    """Receives the progress of a download."""
-
-    def begin(self, *, files: int, size: int) -> None: ...
-
-    def received(self, count: int) -> None: ...
+Progress = Callable[[int, int, int], None]
+"""Called with the bytes received so far, the bytes of all files, and the number of files."""
 
 
-class _Silent:
-    def begin(self, *, files: int, size: int) -> None: ...
+def each_tenth(report: Progress) -> Progress:
+    """Return a Progress that calls `report` at the beginning and after each tenth of the bytes."""
+    reported = -1
 
-    def received(self, count: int) -> None: ...
+    def progress(done: int, size: int, files: int) -> None:
+        nonlocal reported
+        tenths = done * 10 // size if size else 10
+        if tenths > reported:
+            reported = tenths
+            report(done, size, files)
 
-
-class _Logged:
-    """Implements Progress; logs a line per tenth: an engine that fetches would look idle without them."""
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-        self._size = self._done = self._tenths = 0
-
-    def begin(self, *, files: int, size: int) -> None:
-        self._size = size
-        _log.info("fetching %s: %d files, %.1f GB", self._reference, files, size / 1e9)
-
-    def received(self, count: int) -> None:
-        self._done += count
-        tenths = self._done * 10 // max(self._size, 1)
-        if tenths > self._tenths:
-            self._tenths = tenths
-            _log.info("fetching %s: %d %% of %.1f GB", self._reference, tenths * 10, self._size / 1e9)
+    return progress
 
 
 def hub_cache() -> Path:
@@ -132,12 +117,21 @@ def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
         listing = listing or api.list(reference)
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
         own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
-        progress = _Silent() if include else _Logged(reference)
-        _Fetch(reference, _Place(directory, own, blobs), api, progress).run(include, listing)
+        progress = _silent if include else each_tenth(lambda *counts: _log_progress(reference, *counts))
+        _Fetch(api, reference, listing, directory, own, progress, blobs=blobs).run(include)
     if not reference.commit:
         branch.parent.mkdir(parents=True, exist_ok=True)
         _write_own(branch, commit)
     return directory
+
+
+def _silent(done: int, size: int, files: int) -> None: ...
+
+
+def _log_progress(reference: Reference, done: int, size: int, files: int) -> None:
+    """Log a line: an engine that fetches would look idle otherwise."""
+    percent = done * 100 // size if size else 100
+    _log.info("fetching %s: %d %% of %.1f GB in %d files", reference, percent, size / 1e9, files)
 
 
 def fetch(
@@ -146,7 +140,7 @@ def fetch(
     *,
     api: HubApi,
     include: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress = _silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
     """Fetch the files of `reference` to `directory`; files that are there and right are not transferred again.
@@ -156,88 +150,70 @@ def fetch(
 
     Raises HubError, HubUnavailableError, OSError.
     """
-    return _Fetch(reference, _Place(directory, directory), api, progress or _Silent(), wait).run(include)
+    listing = api.list(reference, wait=wait or time.sleep)
+    return _Fetch(api, reference, listing, directory, directory, progress, wait=wait).run(include)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where files go.
+@dataclass(slots=True)
+class _Fetch:
+    """Fetches files, several at a time; the first that fails ends all.
 
     directory: has the files by their names.
     own:       has manifest, lock and partial files.
     blobs:     of a cache: has the contents by digest, and `directory` has links to them. None: no cache.
+    wait:      sleeps for a number of seconds; None: until another file fails.
     """
 
+    api: HubApi
+    reference: Reference
+    listing: Listing
     directory: Path
     own: Path
-    blobs: Path | None = None
-
-    def content(self, file: RemoteFile) -> Path:
-        """Return the path of the content of `file`. Raises HubError if a link leads elsewhere."""
-        return _inside(self.directory, file.path) if self.blobs is None else _inside(self.blobs, file.digest)
-
-    def name(self, file: RemoteFile, fresh: Path) -> None:
-        """Link the name of `file` to its content, if this is a cache. fresh: a free path on the same file system."""
-        if self.blobs is not None:
-            path = _inside(self.directory, file.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(os.path.relpath(self.blobs / file.digest, path.parent))
-            fresh.replace(path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetch:
-    """Fetches files, several at a time; the first that fails ends all.
-
-    wait: sleeps for a number of seconds; None: until another file fails.
-    """
-
-    reference: Reference
-    place: _Place
-    api: HubApi
     progress: Progress
+    blobs: Path | None = None
     wait: Callable[[float], object] | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: int = field(default=0, init=False)
+    size: int = field(default=0, init=False)
+    files: int = field(default=0, init=False)
+    stop: threading.Event = field(default_factory=threading.Event, init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def run(self, include: Sequence[str], listing: Listing | None = None) -> Manifest:
-        """Fetch the files that match `include`. listing: of the hub, if known. Raises as fetch() does."""
-        reference, place = self.reference, self.place
-        place.own.mkdir(parents=True, exist_ok=True)
-        with _locked(place.own):
-            listing = listing or self.api.list(reference, wait=self.wait or time.sleep)
+    def run(self, include: Sequence[str]) -> Manifest:
+        """Fetch the files that match `include`. Raises as fetch() does."""
+        reference, listing = self.reference, self.listing
+        self.own.mkdir(parents=True, exist_ok=True)
+        with _locked(self.own):
             wanted = choose(listing.files, include)
             _require_apart(wanted, reference)
             if not wanted:
                 names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
                 raise HubError(f"{reference} has no file that is wanted here: it has {names}")
-            manifest = read_manifest(place.own)
+            manifest = read_manifest(self.own)
             if manifest is not None and manifest.repository != listing.repository:
                 raise HubError(
-                    f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
+                    f"{self.directory} holds files of {manifest.repository}: name another directory for {reference}"
                 )
             known = manifest.files if manifest is not None else {}
-            missing = [file for file in wanted if not _is_there(file, place.directory, known)]
-            self.progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
-            self.progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
-            needed = sum(file.size for file in missing if not place.content(file).is_file())
-            free = shutil.disk_usage(place.own).free
+            missing = [file for file in wanted if not _is_there(file, self.directory, known)]
+            self.files, self.size = len(wanted), sum(file.size for file in wanted)
+            self._received(self.size - sum(file.size for file in missing))
+            needed = sum(file.size for file in missing if not self._content(file).is_file())
+            free = shutil.disk_usage(self.own).free
             if needed > free:
-                raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
-            held = known | self._get_all(missing, listing)
+                raise OSError(f"no space left on device: {self.own} has {free} bytes free, {needed} are to be fetched")
+            held = known | self._get_all(missing)
             found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
-            _write_own(place.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
+            _write_own(self.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
             # A file of an earlier revision that this revision does not have would be taken for a part of the model.
             for name in set(known) - {file.path for file in listing.files}:
-                _inside(place.directory, name).unlink(missing_ok=True)
-            shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
+                _inside(self.directory, name).unlink(missing_ok=True)
+            shutil.rmtree(self.own / _PARTIAL_DIRECTORY, ignore_errors=True)
             return found
 
-    def _get_all(self, files: Sequence[RemoteFile], listing: Listing) -> dict[str, dict[str, Any]]:
+    def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
         """Return sha256 and size by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
-            transfers = {pool.submit(self._get, file, listing): file for file in files}
+            transfers = {pool.submit(self._get, file): file for file in files}
             try:
                 return {
                     transfers[done].path: {"sha256": done.result(), "size": transfers[done].size}
@@ -248,31 +224,42 @@ class _Fetch:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _get(self, file: RemoteFile, listing: Listing) -> str:
+    def _get(self, file: RemoteFile) -> str:
         """Return the sha256 of a file, which is transferred unless its content is there."""
-        target = self.place.content(file)
+        target = self._content(file)
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
-        partial = _inside(self.place.own, f"{_PARTIAL_DIRECTORY}/{name}")
+        partial = _inside(self.own, f"{_PARTIAL_DIRECTORY}/{name}")
         for path in (partial, target):
             path.parent.mkdir(parents=True, exist_ok=True)
         digest = check_file(file, target)
         if digest is not None:
             self._received(file.size)
         else:
-            digest = self._transfer(file, listing, partial)
+            digest = self._transfer(file, partial)
             partial.replace(target)
-        self.place.name(file, partial.with_suffix(".link"))
+        if self.blobs is not None:
+            path, link = _inside(self.directory, file.path), partial.with_suffix(".link")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(target, path.parent))
+            link.replace(path)
         return digest
 
-    def _transfer(self, file: RemoteFile, listing: Listing, partial: Path) -> str:
+    def _content(self, file: RemoteFile) -> Path:
+        """Return the path of the content of `file`. Raises HubError if a link leads elsewhere."""
+        return _inside(self.directory, file.path) if self.blobs is None else _inside(self.blobs, file.digest)
+
+    def _transfer(self, file: RemoteFile, partial: Path) -> str:
         """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred again once.
 
         partial: holds the bytes received so far; bytes of an earlier process are not transferred again.
         """
         content = _Content(file)
-        self._received(content.read(partial))
+        if partial.is_file():
+            content.read(partial)
+            self._received(content.size)
         for _ in range(2):
-            self._append(file, listing, content, partial)
+            self._append(file, content, partial)
             if content.is_right:
                 return content.sha256
             partial.unlink()
@@ -280,19 +267,18 @@ class _Fetch:
             wrong, content = content, _Content(file)
             _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
         raise WrongContentError(
-            f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, "
+            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice with digest {wrong.digest}, "
             f"the hub lists {file.digest}: a proxy or the network changes it"
         )
 
-    def _append(self, file: RemoteFile, listing: Listing, content: _Content, partial: Path) -> None:
+    def _append(self, file: RemoteFile, content: _Content, partial: Path) -> None:
         """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         failures = 0
-        with os.fdopen(os.open(partial, flags, 0o644), "ab", 0) as out:
+        with os.fdopen(_open_own(partial, os.O_APPEND), "ab", 0) as out:
             while content.size < file.size:
                 before = content.size
                 try:
-                    self._receive(file, listing, content, out)
+                    self._receive(file, content, out)
                 except HubUnavailableError as error:
                     gained = content.size - before
                     failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
@@ -305,11 +291,11 @@ class _Fetch:
             # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
             os.fsync(out.fileno())
 
-    def _receive(self, file: RemoteFile, listing: Listing, content: _Content, out: BinaryIO) -> None:
+    def _receive(self, file: RemoteFile, content: _Content, out: BinaryIO) -> None:
         """Write what one connection transfers."""
         clock = self.api.clock
         since, arrived = clock(), 0
-        with self.api.open(listing, file, start=content.size) as pieces:
+        with self.api.open(self.listing, file, start=content.size) as pieces:
             for piece in pieces:
                 out.write(piece)
                 content.add(piece)
@@ -330,7 +316,8 @@ class _Fetch:
         if self.stop.is_set():
             raise HubError("the transfer of another file failed")
         with self.lock:
-            self.progress.received(count)
+            self.done += count
+            self.progress(self.done, self.size, self.files)
 
 
 class _Content:
@@ -351,13 +338,11 @@ class _Content:
             self._listed.update(data)
         self.size += len(data)
 
-    def read(self, path: Path) -> int:
-        """Add the content of a file, if it exists; return its size."""
-        if path.is_file():
-            with path.open("rb") as file:
-                while data := file.read(_READ_BYTES):
-                    self.add(data)
-        return self.size
+    def read(self, path: Path) -> None:
+        """Add the content of a file."""
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                self.add(data)
 
     @property
     def sha256(self) -> str:
@@ -382,24 +367,23 @@ def check_file(file: RemoteFile, path: Path) -> str | None:
     return content.sha256 if content.is_right else None
 
 
-def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
+def verify_directory(directory: Path, *, progress: Progress = _silent) -> Manifest:
     """Read every file of a fetched directory again and compare it with the manifest.
 
     Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
     """
-    progress = progress or _Silent()
     manifest = read_manifest(directory)
     if manifest is None:
         raise HubError(f"{directory} has no {MANIFEST_FILE}: it was not made by `megatron fetch`")
     files = [RemoteFile(name, entry["size"], entry["sha256"], None) for name, entry in manifest.files.items()]
-    progress.begin(files=len(files), size=sum(file.size for file in files))
-    wrong = []
+    wrong, done, size = [], 0, sum(file.size for file in files)
     for file in files:
         if check_file(file, directory / file.path) is None:
             path = directory / file.path
             found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
             wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
-        progress.received(file.size)
+        done += file.size
+        progress(done, size, len(files))
     if wrong:
         raise WrongContentError(
             f"{len(wrong)} of {len(files)} files in {directory} differ from the fetched ones: {'; '.join(wrong)}: "
@@ -464,12 +448,9 @@ def _require_apart(files: Sequence[RemoteFile], reference: Reference) -> None:
         if other is not file.path:
             raise HubError(f"{reference} lists {shown(other)} and {shown(file.path)}, which differ by case only")
     for file in files:
-        parts = file.path.split("/")
-        for count in range(1, len(parts)):
-            if _folded("/".join(parts[:count])) in names:
-                raise HubError(
-                    f"{reference} lists {shown(file.path)} and its directory {shown('/'.join(parts[:count]))} as a file"
-                )
+        for parent in map(str, reversed(PurePosixPath(file.path).parents)):
+            if _folded(parent) in names:
+                raise HubError(f"{reference} lists {shown(file.path)} and its directory {shown(parent)} as a file")
 
 
 def _folded(name: str) -> str:

@@ -1,39 +1,59 @@
-"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files."""
+"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files, and write such a checkpoint."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Container, Mapping
-from itertools import product
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from megatron_runtime.checkpoints.mapped import MappedFile
-from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
-from megatron_runtime.checkpoints.torch_dist.configuration import read_config
+from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.source import LATEST_FILE, RELEASE
+from megatron_runtime.checkpoints.torch_dist.configuration import COMMON_FILE, arguments_of, read_config
 from megatron_runtime.checkpoints.torch_dist.names import (
+    EMBEDDING,
     HEAD,
-    VOCABULARY_KEYS,
-    Piece,
     Stored,
     find_layout,
+    layout_for,
     pieces,
     stored_tensors,
 )
-from megatron_runtime.checkpoints.torch_dist.saved_files import Chunk, SavedTensor, TensorIndex, find_tensor, read_index
+from megatron_runtime.checkpoints.torch_dist.saved_files import (
+    METADATA_FILE,
+    Chunk,
+    SavedTensor,
+    TensorIndex,
+    find_tensor,
+    read_index,
+)
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _MAX_PLACES = 1 << 20
 """Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
 
+_DATA_FILE = "__0_0.distcp"
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_CHECKPOINT_VERSION = 3.0
+_DCP_VERSION = "1.0.0"
 
-class TorchDistCheckpoint:
-    """Implements Checkpoint. The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
+
+class TorchDistCheckpoint(Checkpoint):
+    """The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
 
     directory: has `.metadata`.
 
@@ -42,7 +62,7 @@ class TorchDistCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        index = read_index(directory)
+        index, self._files = read_index(directory)
         weights = {key for key in index if not key.startswith(_TRAINING_PREFIXES) and not key.endswith("._extra_state")}
         layout = find_layout(weights)
         self.config = read_config(directory)
@@ -54,59 +74,41 @@ class TorchDistCheckpoint:
         hf_name = FAMILIES[self.config.family].hf_name
         self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
         self._chunks = {key: _chunks_by_place(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
-        self._files: dict[str, MappedFile] = {}
         self._saved: dict[Chunk, SavedTensor] = {}
-        self.kinds: Mapping[str, TensorKind] = {
-            name: TensorKind(piece.shape, index[piece.key].dtype) for name, piece in self._pieces.items()
-        }
+        self.kinds = {name: TensorKind(piece.shape, index[piece.key].dtype) for name, piece in self._pieces.items()}
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a copy of the tensor, or of a part of it."""
         piece, dtype = self._pieces[name], self.kinds[name].dtype
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
-        rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
-        out = torch.empty(len(rows), len(columns[0]) if columns else 1, dtype=dtype)
-        filled = self._fill(out, piece, rows=rows, columns=columns[0] if columns else range(1))
+        wanted = [range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True)]
+        out = torch.empty(*map(len, wanted), dtype=dtype)
+        out_bytes = out.view(torch.uint8).view(*out.shape, dtype.itemsize)
+        filled = at = 0
+        for first, count in piece.rows:
+            # In the stored tensor, these rows of the piece begin `shift` rows later.
+            shift, rows = first - at, _overlap(wanted[0], range(at, at + count))
+            at += count
+            box = (range(rows.start + shift, rows.stop + shift), *wanted[1:])
+            origin = (wanted[0].start + shift, *(axis.start for axis in wanted[1:]))
+            for chunk in self._chunks[piece.key].get(piece.index, ()) if rows else ():
+                held = chunk.box[len(piece.index) :]
+                common = [_overlap(axis, other) for axis, other in zip(box, held, strict=True)]
+                if all(common):
+                    source = self._values(chunk, piece.index, dtype)[_slices(common, [axis.start for axis in held])]
+                    out_bytes[_slices(common, origin)] = source
+                    filled += source.numel()
         if filled != out.nbytes:
             raise ModelFileError(
                 f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
             )
-        return out if columns else out.view(-1)
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
-        return None
-
-    def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
-        """Copy `rows` and `columns` of the piece to `out`; return the number of bytes."""
-        filled = at = 0
-        size, data = out.itemsize, out.view(torch.uint8)
-        for first, count in piece.rows:
-            # In the stored tensor, these rows of the piece begin `shift` rows later.
-            shift, own = first - at, _overlap(rows, range(at, at + count))
-            at += count
-            for chunk in self._chunks[piece.key].get(piece.index, ()) if own else ():
-                # A vector has one column.
-                held_rows, held_columns, *_ = *chunk.box[len(piece.index) :], range(1)
-                down = _overlap(range(own.start + shift, own.stop + shift), held_rows)
-                across = _overlap(columns, held_columns)
-                if not down or not across:
-                    continue
-                source = self._values(chunk, piece.index, out.dtype).view(len(held_rows), -1)[
-                    down.start - held_rows.start : down.stop - held_rows.start,
-                    (across.start - held_columns.start) * size : (across.stop - held_columns.start) * size,
-                ]
-                top, left = down.start - shift - rows.start, across.start - columns.start
-                data[top : top + len(down), left * size : (left + len(across)) * size] = source
-                filled += source.numel()
-        return filled
+        return out
 
     def _values(self, chunk: Chunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes. Raises ModelFileError for another type."""
-        if chunk.file not in self._files:
-            found = ModelDirectory(self._directory).file(chunk.file)
-            if found is None:
-                raise ModelFileError(f"{self._directory / chunk.file} is missing: copy the whole directory")
-            self._files[chunk.file] = MappedFile(found)
+        """Return the bytes of a chunk at one index of the leading axes, a last axis for those of each value.
+
+        Raises ModelFileError for another type.
+        """
         file = self._files[chunk.file]
         if chunk not in self._saved:
             saved = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
@@ -124,6 +126,11 @@ class TorchDistCheckpoint:
 def _overlap(one: range, other: range) -> range:
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
+
+
+def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices that select `box` in a tensor whose first value is at `origin`."""
+    return tuple(slice(axis.start - first, axis.stop - first) for axis, first in zip(box, origin, strict=True))
 
 
 def _chunks_by_place(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
@@ -155,8 +162,8 @@ def _require_fit(
         )
     for key, wanted in stored.items():
         shape = index[key].shape
-        padded = key.endswith(VOCABULARY_KEYS) and len(shape) == 2 and shape[0] > wanted.rows
-        if shape != wanted.shape and not (padded and shape[1] == wanted.columns):
+        is_padded = key.endswith((EMBEDDING, HEAD)) and len(shape) == 2 and shape[0] > wanted.shape[0]
+        if shape != wanted.shape and not (is_padded and shape[1] == wanted.shape[1]):
             raise UnsupportedModelError(
                 f"tensor {shown(key)} of {directory} has shape {shape}: "
                 f"the model's configuration asks for {wanted.shape}"
@@ -165,3 +172,64 @@ def _require_fit(
             raise UnsupportedModelError(
                 f"tensor {key!r} of {directory} has type {index[key].dtype}: want floating point"
             )
+
+
+def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:
+    """Write `checkpoint` to `directory`, which exists and is empty, in the format that Megatron-LM loads.
+
+    One chunk of one stored tensor is in memory at a time: torch's own writer keeps a reference to every tensor. The
+    index is written last, so that an incomplete directory cannot be mistaken for a checkpoint.
+
+    written: called with the number of bytes of each chunk written.
+
+    Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
+    """
+    # This import takes half a second.
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as dcp
+
+    config = checkpoint.config
+    arguments, layout = arguments_of(config), layout_for(config)
+    stored = stored_tensors(config, layout)
+    found = sorted(pieces(config, layout), key=attrgetter("index", "key"))
+    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in found}
+    types: dict[str, torch.dtype] = {}
+    for piece in found:
+        own = checkpoint.kinds[names[piece.name]].dtype
+        types[piece.key] = torch.promote_types(types.get(piece.key, own), own)
+    tensors = {
+        key: dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=types[key]), torch.Size(tensor.shape), [])
+        for key, tensor in stored.items()
+    }
+    places: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
+    release = directory / RELEASE
+    release.mkdir()
+    with (release / _DATA_FILE).open("wb") as file:
+        for (index, key), group in groupby(found, key=attrgetter("index", "key")):
+            values = torch.empty(stored[key].cell, dtype=types[key])
+            for piece in group:
+                tensor, at = checkpoint.read(names[piece.name]), 0
+                for first, count in piece.rows:
+                    values[first : first + count] = tensor[at : at + count]
+                    at += count
+            chunk = values.view(*(1 for _ in index), *values.shape)
+            start, offset = torch.Size((*index, *(0 for _ in values.shape))), file.tell()
+            torch.save(chunk, file)
+            entry = tensors[key]
+            place = dcp.MetadataIndex(key, start, len(entry.chunks))
+            places[place] = filesystem._StorageInfo(_DATA_FILE, offset, file.tell() - offset)
+            entry.chunks.append(dcp.ChunkStorageMetadata(start, chunk.shape))
+            written(values.nbytes)
+    common = {"args": arguments, "checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0}
+    torch.save(common, release / COMMON_FILE)
+    (release / "metadata.json").write_text(json.dumps(_FORMAT))
+    metadata = dcp.Metadata(
+        state_dict_metadata=dict(tensors),
+        planner_data={key: (key,) for key in tensors},
+        storage_data=places,
+        storage_meta=dcp.StorageMeta(),
+        version=_DCP_VERSION,
+    )
+    with (release / METADATA_FILE).open("wb") as file:
+        pickle.dump(metadata, file)
+    (directory / LATEST_FILE).write_text(RELEASE)

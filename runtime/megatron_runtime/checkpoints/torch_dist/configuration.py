@@ -40,7 +40,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "mtp_num_layers": (None, 0),
 }
-"""Arguments that change the model's computation, with their supported values."""
+"""Arguments that change the model's computation, with their supported values. The first value is written."""
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's `use_rope_scaling`."""
@@ -101,7 +101,10 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
             raise UnsupportedModelError(
                 f"{where} has argument {name} {shown(arguments[name])}: supported is {allowed[0]!r}"
             )
+    vocabulary = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     lacking = [name for name in _NEEDED if arguments.get(name) is None]
+    if vocabulary is None:
+        lacking.append("vocab_size or padded_vocab_size")
     if lacking:
         raise UnsupportedModelError(
             f"{where} has no argument {', '.join(lacking)}: put the model's config.json beside the checkpoint"
@@ -112,11 +115,6 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
     scaling: dict[str, Any] | None = None
     if fields.flag("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": float(fields.constant("rope_scaling_factor", 8.0)), **_LLAMA31}
-    vocabulary = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
-    if vocabulary is None:
-        raise UnsupportedModelError(
-            f"{where} has no argument vocab_size or padded_vocab_size: put the model's config.json beside it"
-        )
     return {
         "architectures": [_architecture(arguments, where)],
         "vocab_size": vocabulary,
@@ -149,6 +147,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
     ):
         raise UnsupportedModelError(f"{scaling} has no argument in Megatron-LM: convert the model to safetensors")
     found: dict[str, Any] = {
+        **{name: allowed[0] for name, allowed in _ONLY.items()},
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,
@@ -161,17 +160,11 @@ def arguments_of(config: ModelConfig) -> Namespace:
         "make_vocab_size_divisible_by": 1,
         "max_position_embeddings": config.max_position_embeddings,
         "seq_length": config.max_position_embeddings,
-        "normalization": "RMSNorm",
         "norm_epsilon": config.rms_norm_eps,
         "layernorm_epsilon": config.rms_norm_eps,
-        "position_embedding_type": "rope",
         "rotary_base": int(config.rope_theta) if config.rope_theta.is_integer() else config.rope_theta,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "use_rope_scaling": scaling is not None,
         "rope_scaling_factor": scaling.factor if scaling is not None else 8.0,
-        "swiglu": True,
-        "add_bias_linear": False,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
         "untie_embeddings_and_output_weights": not config.tie_embeddings,
@@ -186,7 +179,6 @@ def arguments_of(config: ModelConfig) -> Namespace:
             "moe_router_topk": config.moe.experts_per_token,
             "moe_ffn_hidden_size": config.moe.intermediate_size,
             "moe_layer_freq": dense if config.moe.dense_layers else 1,
-            "moe_router_score_function": "softmax",
             "moe_router_pre_softmax": not config.moe.normalize,
             "moe_grouped_gemm": True,
         }

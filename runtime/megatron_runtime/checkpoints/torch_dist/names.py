@@ -9,19 +9,34 @@ If layers differ, their numbers are in the names; newer files may also number ex
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.tensors import Shape, tensor_shapes
 
 Rows = tuple[tuple[int, int], ...]
 """Row ranges, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-VOCABULARY_KEYS = (EMBEDDING, HEAD)
 """Their rows may be followed by padding."""
 
-_LAYERS = "decoder.layers."
-_EXPERTS = "mlp.experts.experts."
+_GLOBAL_KEYS = {"embedding": EMBEDDING, "norm": "decoder.final_layernorm.weight", "head": HEAD}
+_LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.experts."
+_LAYER_KEYS = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_weight",
+    **dict.fromkeys("qkv", "self_attention.linear_qkv.weight"),
+    **dict.fromkeys(("q_bias", "k_bias", "v_bias"), "self_attention.linear_qkv.bias"),
+    "q_norm": "self_attention.q_layernorm.weight",
+    "k_norm": "self_attention.k_layernorm.weight",
+    "output": "self_attention.linear_proj.weight",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
+    "router": "mlp.router.weight",
+    "gate": "mlp.linear_fc1.weight",
+    "up": "mlp.linear_fc1.weight",
+    "down": "mlp.linear_fc2.weight",
+}
+_SEPARATE_NORMS = {"attention_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight"}
+_SPLIT_GATE = {"gate": "mlp.linear_fc1.weight_w", "up": "mlp.linear_fc1.weight_v"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,36 +58,29 @@ class Piece:
     key:     name of the stored tensor.
     index:   on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
     rows:    in the stored tensor, at that index.
-    columns: second extent; None for a vector.
+    columns: extents after the rows: one of a matrix, none of a vector.
     """
 
     name: str
     key: str
     index: tuple[int, ...]
     rows: Rows
-    columns: int | None
+    columns: Shape
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        count = sum(count for _, count in self.rows)
-        return (count,) if self.columns is None else (count, self.columns)
+    def shape(self) -> Shape:
+        return (sum(count for _, count in self.rows), *self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored tensor. grid: extents of the axes before the rows."""
+    """A stored tensor. grid: extents of the axes before the rows; cell: those of the rows and columns."""
 
-    grid: tuple[int, ...]
-    rows: int
-    columns: int | None
-
-    @property
-    def cell(self) -> tuple[int, ...]:
-        """Extents at one index of the grid."""
-        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+    grid: Shape
+    cell: Shape
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (*self.grid, *self.cell)
 
 
@@ -84,8 +92,8 @@ def layout_for(config: ModelConfig) -> Layout:
 def find_layout(keys: Collection[str]) -> Layout:
     """Return the naming scheme of `keys`."""
     prefix = next((key.removesuffix(EMBEDDING) for key in sorted(keys) if key.endswith(EMBEDDING)), "")
-    inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-    layers = [key.removeprefix(_LAYERS) for key in inner if key.startswith(_LAYERS)]
+    start = prefix + _LAYERS
+    layers = [key.removeprefix(start) for key in keys if key.startswith(start)]
     numbered_layers = any(name[:1].isdigit() for name in layers)
     if numbered_layers:
         layers = [name.partition(".")[2] for name in layers]
@@ -100,75 +108,43 @@ def find_layout(keys: Collection[str]) -> Layout:
 
 
 def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
-    """Yield every tensor of the model, in the order of its layers."""
-    table = ((0, config.vocab_size),)
-    yield Piece("embedding", at.prefix + EMBEDDING, (), table, config.hidden_size)
-    for layer in range(config.num_layers):
-        place = f"{_LAYERS}{layer}." if at.numbered_layers else _LAYERS
-        index = () if at.numbered_layers else (layer,)
-        for piece in (*_attention(config, at), *_feed_forward(config, at, layer)):
-            name, key = f"layers.{layer}.{piece.name}", at.prefix + place + piece.key
-            yield replace(piece, name=name, key=key, index=(*index, *piece.index))
-    yield Piece("norm", f"{at.prefix}decoder.final_layernorm.weight", (), ((0, config.hidden_size),), None)
-    if not config.tie_embeddings:
-        yield Piece("head", at.prefix + HEAD, (), table, config.hidden_size)
+    """Yield the tensors of the model, except those that Megatron does not have, such as norms after a block."""
+    keys = {**_LAYER_KEYS, **(_SPLIT_GATE if at.split_gate else {}), **(_SEPARATE_NORMS if at.separate_norms else {})}
+    for name, (count, *columns) in tensor_shapes(config).items():
+        if name in _GLOBAL_KEYS:
+            yield Piece(name, at.prefix + _GLOBAL_KEYS[name], (), ((0, count),), tuple(columns))
+            continue
+        _, layer, own = name.split(".", 2)
+        _, expert, own = own.split(".") if own.startswith("experts.") else ("", "", own)
+        if own not in keys:
+            continue
+        key = keys[own]
+        if own == "mlp_norm" and config.is_mixture(int(layer)):
+            key = _SEPARATE_NORMS[own]
+        if expert:
+            key = key.replace("mlp.", _EXPERTS + (f"{expert}." if at.numbered_experts else ""))
+        if at.numbered_layers:
+            key = f"{layer}.{key}"
+        numbers = ((layer, at.numbered_layers), (expert, at.numbered_experts))
+        index = tuple(int(number) for number, is_in_name in numbers if number and not is_in_name)
+        rows: Rows = ((0, count),)
+        if own.removesuffix("_bias") in ("q", "k", "v"):
+            rows = _qkv_rows(config, own[0])
+        elif own == "up" and not at.split_gate:
+            rows = ((count, count),)
+        yield Piece(name, at.prefix + _LAYERS + key, index, rows, tuple(columns))
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
     """Return the tensors that the files hold, by key, without padding."""
     found: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
+    grid = (experts,) if at.numbered_layers else (config.num_layers, experts)
     for piece in pieces(config, at):
-        grid = (experts,) if at.numbered_layers else (config.num_layers, experts)
         rows = max(first + count for first, count in piece.rows)
-        known = found.get(piece.key)
-        if known is None or known.rows < rows:
-            found[piece.key] = Stored(grid[: len(piece.index)], rows, piece.columns)
+        if piece.key not in found or found[piece.key].cell[0] < rows:
+            found[piece.key] = Stored(grid[: len(piece.index)], (rows, *piece.columns))
     return found
-
-
-def _attention(config: ModelConfig, at: Layout) -> Iterator[Piece]:
-    hidden, heads = ((0, config.hidden_size),), config.num_heads * config.head_dim
-    norm = "input_layernorm.weight" if at.separate_norms else "self_attention.linear_qkv.layer_norm_weight"
-    yield Piece("attention_norm", norm, (), hidden, None)
-    for letter in "qkv":
-        rows = _qkv_rows(config, letter)
-        yield Piece(letter, "self_attention.linear_qkv.weight", (), rows, config.hidden_size)
-        if config.qkv_bias:
-            yield Piece(f"{letter}_bias", "self_attention.linear_qkv.bias", (), rows, None)
-    if config.qk_norm:
-        for letter in "qk":
-            key = f"self_attention.{letter}_layernorm.weight"
-            yield Piece(f"{letter}_norm", key, (), ((0, config.head_dim),), None)
-    yield Piece("output", "self_attention.linear_proj.weight", (), hidden, heads)
-
-
-def _feed_forward(config: ModelConfig, at: Layout, layer: int) -> Iterator[Piece]:
-    moe, hidden = config.moe, config.hidden_size
-    mixture = moe is not None and config.is_mixture(layer)
-    norm = "pre_mlp_layernorm.weight" if mixture or at.separate_norms else "mlp.linear_fc1.layer_norm_weight"
-    yield Piece("mlp_norm", norm, (), ((0, hidden),), None)
-    if moe is None or not mixture:
-        for piece in _gated(hidden, config.intermediate_size, at):
-            yield replace(piece, key=f"mlp.{piece.key}")
-        return
-    yield Piece("router", "mlp.router.weight", (), ((0, moe.num_experts),), hidden)
-    for expert in range(moe.num_experts):
-        number = f"{expert}." if at.numbered_experts else ""
-        for piece in _gated(hidden, moe.intermediate_size, at):
-            yield replace(
-                piece,
-                name=f"experts.{expert}.{piece.name}",
-                key=f"{_EXPERTS}{number}{piece.key}",
-                index=() if at.numbered_experts else (expert,),
-            )
-
-
-def _gated(hidden: int, feed: int, at: Layout) -> Iterator[Piece]:
-    gate, up, first_up = ("_w", "_v", 0) if at.split_gate else ("", "", feed)
-    yield Piece("gate", f"linear_fc1.weight{gate}", (), ((0, feed),), hidden)
-    yield Piece("up", f"linear_fc1.weight{up}", (), ((first_up, feed),), hidden)
-    yield Piece("down", "linear_fc2.weight", (), ((0, hidden),), feed)
 
 
 def _qkv_rows(config: ModelConfig, letter: str) -> Rows:

@@ -5,7 +5,6 @@ The index maps each chunk of each tensor to a place in a file. A chunk is stored
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import struct
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.storage import _storage_type_to_dtype_map
 
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
@@ -29,8 +29,9 @@ from megatron_runtime.checkpoints.model_files import (
     ModelFileError,
     UnsafeNameError,
     require_safe_name,
+    size_of,
 )
-from megatron_runtime.checkpoints.safe_unpickler import Opaque, UnsafePickleError, ordered_dict, read_pickle, size_of
+from megatron_runtime.checkpoints.safe_unpickler import Opaque, UnsafePickleError, ordered_dict, read_pickle
 from megatron_runtime.protocol.text import shown
 
 METADATA_FILE = ".metadata"
@@ -42,19 +43,6 @@ _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
 """Position of the lengths of name and extra field in the header of an entry of a zip file."""
 
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-}
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -87,50 +75,58 @@ class SavedTensor:
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
-        """Return the values as bytes, a view of the file if rows are contiguous there. The last axis counts bytes.
+        """Return a view of the file with the bytes of each value, uint8 [*shape, itemsize].
 
         The address of a value in a file need not be a multiple of its size, hence bytes.
         """
         size = self.dtype.itemsize
         storage = file.piece(self.at + self.offset * size, self.span * size)
-        return storage.as_strided((*self.shape, size), (*(stride * size for stride in self.strides), 1)).flatten(-2)
+        return storage.as_strided((*self.shape, size), (*(stride * size for stride in self.strides), 1))
 
 
-@dataclass(frozen=True, slots=True)
 class SavedArchive:
-    """An archive that torch.save() wrote.
+    """An archive that torch.save() wrote. Raises ModelFileError if it is another one.
 
-    view:   the file up to the end of the archive.
-    start:  first byte of the archive in the file.
-    prefix: of the names of its entries.
+    view:  the file up to the end of the archive: a zip file is read from its end, and may have other data before it.
+    start: first byte of the archive in the file.
+    where: its name in errors.
     """
 
-    view: mmap.mmap
-    start: int
-    entries: zipfile.ZipFile
-    prefix: str
-    where: str
+    def __init__(self, view: mmap.mmap, start: int, where: str) -> None:
+        # zipfile reads the directory of an archive as a whole, with the size that the archive states.
+        end = zipfile._EndRecData(view)  # type: ignore[attr-defined]
+        if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
+            raise ModelFileError(
+                f"{where} has a directory of {end[zipfile._ECD_SIZE]} bytes: "  # type: ignore[attr-defined]
+                f"at most {MAX_METADATA_BYTES} are read"
+            )
+        self._entries = zipfile.ZipFile(view)  # type: ignore[call-overload]
+        pickled = next((name for name in self._entries.namelist() if name.endswith("/data.pkl")), None)
+        if pickled is None:
+            raise ModelFileError(f"{where} was not written by torch.save(): it has no data.pkl")
+        self._prefix = pickled.removesuffix("data.pkl")
+        self._view, self._start, self._where = view, start, where
 
-    def pickle(self) -> io.BytesIO:
+    def pickle(self) -> bytes:
         """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than any index."""
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
-            raise ModelFileError(f"{self.where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
-        data = self.view[at : at + size]
-        if zlib.crc32(data) != self.entries.getinfo(f"{self.prefix}data.pkl").CRC:
+            raise ModelFileError(f"{self._where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
+        data = self._view[at : at + size]
+        if zlib.crc32(data) != self._entries.getinfo(f"{self._prefix}data.pkl").CRC:
             raise zipfile.BadZipFile("the checksum of its pickle is wrong")
-        return io.BytesIO(data)
+        return data
 
     def find(self, name: str) -> tuple[int, int]:
         """Return first byte and size of an entry in the file. Raises ModelFileError if it is compressed."""
-        entry = self.entries.getinfo(self.prefix + name)
+        entry = self._entries.getinfo(self._prefix + name)
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise ModelFileError(f"{self.where} is compressed: save the checkpoint without compression")
-        if entry.header_offset < self.start:
+            raise ModelFileError(f"{self._where} is compressed: save the checkpoint without compression")
+        if entry.header_offset < self._start:
             raise zipfile.BadZipFile(f"entry {shown(name)} is outside of the archive")
-        lengths = struct.unpack_from("<HH", self.view, entry.header_offset + _LENGTHS_AT)
+        lengths = struct.unpack_from("<HH", self._view, entry.header_offset + _LENGTHS_AT)
         at = entry.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
-        if at + entry.file_size > len(self.view):
+        if at + entry.file_size > len(self._view):
             raise zipfile.BadZipFile(f"entry {shown(name)} is outside of the archive")
         return at, entry.file_size
 
@@ -144,30 +140,14 @@ def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int 
     Raises ModelFileError, also for errors in the block.
     """
     try:
-        # A zip file is read from its end, and may have other data before it.
         with stored.open() as file, mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as view:
-            _require_small_directory(view, where)
-            entries = zipfile.ZipFile(view)  # type: ignore[call-overload]
-            pickled = next((name for name in entries.namelist() if name.endswith("/data.pkl")), None)
-            if pickled is None:
-                raise ModelFileError(f"{where} was not written by torch.save(): it has no data.pkl")
-            yield SavedArchive(view, start, entries, pickled.removesuffix("data.pkl"), where)
+            yield SavedArchive(view, start, where)
     except ModelFileError:
         raise
     except _ZIP_ERRORS as error:
         raise ModelFileError(
             f"{where} is damaged: {shown(str(error))}; copy the file again from where it was saved"
         ) from error
-
-
-def _require_small_directory(view: mmap.mmap, where: str) -> None:
-    """Limit the directory of an archive: zipfile reads it as a whole, with the size that the archive states."""
-    end = zipfile._EndRecData(view)  # type: ignore[attr-defined]
-    if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
-        raise ModelFileError(
-            f"{where} has a directory of {end[zipfile._ECD_SIZE]} bytes: "  # type: ignore[attr-defined]
-            f"at most {MAX_METADATA_BYTES} are read"
-        )
 
 
 def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
@@ -185,22 +165,17 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
     return replace(found, at=at)
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    key: str
-    dtype: torch.dtype
-
-
-def _storage(pid: Any) -> _Storage:
+def _storage(pid: Any) -> SavedTensor:
+    """Return a storage as a tensor without values."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
-    return _Storage(key, dtype)
+    return SavedTensor(key, dtype, shape=(0,), strides=(1,), offset=0)
 
 
-def _rebuild(storage: _Storage, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
+def _rebuild(storage: SavedTensor, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
     """Replaces torch's functions that build a tensor on a storage. One of them is called with the tensor's type."""
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, SavedTensor):
         raise ValueError("a tensor has no storage")
     ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
     if len(extents) != len(steps):
@@ -209,18 +184,15 @@ def _rebuild(storage: _Storage, offset: int, shape: Any, strides: Any, *others: 
     return SavedTensor(storage.key, dtype, extents, steps, first)
 
 
-def _rebuild_parameter(data: SavedTensor, *_: object) -> SavedTensor:
-    return data
-
-
 _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
     ("torch", "Size"): size_of,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch.storage", "UntypedStorage"): torch.uint8,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    ("torch", "UntypedStorage"): torch.uint8,
+    **{("torch", name): dtype for name, dtype in _storage_type_to_dtype_map().items()},
     **_DTYPES,
 }
 
@@ -247,8 +219,8 @@ class TensorIndex:
     chunks: tuple[Chunk, ...]
 
 
-def read_index(directory: Path) -> dict[str, TensorIndex]:
-    """Return every tensor in `directory`, by key.
+def read_index(directory: Path) -> tuple[dict[str, TensorIndex], dict[str, MappedFile]]:
+    """Return every tensor in `directory`, by key, and the files of their chunks, by name.
 
     Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if a chunk of a tensor is in no
     file. No file is opened before these checks.
@@ -257,13 +229,12 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
     index_file = place.file(METADATA_FILE)
     if index_file is None:
         raise ModelFileError(f"{path} is missing: copy the whole directory")
-    with index_file.open() as file:
-        found = read_pickle(
-            file,
-            where=str(path),
-            trusted=_TRUSTED_IN_INDEX,
-            opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
-        )
+    found = read_pickle(
+        index_file.read_bytes(MAX_INDEX_BYTES),
+        where=str(path),
+        trusted=_TRUSTED_IN_INDEX,
+        opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
+    )
     if not isinstance(found, _Metadata):
         raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
     try:
@@ -283,6 +254,7 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
     for tensor in index.values():
         for chunk in tensor.chunks:
             sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+    files: dict[str, MappedFile] = {}
     for name, wanted in sorted(sizes.items()):
         stored = place.file(name)
         if stored is None:
@@ -291,7 +263,8 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
             raise ModelFileError(
                 f"{stored.path} is cut short: it has {size} bytes, the index needs {wanted}; copy it again"
             )
-    return index
+        files[name] = MappedFile(stored)
+    return index, files
 
 
 def _tensor(key: str, entry: _TensorEntry, places: Mapping[tuple[str, str], _Place], path: Path) -> TensorIndex:
