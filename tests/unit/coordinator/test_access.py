@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from control_link import ControlLink
 from eventually import LONG_SECONDS
 from vectors import VECTORS
 
@@ -19,7 +20,6 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
-from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 
