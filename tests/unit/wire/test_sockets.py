@@ -9,12 +9,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.event_socket import DRAIN_BUDGET, EventSocket
-from megatron_runtime.transport.security import (
-    KeyFileError,
-    PeerKeys,
-    ServerKeys,
-    generate_key_files,
-)
+from megatron_runtime.transport.security import Gatekeeper, KeyFileError, PeerKeys, generate_key_files
 
 
 @pytest.fixture
@@ -86,7 +81,7 @@ def test_a_missing_key_file_is_named_with_the_remedy(tmp_path: Path) -> None:
 def test_a_key_file_that_is_not_z85_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "server.key").write_text("short")
     with pytest.raises(KeyFileError, match="one Z85 key of 40 characters"):
-        ServerKeys.load(_with_public_keys(tmp_path))
+        Gatekeeper(_with_public_keys(tmp_path))
 
 
 def _with_public_keys(path: Path) -> Path:

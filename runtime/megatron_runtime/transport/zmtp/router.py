@@ -39,9 +39,9 @@ class Router:
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
                   peer ended it, by a FIN or RST, as the system sends for a process that ends.
-    on_rejected:  called for each connection that ends because its keys do not open the port.
     check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
     type, last_endpoint: as those of a zmq.Socket.
+    rejected:     number of connections that ended because their keys do not open the port.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Router:
         handshake: Callable[[bytes], Handshake],
         on_message: Callable[[PeerId, Frames], None],
         on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None,
-        on_rejected: Callable[[], None] = lambda: None,
         max_message_bytes: int,
         send_buffer_bytes: int,
         check_seconds: float,
@@ -60,12 +59,12 @@ class Router:
         self.type = zmq.ROUTER
         self.last_endpoint = ""
         self.handler_errors = 0
+        self.rejected = 0
         self._connections = connections
         self._number = number
         self._handshake = handshake
         self.received = on_message
         self._on_gone = on_gone
-        self._on_rejected = on_rejected
         self._max_message_bytes = max_message_bytes
         self._send_buffer_bytes = send_buffer_bytes
         self._check_seconds = check_seconds
@@ -205,7 +204,7 @@ class Router:
         if violation is not None:
             logger.debug("a connection on port %d was ended: %s", self._number, violation)
         if isinstance(violation, NotAdmittedError):
-            self._on_rejected()
+            self.rejected += 1
         if not self._all:
             self._ended.set()
 
