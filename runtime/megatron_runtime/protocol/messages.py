@@ -338,10 +338,7 @@ class RequestMeta(NamedTuple):
         Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
-            streaming, seed, deadline, text = value[:4]
-            priority, salt = value[4:6] if len(value) >= 6 else (0, "")
-            engine = value[6] if len(value) >= 7 else ""
-            tenant = value[7] if len(value) >= 8 else ""
+            streaming, seed, deadline, text, priority, salt, engine, tenant = (value + _META[len(value) :])[:8]
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
@@ -356,6 +353,10 @@ class RequestMeta(NamedTuple):
             f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
             "tenant]"
         )
+
+
+_META = list(RequestMeta())
+"""Defaults of the elements."""
 
 
 class Submit(NamedTuple):
@@ -470,34 +471,32 @@ def _u64(name: str, value: Any) -> int:
     return value
 
 
+def _array(name: str, value: Any, item_bytes: int) -> bytes:
+    if type(value) is not bytes or len(value) % item_bytes:
+        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of {item_bytes} of them")
+    return value
+
+
 def _body(name: str, value: Any) -> bytes:
     if type(value) is not bytes:
         raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
     return value
 
 
-def _tokens(name: str, value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % 4:
-        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
-    return value
-
-
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
-    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
-    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
+    prompt = _array("prompt", items[3], 1 if meta.text else 4)
+    return Submit(_uid(items[1]), meta, prompt, _array("generated", items[4], 4), _body("params", items[5]))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
     _, number, uid, route, meta, prompt, generated, params = items[:8]
-    bodies = _tokens("prompt", prompt), _tokens("generated", generated), _body("params", params)
+    bodies = _array("prompt", prompt, 4), _array("generated", generated, 4), _body("params", params)
     return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
 
 
 def _decode_partial(items: list[Any]) -> Partial:
-    index, tokens = _body("index", items[2]), _body("tokens", items[3])
-    if len(index) % _ENTRY.size:
-        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
+    index, tokens = _array("index", items[2], _ENTRY.size), _body("tokens", items[3])
     entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
     total = sum([entry[3] for entry in entries])
     if len(tokens) != 4 * total:
@@ -506,7 +505,7 @@ def _decode_partial(items: list[Any]) -> Partial:
 
 
 def _decode_final(items: list[Any]) -> Final:
-    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
+    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _array("tokens", items[3], 4), _body("reply", items[4]))
 
 
 def _decode_abort(items: list[Any]) -> Abort:
@@ -514,12 +513,10 @@ def _decode_abort(items: list[Any]) -> Abort:
 
 
 def _decode_evicted(items: list[Any]) -> EvictedBlocks:
-    fields, hashes = items[1], _body("hashes", items[2])
+    fields = items[1]
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
         raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
-    if len(hashes) % 8:
-        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
-    return EvictedBlocks(hashes, fields.get("cleared", False))
+    return EvictedBlocks(_array("hashes", items[2], 8), fields.get("cleared", False))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
