@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import zmq
 
@@ -26,6 +26,7 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.protocol.text import printable
 from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +44,11 @@ class HandshakeRejectedError(AssertionError):
     """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
 
 
-class PeerSocket(Protocol):
-    """A DEALER that is connecting or connected."""
+PeerSocket: TypeAlias = EventSocket | Dealer
+"""A DEALER of libzmq or of transport/zmtp that is connecting or connected."""
 
-    def send(self, frames: Frames, /) -> bool:
-        """Send a message without blocking. False if the socket does not take it."""
-
-    def close(self, *, linger_ms: int = 0) -> None:
-        """Idempotent."""
-
-
-Connect: TypeAlias = Callable[[PeerKeys | None, int], PeerSocket]
-"""Opens a socket that passes each message to receive(). Arguments: the keys, and the number of the attempt, which
-selects one of the coordinator's keys."""
+Connect: TypeAlias = Callable[[PeerKeys | None], PeerSocket]
+"""Opens a socket that passes each message to receive()."""
 
 
 def coordinator_address(where: int | str) -> str:
@@ -219,30 +212,31 @@ class PeerLink:
         if self._socket is not None:
             self._socket.send(self._hello(self._incarnation).to_frames())
 
-    def reopen(self, reason: str) -> None:
-        """Close the socket and open a new one."""
-        self._drop(reason)
+    def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
+        """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
+        self._muted_until = max(self._muted_until, self._now() + after_seconds)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._lose(reason)
         self._open()
-
-    def mute(self, reason: str, *, seconds: float) -> None:
-        """Close the socket, and open a new one after `seconds`."""
-        self._muted_until = self._now() + seconds
-        self._drop(reason)
 
     def _open(self) -> None:
         self._heard = self._now()
         if self._heard < self._muted_until:
             return
+        keys = None
         if self._keys is not None:
             # The last connection may have failed because the keys changed.
             self._key_stamp = self._keys.stamp()
             self._keys = self._keys.refreshed()
-        self._incarnation = random.SystemRandom().getrandbits(64)
-        self._socket = self._connect(self._keys, self._attempts)
+            keys = self._keys.for_attempt(self._attempts)
         self._attempts += 1
+        self._incarnation = random.SystemRandom().getrandbits(64)
+        self._socket = self._connect(keys)
         self.say_hello()
 
-    def _connect_libzmq(self, keys: PeerKeys | None, attempt: int) -> PeerSocket:
+    def _connect_libzmq(self, keys: PeerKeys | None) -> EventSocket:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -251,19 +245,11 @@ class PeerLink:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
         if keys is not None:
-            keys.apply(socket, attempt=attempt)
+            keys.apply(socket)
         socket.connect(self.address)
-        wrapped = EventSocket(socket, self.receive)
-        wrapped.start(self._loop)
-        return wrapped
+        return EventSocket(socket, self.receive)
 
-    def _drop(self, reason: str) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._lose(reason)
-
-    def _lose(self, reason: str = "") -> None:
+    def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
         if was_registered:
             self._on_lost(reason)

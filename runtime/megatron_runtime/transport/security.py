@@ -8,7 +8,7 @@ alternates between the server's keys. Of its own pair a process uses the first l
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -70,16 +70,16 @@ class PeerKeys:
             logger.warning("keeping the keys in use: %s", error)
             return self
 
-    def server_key(self, attempt: int) -> bytes:
-        """Return the coordinator's public key for this attempt; the next attempt gets the next key."""
+    def for_attempt(self, attempt: int) -> PeerKeys:
+        """Return keys whose `server_public` is the one to try; the next attempt gets the coordinator's next key."""
         servers = (self.server_public, *self.other_server_publics)
-        return servers[attempt % len(servers)]
+        return replace(self, server_public=servers[attempt % len(servers)])
 
-    def apply(self, socket: zmq.Socket[bytes], *, attempt: int = 0) -> None:
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of a libzmq socket, before connect()."""
         socket.curve_publickey = self.own.public
         socket.curve_secretkey = self.own.secret
-        socket.curve_serverkey = self.server_key(attempt)
+        socket.curve_serverkey = self.server_public
 
 
 class Gatekeeper:

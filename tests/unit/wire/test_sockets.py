@@ -33,12 +33,10 @@ async def test_a_flood_arrives_complete_and_in_order_while_the_loop_runs_other_c
     router.setsockopt(zmq.RCVHWM, 0)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     server = EventSocket(router, on_message)
-    server.start()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.connect(f"tcp://127.0.0.1:{port}")
     client = EventSocket(dealer, lambda frames: None)
-    client.start()
     for number in range(count):
         assert client.send([b"%d" % number])
     turns = 0
@@ -62,7 +60,6 @@ async def test_a_handler_that_raises_loses_its_message_only(context: zmq.Context
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     server = EventSocket(router, on_message)
-    server.start()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(f"tcp://127.0.0.1:{port}")
     for text in (b"bad", b"good"):

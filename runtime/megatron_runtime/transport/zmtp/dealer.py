@@ -51,7 +51,6 @@ class Dealer:
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake: send() works from then on.
     keys:       its own pair and the ROUTER's key; None: no encryption.
-    attempt:    selects one of the ROUTER's keys, if there are several.
     max_message_bytes: a larger message ends the connection.
     """
 
@@ -62,7 +61,6 @@ class Dealer:
         *,
         on_open: Callable[[], None] = lambda: None,
         keys: PeerKeys | None = None,
-        attempt: int = 0,
         max_message_bytes: int,
     ) -> None:
         self.handler_errors = 0
@@ -70,7 +68,6 @@ class Dealer:
         self._on_message = on_message
         self._on_open = on_open
         self._keys = keys
-        self._attempt = attempt
         self._max_message_bytes = max_message_bytes
         self._connection: Connection | None = None
         self._ended = asyncio.Event()
@@ -129,8 +126,8 @@ class Dealer:
             return NullHandshake(_PROPERTIES, begins=True)
         from megatron_runtime.transport.zmtp.curve import CurveClientHandshake
 
-        server = self._keys.server_key(self._attempt)
-        return CurveClientHandshake(self._keys.own.public, self._keys.own.secret, server, _PROPERTIES)
+        own = self._keys.own
+        return CurveClientHandshake(own.public, own.secret, self._keys.server_public, _PROPERTIES)
 
     # --- callbacks of the connection ------------------------------------------------------------------------------
 
