@@ -85,34 +85,31 @@ class HealthServer:
             writer.close()
 
     def _answer(self, request: bytes) -> bytes:
-        parts = request.split(b"\r\n", 1)[0].split()
-        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return _response(HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"})
-        method, path = parts[0], parts[1].split(b"?", 1)[0]
-        if method not in (b"GET", b"HEAD"):
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "method not allowed: use GET or HEAD"})
-        full = self._route(path)
-        return full if method == b"GET" else full[: full.index(b"\r\n\r\n") + 4]
+        words = request.split(b"\r\n", 1)[0].split()
+        status, content = self._route(words)
+        if isinstance(content, bytes):
+            content_type, body = CONTENT_TYPE_LATEST, content
+        else:
+            content_type, body = "application/json", json.dumps(content).encode() + b"\n"
+        header = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return header.encode() + (b"" if words[:1] == [b"HEAD"] else body)
 
-    def _route(self, path: bytes) -> bytes:
-        if path == b"/livez":
-            return _response(HTTPStatus.OK, {"alive": True})
-        if path == b"/readyz":
-            missing = list(self._missing())
-            status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
-            return _response(status, {"ready": not missing, "missing": missing})
-        if path == b"/metrics" and self._registry is not None:
-            return _encode(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
-        return _response(HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"})
-
-
-def _response(status: HTTPStatus, body: dict[str, object]) -> bytes:
-    return _encode(status, "application/json", json.dumps(body).encode() + b"\n")
-
-
-def _encode(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
-    header = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return header.encode() + body
+    def _route(self, words: list[bytes]) -> tuple[HTTPStatus, dict[str, object] | bytes]:
+        """Return the status and the content for the words of the request line; bytes are metrics."""
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"}
+        if words[0] not in (b"GET", b"HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, {"error": "method not allowed: use GET or HEAD"}
+        match words[1].split(b"?", 1)[0]:
+            case b"/livez":
+                return HTTPStatus.OK, {"alive": True}
+            case b"/readyz":
+                missing = list(self._missing())
+                status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
+                return status, {"ready": not missing, "missing": missing}
+            case b"/metrics" if self._registry is not None:
+                return HTTPStatus.OK, generate_latest(self._registry)
+        return HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"}
