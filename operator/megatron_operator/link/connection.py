@@ -245,15 +245,13 @@ class CoordinatorLink:
         """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
         assert self._address is not None
         assert self._link is not None
-        dealer = Dealer(
+        return Dealer(
             self._address,
             self._receive,
             on_open=self._link.say_hello,
             keys=keys,
             max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES,
         )
-        dealer.start()
-        return dealer
 
     def _disconnect(self, error: str) -> None:
         link, self._link = self._link, None

@@ -29,8 +29,6 @@ from megatron_runtime.protocol.codec import (
 from megatron_runtime.protocol.codec import DETAILS as DETAILS
 from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
 from megatron_runtime.protocol.codec import PLAIN as PLAIN
-from megatron_runtime.protocol.codec import REQUEST as REQUEST
-from megatron_runtime.protocol.codec import Tokens as Tokens
 from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
@@ -108,7 +106,7 @@ class HelloAck(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """Engines ignore one above MAX_FENCE. The operator registers with any fence and judges the one of STATUS."""
+    """Engines ignore a fence above MAX_FENCE. The operator ignores this one and checks that of STATUS_REPLY."""
     route: U32 = 0
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
@@ -149,7 +147,7 @@ class Control(ControlMessage):
     fence: Fence | None = None
     timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
     expected_engines: Count | None = None
-    """Reject the verb (ENGINES_MISSING) if fewer engines are registered: no engine must not count as all engines."""
+    """Reject the verb (ENGINES_MISSING) if fewer engines are registered. Without engines any verb would succeed."""
     engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
     epoch: Epoch | None = None
@@ -242,7 +240,7 @@ class FailedRequest(_Map):
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
     """In hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
-    """The engines that it ended, in that order."""
+    """Engines that ended while they ran it, in that order."""
     at: float = Field(default=0.0, ge=0, le=1e11)
     """Time of the failure, in seconds since 1970."""
 
@@ -266,7 +264,7 @@ class StatusReply(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """The operator ignores one above MAX_FENCE or far above its own."""
+    """The operator ignores a fence above MAX_FENCE or far above its own."""
     queued: Count = 0
     in_flight: Count = 0
     engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
@@ -278,7 +276,7 @@ class StatusReply(ControlMessage):
     keys: KeyReport | None = None
     """None: without encryption."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
-    """The last requests that were failed because they end engines, oldest first; None if there are none."""
+    """The last failed requests during which engines ended, oldest first; None if there are none."""
 
 
 class Error(ControlMessage):
@@ -524,7 +522,7 @@ def _decode_evicted(items: list[Any]) -> EvictedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the plain Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
+    """A message of the Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
 
     items: list[Any]
 

@@ -34,7 +34,6 @@ async def dealer() -> AsyncIterator[Callable[..., tuple[Dealer, Heard]]]:
     def make(address: str, **options) -> tuple[Dealer, Heard]:
         heard = Heard()
         made.append(Dealer(address, heard.put_nowait, max_message_bytes=LIMIT, **options))
-        made[-1].start()
         return made[-1], heard
 
     yield make

@@ -46,7 +46,7 @@ def parse_address(address: str) -> tuple[str, int] | Path:
 
 
 class Dealer:
-    """Connects, and connects again, from start() to close().
+    """Connects on the running loop, and connects again, until close().
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake: send() works from then on.
@@ -72,10 +72,7 @@ class Dealer:
         self._connection: Connection | None = None
         self._ended = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._address}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(), name=f"dealer {address}")
 
     def send(self, message: Frames) -> bool:
         """Send on the open connection. False without one, or if its buffer is full; the message is then dropped."""
