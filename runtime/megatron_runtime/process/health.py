@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -25,41 +26,32 @@ MAX_CONNECTIONS = 128
 """Concurrent connections; the server closes further ones."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HealthServer:
     """Answers probes on one listening socket.
 
     missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
     registry: metrics to expose; None answers 404.
+    port:     the port in use; for port 0, known after start().
     """
 
-    def __init__(
-        self,
-        *,
-        missing: Callable[[], Sequence[str]],
-        registry: CollectorRegistry | None = None,
-        host: str = "0.0.0.0",
-        port: int = 8080,
-    ) -> None:
-        self._missing = missing
-        self._registry = registry
-        self._host = host
-        self._port = port
+    missing: Callable[[], Sequence[str]]
+    registry: CollectorRegistry | None = None
+    host: str = "0.0.0.0"
+    port: int = 8080
+
+    def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._connections = 0
-
-    @property
-    def port(self) -> int:
-        """The port in use; for port 0, known after start()."""
-        return self._port
 
     async def start(self) -> None:
         """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES)
+            self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
-            message = f"cannot bind {self._host}:{self._port} ({error.strerror}): choose another --health-port"
+            message = f"cannot bind {self.host}:{self.port} ({error.strerror}): choose another --health-port"
             raise OSError(error.errno, message) from error
-        self._port = self._server.sockets[0].getsockname()[1]
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -107,9 +99,9 @@ class HealthServer:
             case b"/livez":
                 return HTTPStatus.OK, {"alive": True}
             case b"/readyz":
-                missing = list(self._missing())
+                missing = list(self.missing())
                 status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
                 return status, {"ready": not missing, "missing": missing}
-            case b"/metrics" if self._registry is not None:
-                return HTTPStatus.OK, generate_latest(self._registry)
+            case b"/metrics" if self.registry is not None:
+                return HTTPStatus.OK, generate_latest(self.registry)
         return HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"}
