@@ -25,12 +25,12 @@ class ControlRejectedError(Exception):
     ack:   the whole answer, with the outcome of each engine; None for an ERROR.
     """
 
-    def __init__(self, code: int, state: str, message: str, fence: int | None, ack: ControlAck | None = None) -> None:
+    def __init__(self, code: int, message: str, ack: ControlAck | None = None) -> None:
         super().__init__(message)
         self.code = code
-        self.state = state
         self.message = message
-        self.fence = fence
+        self.state = "" if ack is None else str(ack.state)
+        self.fence = None if ack is None else ack.fence
         self.ack = ack
 
 
@@ -57,7 +57,7 @@ class ControlCalls:
         future.add_done_callback(lambda _: self._operations.pop(operation_id, None))
         if not self._send(control.to_frames()):
             text = f"{name} is larger than the coordinator takes: at most its max_message_bytes"
-            future.set_exception(ControlRejectedError(int(ErrorCode.TOO_LARGE), "", text, None))
+            future.set_exception(ControlRejectedError(int(ErrorCode.TOO_LARGE), text))
         return future
 
     def status(self, *, timeout_seconds: float) -> asyncio.Future[StatusReply]:
@@ -90,7 +90,7 @@ class ControlCalls:
                         break
             case Error(uid=None, code=ErrorCode.WRONG_ROLE | ErrorCode.MALFORMED) if self._operations or self._status:
                 # It has no operation id: this connection may send no verbs at all.
-                rejection = ControlRejectedError(int(message.code), "", message.message, None)
+                rejection = ControlRejectedError(int(message.code), message.message)
                 for waiting in self._futures():
                     if not waiting.done():
                         waiting.set_exception(rejection)
@@ -111,8 +111,8 @@ def _settle(future: asyncio.Future[ControlAck], ack: ControlAck) -> None:
     if ack.ok:
         future.set_result(ack)
     else:
-        code = ack.code if ack.code is not None else int(ErrorCode.ENGINE_FAILED)
-        future.set_exception(ControlRejectedError(code, str(ack.state), ack.error or "failed", ack.fence, ack))
+        code = int(ErrorCode.ENGINE_FAILED) if ack.code is None else ack.code
+        future.set_exception(ControlRejectedError(code, ack.error or "failed", ack))
 
 
 def _future(seconds: float, message: str) -> asyncio.Future[Any]:
