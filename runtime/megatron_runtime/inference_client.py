@@ -11,7 +11,7 @@ from megatron_runtime.client.rejection import (
     RequestTooLargeError,
     UnavailableError,
 )
-from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRejectedError
 
 __all__ = [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from control_link import ControlLink
 from coordinator_tables import check_tables
 from scripted_engine import ScriptedEngine
 
@@ -30,7 +31,6 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, StatusReply, pack, tokens_to_bytes
-from megatron_runtime.transport.control_link import ControlLink
 
 from .fake_node import label_of, report_pod
 

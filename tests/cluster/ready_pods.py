@@ -51,7 +51,6 @@ class FleetCoordinator:
         socket = context.socket(zmq.ROUTER)
         socket.bind(address)
         self._socket = EventSocket(socket, self._receive)
-        self._socket.start()
 
     def close(self) -> None:
         self._socket.close()

@@ -6,9 +6,10 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from control_link import ControlLink
+
 from megatron_operator.cluster.kinds import SECRET
 from megatron_runtime.protocol.messages import StatusReply
-from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from control_link import ControlLink
 from eventually import LONG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
@@ -24,7 +25,6 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 COORDINATOR_MODULE = "megatron_runtime.cli"

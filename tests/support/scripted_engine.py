@@ -97,7 +97,6 @@ class ScriptedEngine:
             self.keys.apply(socket)
         socket.connect(self.address)
         self.socket = EventSocket(socket, self._receive)
-        self.socket.start()
         self._timers: list[asyncio.TimerHandle] = []
         self._stepping = False
         self.say_hello()

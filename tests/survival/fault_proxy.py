@@ -34,7 +34,6 @@ class FaultProxy:
         port = front.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self._front = EventSocket(front, self._from_peer)
-        self._front.start()
         self._backs: dict[bytes, EventSocket] = {}
         self._timers: set[asyncio.TimerHandle] = set()
 
@@ -53,8 +52,7 @@ class FaultProxy:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(self._target)
-            back = self._backs[peer] = EventSocket(socket, lambda frames: self._pass(self._front, [peer, *frames]))
-            back.start()
+            self._backs[peer] = EventSocket(socket, lambda frames: self._pass(self._front, [peer, *frames]))
         self._pass(self._backs[peer], message)
 
     def _pass(self, socket: EventSocket, frames: list[bytes]) -> None:

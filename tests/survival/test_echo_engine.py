@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from control_link import ControlLink
 from eventually import LONG_SECONDS
 from machine import scaled
 
@@ -31,7 +32,7 @@ from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 TIMING = Timing(heartbeat=0.05, suspect=0.5, dead=1.0, client_dead=5.0, recovery=0.0)
 

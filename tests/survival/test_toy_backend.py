@@ -7,13 +7,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, free_ports, until_serving, until_status
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
-from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from . import toy_backend
 from .toy_backend import toy_answer

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 
 import pytest
+from control_link import ControlLink
 from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
@@ -22,7 +23,7 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink, ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from .fault_proxy import FaultProxy
 

@@ -35,7 +35,7 @@ from megatron_runtime.protocol.messages import (
     Status,
     StatusReply,
 )
-from megatron_runtime.transport.peer_link import PeerLink, PeerSocket
+from megatron_runtime.transport.peer_link import PeerLink
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer
 
@@ -241,20 +241,17 @@ class CoordinatorLink:
 
     # --- the connection -------------------------------------------------------------------------------------------
 
-    def _connect(self, keys: PeerKeys | None, attempt: int) -> PeerSocket:
+    def _connect(self, keys: PeerKeys | None) -> Dealer:
         """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
         assert self._address is not None
         assert self._link is not None
-        dealer = Dealer(
+        return Dealer(
             self._address,
             self._receive,
             on_open=self._link.say_hello,
             keys=keys,
-            attempt=attempt,
             max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES,
         )
-        dealer.start()
-        return dealer
 
     def _disconnect(self, error: str) -> None:
         link, self._link = self._link, None
@@ -293,7 +290,7 @@ class CoordinatorLink:
             return
         self._fault = f"more than {MAX_MESSAGES_A_SECOND} messages or {MAX_BYTES_A_SECOND} bytes in a second"
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
-        self._link.mute(self._no_answer(), seconds=self._timings.flood_pause)
+        self._link.reopen(self._no_answer(), after_seconds=self._timings.flood_pause)
         self._error = self._no_answer()
 
     def _no_answer(self) -> str:

@@ -33,7 +33,7 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlCalls
+from megatron_runtime.transport.control_calls import ControlCalls
 from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
 
@@ -341,7 +341,7 @@ class InferenceClient:
 
         All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
         signal; the caller may ignore the future, which raises ControlRejectedError or CoordinatorUnreachableError.
-        A coordinator with three ports accepts signals on its admin port only: see ControlLink.
+        A coordinator with three ports accepts signals on its admin port only, which the operator uses.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)
 

@@ -66,7 +66,6 @@ class Transport(Access):
     def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:
         self.addresses: dict[Role, str] = {}
         self.gatekeeper = Gatekeeper(settings.keys_dir) if settings.keys_dir is not None else None
-        self._own_keys = self.gatekeeper.keys.own if self.gatekeeper is not None else None
         self._settings = settings
         self._on_message = on_message
         self._on_gone = on_gone
@@ -121,17 +120,17 @@ class Transport(Access):
         return self.gatekeeper is None or self.gatekeeper.admits(_key_role(peer[0]), key)
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        if self.gatekeeper is None or self._own_keys is None:
+        if self.gatekeeper is None:
             return None
-        admitted = {key for keys in self.gatekeeper.keys.allowed.values() for key in keys}
+        admitted = {key for keys in self.gatekeeper.allowed.values() for key in keys}
         return KeyReport(
-            server=self._own_keys.public.decode(),
+            server=self.gatekeeper.own.public.decode(),
             admitted=sorted(key.decode() for key in admitted),
             connected=sorted(key.decode() for key in connected),
         )
 
     def rejected(self) -> int:
-        return self.gatekeeper.rejected if self.gatekeeper is not None else 0
+        return sum(router.rejected for router in self._routers.values())
 
     # --- ports --------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,6 @@ class Transport(Access):
             handshake=self._handshakes(_key_role(port)),
             on_message=self._on_message,
             on_gone=self._on_gone,
-            on_rejected=self.gatekeeper.reject if self.gatekeeper is not None else lambda: None,
             max_message_bytes=(
                 limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
             ),
@@ -165,7 +163,7 @@ class Transport(Access):
             return NullHandshake
         from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
 
-        server = CurveServer.from_z85(gatekeeper.keys.own.secret, lambda key: gatekeeper.admits(role, key))
+        server = CurveServer.from_z85(gatekeeper.own.secret, lambda key: gatekeeper.admits(role, key))
         return lambda properties: CurveHandshake(server, properties)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -25,41 +26,32 @@ MAX_CONNECTIONS = 128
 """Concurrent connections; the server closes further ones."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HealthServer:
     """Answers probes on one listening socket.
 
     missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
     registry: metrics to expose; None answers 404.
+    port:     the port in use; for port 0, known after start().
     """
 
-    def __init__(
-        self,
-        *,
-        missing: Callable[[], Sequence[str]],
-        registry: CollectorRegistry | None = None,
-        host: str = "0.0.0.0",
-        port: int = 8080,
-    ) -> None:
-        self._missing = missing
-        self._registry = registry
-        self._host = host
-        self._port = port
+    missing: Callable[[], Sequence[str]]
+    registry: CollectorRegistry | None = None
+    host: str = "0.0.0.0"
+    port: int = 8080
+
+    def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._connections = 0
-
-    @property
-    def port(self) -> int:
-        """The port in use; for port 0, known after start()."""
-        return self._port
 
     async def start(self) -> None:
         """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES)
+            self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
-            message = f"cannot bind {self._host}:{self._port} ({error.strerror}): choose another --health-port"
+            message = f"cannot bind {self.host}:{self.port} ({error.strerror}): choose another --health-port"
             raise OSError(error.errno, message) from error
-        self._port = self._server.sockets[0].getsockname()[1]
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -85,34 +77,31 @@ class HealthServer:
             writer.close()
 
     def _answer(self, request: bytes) -> bytes:
-        parts = request.split(b"\r\n", 1)[0].split()
-        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return _response(HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"})
-        method, path = parts[0], parts[1].split(b"?", 1)[0]
-        if method not in (b"GET", b"HEAD"):
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "method not allowed: use GET or HEAD"})
-        full = self._route(path)
-        return full if method == b"GET" else full[: full.index(b"\r\n\r\n") + 4]
+        words = request.split(b"\r\n", 1)[0].split()
+        status, content = self._route(words)
+        if isinstance(content, bytes):
+            content_type, body = CONTENT_TYPE_LATEST, content
+        else:
+            content_type, body = "application/json", json.dumps(content).encode() + b"\n"
+        header = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return header.encode() + (b"" if words[:1] == [b"HEAD"] else body)
 
-    def _route(self, path: bytes) -> bytes:
-        if path == b"/livez":
-            return _response(HTTPStatus.OK, {"alive": True})
-        if path == b"/readyz":
-            missing = list(self._missing())
-            status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
-            return _response(status, {"ready": not missing, "missing": missing})
-        if path == b"/metrics" and self._registry is not None:
-            return _encode(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
-        return _response(HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"})
-
-
-def _response(status: HTTPStatus, body: dict[str, object]) -> bytes:
-    return _encode(status, "application/json", json.dumps(body).encode() + b"\n")
-
-
-def _encode(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
-    header = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return header.encode() + body
+    def _route(self, words: list[bytes]) -> tuple[HTTPStatus, dict[str, object] | bytes]:
+        """Return the status and the content for the words of the request line; bytes are metrics."""
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"}
+        if words[0] not in (b"GET", b"HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, {"error": "method not allowed: use GET or HEAD"}
+        match words[1].split(b"?", 1)[0]:
+            case b"/livez":
+                return HTTPStatus.OK, {"alive": True}
+            case b"/readyz":
+                missing = list(self.missing())
+                status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
+                return status, {"ready": not missing, "missing": missing}
+            case b"/metrics" if self.registry is not None:
+                return HTTPStatus.OK, generate_latest(self.registry)
+        return HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"}

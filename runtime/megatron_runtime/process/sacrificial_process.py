@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 START_SECONDS = 120.0
 """Time for the interpreter to start and for `prepare`; generous, for a loaded host."""
@@ -56,6 +57,7 @@ class ProcessStartError(RuntimeError):
     """The child could not be started, or failed in `prepare`. The request is not the cause."""
 
 
+@dataclass(eq=False, repr=False)
 class SacrificialProcess:
     """A child that runs `module` and handles calls. Thread-safe; concurrent calls run one after the other.
 
@@ -66,20 +68,14 @@ class SacrificialProcess:
     max_reply_bytes: a longer reply ends the child.
     """
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        memory_bytes: int,
-        stack_bytes: int | None = None,
-        setup: bytes = b"",
-        max_reply_bytes: int = MAX_REPLY_BYTES,
-    ) -> None:
-        self._module = module
-        self._memory_bytes = memory_bytes
-        self._stack_bytes = stack_bytes
-        self._setup = setup
-        self._max_reply_bytes = max_reply_bytes
+    module: str
+    _: KW_ONLY
+    memory_bytes: int
+    stack_bytes: int | None = None
+    setup: bytes = b""
+    max_reply_bytes: int = MAX_REPLY_BYTES
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -118,10 +114,10 @@ class SacrificialProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            numbers = (theirs.fileno(), self._memory_bytes, self._stack_bytes or 0)
+            numbers = (theirs.fileno(), self.memory_bytes, self.stack_bytes or 0)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", self._module, *map(str, numbers)],
+                    [sys.executable, "-P", "-m", self.module, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -130,15 +126,15 @@ class SacrificialProcess:
                 )
             except OSError as error:
                 ours.close()
-                raise ProcessStartError(f"{self._module} could not be started: {error}") from error
+                raise ProcessStartError(f"{self.module} could not be started: {error}") from error
         self._channel = ours
         if self._is_closed:  # close() may have run before the process existed
             self._end()
-            raise ProcessStartError(f"{self._module} was closed")
+            raise ProcessStartError(f"{self.module} was closed")
         try:
-            self._exchange(self._setup, START_SECONDS)
+            self._exchange(self.setup, START_SECONDS)
         except ProcessLostError as error:
-            raise ProcessStartError(f"{self._module} did not start: {error}") from error
+            raise ProcessStartError(f"{self.module} did not start: {error}") from error
 
     def _exchange(self, request: bytes, timeout_seconds: float) -> bytes:
         assert self._channel is not None
@@ -147,8 +143,8 @@ class SacrificialProcess:
             self._channel.settimeout(timeout_seconds)
             self._channel.sendall(_REQUEST.pack(timeout_seconds + _ALARM_GRACE_SECONDS, len(request)) + request)
             (size,) = _REPLY.unpack(_receive(self._channel, _REPLY.size, deadline=deadline))
-            if size > self._max_reply_bytes:
-                raise ProcessLostError(f"its reply has {size} bytes, at most {self._max_reply_bytes} are allowed")
+            if size > self.max_reply_bytes:
+                raise ProcessLostError(f"its reply has {size} bytes, at most {self.max_reply_bytes} are allowed")
             return _receive(self._channel, size, deadline=deadline)
         except TimeoutError as error:
             self._end()
@@ -166,7 +162,7 @@ class SacrificialProcess:
         status = self._process.returncode
         self._end()
         if status == _OUT_OF_MEMORY:
-            return f"it needed more than {self._memory_bytes >> 20} MiB of memory"
+            return f"it needed more than {self.memory_bytes >> 20} MiB of memory"
         if status == -signal.SIGALRM:
             return "it took too long"
         if status is not None and status < 0:

@@ -52,11 +52,11 @@ DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 """Log-probs and replies in the process that requested them."""
 
 _SMALL_BYTES = 64 << 10
-"""Enough for a prompt of 16,000 tokens. At worst such a frame becomes as many objects, about 5 MB."""
+"""Fits a prompt of 16,000 tokens. At worst each byte of such a frame becomes an object, about 5 MB in all."""
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""msgpack allocates a list when it reads its length. 1024 nested lists, its own limit, of so many elements take 8 MiB.
-For a higher bound the lengths are first compared with the number of bytes."""
+"""msgpack allocates a list as soon as it reads its length. 1024 nested lists, the most that it reads, of this many
+elements take 8 MiB. If more are allowed, unpack() first checks that the bytes contain all elements."""
 
 
 class MalformedMessageError(ValueError):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 PROTOCOL_VERSION = 3
-"""Sent in HELLO; raised by a change that peers of the previous release cannot read. 2 was never used: peers accept
-the neighbouring versions, and messages of version 1 had other frames.
+"""Sent in HELLO. Incremented by a change that the previous release cannot read. Peers accept neighbouring versions, so
+2 was skipped: messages of version 1 had other frames.
 """
 
 

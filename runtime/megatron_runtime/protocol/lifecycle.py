@@ -90,23 +90,18 @@ STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
 """Engine states that agree with each steady coordinator state. RESUME lands in PAUSED by way of RESUMED."""
 
 SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
-    _E.PAUSING: _E.PAUSED,
-    _E.UNPAUSING: _E.PAUSED,
-    _E.SUSPENDING: _E.SUSPENDED,
-    _E.RESUMING: _E.PAUSED,
+    **{transition.passing: transition.lands_in for transition in TRANSITIONS.values()},
+    _E.UNPAUSING: _E.PAUSED,  # generation starts with the commit
     _E.RESUMED: _E.PAUSED,
-    _E.STOPPING: _E.STOPPED,
 }
 """The state of an engine that did the work of a signal whose commit was lost with the coordinator."""
 
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
-    Header.PAUSE: frozenset({_E.RUNNING, _E.PAUSED, _E.SUSPENDED}),
-    Header.UNPAUSE: frozenset({_E.PAUSED}),
-    Header.SUSPEND: frozenset({_E.PAUSED}),
-    Header.RESUME: frozenset({_E.SUSPENDED}),
-    Header.STOP: frozenset({_E.PAUSED, _E.SUSPENDED}),
-    Header.UPDATE_WEIGHTS: frozenset({_E.RUNNING, _E.PAUSED}),
-    **{signal: frozenset(_E) for signal in PROFILER},
+    **{
+        signal: frozenset(_E(state) for state in LEGAL_SIGNALS[signal])
+        for signal in (*TRANSITIONS, Header.UPDATE_WEIGHTS)
+    },
+    **dict.fromkeys(PROFILER, frozenset(_E)),
 }
 """Settled engine states in which an engine carries out each signal."""
 

@@ -11,14 +11,14 @@ MAX_TENANT_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 4096
 """Length of an error, a reason or a source. Errors and reasons are cut to it."""
 MAX_ENGINES = 2048
-"""Registered at once."""
+"""Engines registered at the same time."""
 
 MAX_FENCE = 1 << 53
 MAX_EPOCH = 1 << 53
 """Exact in JSON, and higher than any real number of leaders or updates."""
 
 MAX_ADMIN_MESSAGE_BYTES = 1 << 20
-"""To the operator. The answers of one coordinator must not fill the memory of a process that serves many."""
+"""Size limit of a message to the operator, which keeps the answers of many coordinators in memory."""
 
 UID_BYTES = 16
 

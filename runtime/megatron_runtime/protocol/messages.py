@@ -29,8 +29,6 @@ from megatron_runtime.protocol.codec import (
 from megatron_runtime.protocol.codec import DETAILS as DETAILS
 from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
 from megatron_runtime.protocol.codec import PLAIN as PLAIN
-from megatron_runtime.protocol.codec import REQUEST as REQUEST
-from megatron_runtime.protocol.codec import Tokens as Tokens
 from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
@@ -108,7 +106,7 @@ class HelloAck(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """Engines ignore one above MAX_FENCE. The operator registers with any fence and judges the one of STATUS."""
+    """Engines ignore a fence above MAX_FENCE. The operator ignores this one and checks that of STATUS_REPLY."""
     route: U32 = 0
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
@@ -149,7 +147,7 @@ class Control(ControlMessage):
     fence: Fence | None = None
     timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
     expected_engines: Count | None = None
-    """Reject the verb (ENGINES_MISSING) if fewer engines are registered: no engine must not count as all engines."""
+    """Reject the verb (ENGINES_MISSING) if fewer engines are registered. Without engines any verb would succeed."""
     engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
     epoch: Epoch | None = None
@@ -242,7 +240,7 @@ class FailedRequest(_Map):
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
     """In hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
-    """The engines that it ended, in that order."""
+    """Engines that ended while they ran it, in that order."""
     at: float = Field(default=0.0, ge=0, le=1e11)
     """Time of the failure, in seconds since 1970."""
 
@@ -266,7 +264,7 @@ class StatusReply(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """The operator ignores one above MAX_FENCE or far above its own."""
+    """The operator ignores a fence above MAX_FENCE or far above its own."""
     queued: Count = 0
     in_flight: Count = 0
     engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
@@ -278,7 +276,7 @@ class StatusReply(ControlMessage):
     keys: KeyReport | None = None
     """None: without encryption."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
-    """The last requests that were failed because they end engines, oldest first; None if there are none."""
+    """The last failed requests during which engines ended, oldest first; None if there are none."""
 
 
 class Error(ControlMessage):
@@ -338,10 +336,7 @@ class RequestMeta(NamedTuple):
         Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
-            streaming, seed, deadline, text = value[:4]
-            priority, salt = value[4:6] if len(value) >= 6 else (0, "")
-            engine = value[6] if len(value) >= 7 else ""
-            tenant = value[7] if len(value) >= 8 else ""
+            streaming, seed, deadline, text, priority, salt, engine, tenant = (value + _META[len(value) :])[:8]
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
@@ -356,6 +351,10 @@ class RequestMeta(NamedTuple):
             f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
             "tenant]"
         )
+
+
+_META = list(RequestMeta())
+"""Defaults of the elements."""
 
 
 class Submit(NamedTuple):
@@ -470,34 +469,32 @@ def _u64(name: str, value: Any) -> int:
     return value
 
 
+def _array(name: str, value: Any, item_bytes: int) -> bytes:
+    if type(value) is not bytes or len(value) % item_bytes:
+        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of {item_bytes} of them")
+    return value
+
+
 def _body(name: str, value: Any) -> bytes:
     if type(value) is not bytes:
         raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
     return value
 
 
-def _tokens(name: str, value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % 4:
-        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
-    return value
-
-
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
-    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
-    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
+    prompt = _array("prompt", items[3], 1 if meta.text else 4)
+    return Submit(_uid(items[1]), meta, prompt, _array("generated", items[4], 4), _body("params", items[5]))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
     _, number, uid, route, meta, prompt, generated, params = items[:8]
-    bodies = _tokens("prompt", prompt), _tokens("generated", generated), _body("params", params)
+    bodies = _array("prompt", prompt, 4), _array("generated", generated, 4), _body("params", params)
     return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
 
 
 def _decode_partial(items: list[Any]) -> Partial:
-    index, tokens = _body("index", items[2]), _body("tokens", items[3])
-    if len(index) % _ENTRY.size:
-        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
+    index, tokens = _array("index", items[2], _ENTRY.size), _body("tokens", items[3])
     entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
     total = sum([entry[3] for entry in entries])
     if len(tokens) != 4 * total:
@@ -506,7 +503,7 @@ def _decode_partial(items: list[Any]) -> Partial:
 
 
 def _decode_final(items: list[Any]) -> Final:
-    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
+    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _array("tokens", items[3], 4), _body("reply", items[4]))
 
 
 def _decode_abort(items: list[Any]) -> Abort:
@@ -514,12 +511,10 @@ def _decode_abort(items: list[Any]) -> Abort:
 
 
 def _decode_evicted(items: list[Any]) -> EvictedBlocks:
-    fields, hashes = items[1], _body("hashes", items[2])
+    fields = items[1]
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
         raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
-    if len(hashes) % 8:
-        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
-    return EvictedBlocks(hashes, fields.get("cleared", False))
+    return EvictedBlocks(_array("hashes", items[2], 8), fields.get("cleared", False))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -527,7 +522,7 @@ def _decode_evicted(items: list[Any]) -> EvictedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the plain Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
+    """A message of the Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
 
     items: list[Any]
 

@@ -39,7 +39,7 @@ from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import parser_of
 from megatron_runtime.tokenization import Tokenizer
-from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 _CLIENT_CLOSED_REQUEST = 499

@@ -19,7 +19,7 @@ _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class EventSocket:
-    """Calls `on_message(frames)` for each message received; sends without blocking.
+    """Calls `on_message(frames)` on the running loop for each message received; sends without blocking.
 
     The descriptor of a libzmq socket is edge-triggered: it must be drained until EAGAIN after every wake-up and after
     every send, which may consume the edge. An exception in the handler is logged and counted, never raised into the
@@ -35,20 +35,17 @@ class EventSocket:
         # the frame itself.
         self._send_frame = super(zmq.Socket, socket).send
         self._receive_frame = super(zmq.Socket, socket).recv
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain_scheduled = False
-
-    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop or asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor(), self._woken)
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain, 1)
         self._schedule_drain()
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Idempotent."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._descriptor())
-            self._loop = None
-        if not self.socket.closed:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=linger_ms)
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -77,21 +74,15 @@ class EventSocket:
             frames.append(frame.bytes)
         return frames
 
-    def _descriptor(self) -> int:
-        return int(self.socket.getsockopt(zmq.FD))
-
     def _schedule_drain(self) -> None:
-        if not self._drain_scheduled and self._loop is not None:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+        self._drain_scheduled = True
+        self._loop.call_soon(self._drain)
 
-    def _woken(self) -> None:
-        self._drain(expected=1)
-
-    def _drain(self, *, expected: int = 0) -> None:
+    def _drain(self, expected: int = 0) -> None:
+        """Handle the messages that have arrived. expected: how many of them need no poll."""
         self._drain_scheduled = True  # a send of a handler needs no drain of its own
         for number in range(DRAIN_BUDGET):
-            if self._loop is None:
+            if self._closed:
                 return
             # There is mostly one message for each wake-up, and polling is cheaper than the exception.
             if expected <= number < 2 and not zmq_poll(self._poll_items, 0):
@@ -107,5 +98,4 @@ class EventSocket:
             except Exception:
                 self.handler_errors += 1
                 logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
-        self._drain_scheduled = False
         self._schedule_drain()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
 
 import zmq
 
@@ -26,6 +27,7 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.protocol.text import printable
 from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +45,11 @@ class HandshakeRejectedError(AssertionError):
     """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
 
 
-class PeerSocket(Protocol):
-    """A DEALER that is connecting or connected."""
+PeerSocket: TypeAlias = EventSocket | Dealer
+"""A DEALER of libzmq or of transport/zmtp that is connecting or connected."""
 
-    def send(self, frames: Frames, /) -> bool:
-        """Send a message without blocking. False if the socket does not take it."""
-
-    def close(self, *, linger_ms: int = 0) -> None:
-        """Idempotent."""
-
-
-Connect: TypeAlias = Callable[[PeerKeys | None, int], PeerSocket]
-"""Opens a socket that passes each message to receive(). Arguments: the keys, and the number of the attempt, which
-selects one of the coordinator's keys."""
+Connect: TypeAlias = Callable[[PeerKeys | None], PeerSocket]
+"""Opens a socket that passes each message to receive()."""
 
 
 def coordinator_address(where: int | str) -> str:
@@ -74,9 +68,11 @@ def _log_malformed(error: MalformedMessageError) -> None:
     logger.warning("dropped a frame from the coordinator: %s", error)
 
 
+@dataclass(eq=False, repr=False)
 class PeerLink:
     """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
 
+    keys:         those in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
@@ -89,39 +85,26 @@ class PeerLink:
     other_key_seconds: the same before the registration, if the coordinator may have another key.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        keys: PeerKeys | None,
-        hello: Callable[[int], Hello],
-        on_ack: Callable[[HelloAck, bool], None],
-        on_message: Callable[[Message], object],
-        heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation),
-        on_lost: Callable[[str], None] = lambda reason: None,
-        on_malformed: Callable[[MalformedMessageError], None] = _log_malformed,
-        connect: Connect | None = None,
-        tick_seconds: float | None = None,
-        silence_seconds: float | None = None,
-        other_key_seconds: float | None = None,
-    ) -> None:
-        self.address = address
+    address: str
+    _: KW_ONLY
+    keys: PeerKeys | None
+    hello: Callable[[int], Hello]
+    on_ack: Callable[[HelloAck, bool], None]
+    on_message: Callable[[Message], object]
+    heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation)
+    on_lost: Callable[[str], None] = lambda reason: None
+    on_malformed: Callable[[MalformedMessageError], None] = _log_malformed
+    connect: Connect | None = None
+    tick_seconds: float | None = None
+    silence_seconds: float | None = None
+    other_key_seconds: float | None = None
+
+    def __post_init__(self) -> None:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
         self.coordinator_incarnation = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._keys = keys
-        self._hello = hello
-        self._on_ack = on_ack
-        self._on_message = on_message
-        self._heartbeat = heartbeat
-        self._on_lost = on_lost
-        self._on_malformed = on_malformed
-        self._connect = connect or self._connect_libzmq
-        self._fixed_tick = tick_seconds
-        self._silence_seconds = silence_seconds
-        self._other_key_seconds = other_key_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: PeerSocket | None = None
         self._incarnation = 0
@@ -131,7 +114,7 @@ class PeerLink:
         self._heard = 0.0
         self._due = 0.0
         self._muted_until = 0.0
-        self._tick_seconds = tick_seconds or limits.HEARTBEAT_SECONDS
+        self._tick_seconds = self.tick_seconds or limits.HEARTBEAT_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
@@ -211,38 +194,39 @@ class PeerLink:
 
     def beat(self) -> None:
         """Send a HEARTBEAT now, because its content has changed."""
-        if self._heartbeat is not None:
-            self.send(self._heartbeat(self._incarnation).to_frames())
+        if self.heartbeat is not None:
+            self.send(self.heartbeat(self._incarnation).to_frames())
 
     def say_hello(self) -> None:
         """Send HELLO, to register or after its content has changed."""
         if self._socket is not None:
-            self._socket.send(self._hello(self._incarnation).to_frames())
+            self._socket.send(self.hello(self._incarnation).to_frames())
 
-    def reopen(self, reason: str) -> None:
-        """Close the socket and open a new one."""
-        self._drop(reason)
+    def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
+        """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
+        self._muted_until = max(self._muted_until, self._now() + after_seconds)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._lose(reason)
         self._open()
-
-    def mute(self, reason: str, *, seconds: float) -> None:
-        """Close the socket, and open a new one after `seconds`."""
-        self._muted_until = self._now() + seconds
-        self._drop(reason)
 
     def _open(self) -> None:
         self._heard = self._now()
         if self._heard < self._muted_until:
             return
-        if self._keys is not None:
+        keys = None
+        if self.keys is not None:
             # The last connection may have failed because the keys changed.
-            self._key_stamp = self._keys.stamp()
-            self._keys = self._keys.refreshed()
-        self._incarnation = random.SystemRandom().getrandbits(64)
-        self._socket = self._connect(self._keys, self._attempts)
+            self._key_stamp = self.keys.stamp()
+            self.keys = self.keys.refreshed()
+            keys = self.keys.for_attempt(self._attempts)
         self._attempts += 1
+        self._incarnation = random.SystemRandom().getrandbits(64)
+        self._socket = (self.connect or self._connect_libzmq)(keys)
         self.say_hello()
 
-    def _connect_libzmq(self, keys: PeerKeys | None, attempt: int) -> PeerSocket:
+    def _connect_libzmq(self, keys: PeerKeys | None) -> EventSocket:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -251,22 +235,14 @@ class PeerLink:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
         if keys is not None:
-            keys.apply(socket, attempt=attempt)
+            keys.apply(socket)
         socket.connect(self.address)
-        wrapped = EventSocket(socket, self.receive)
-        wrapped.start(self._loop)
-        return wrapped
+        return EventSocket(socket, self.receive)
 
-    def _drop(self, reason: str) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._lose(reason)
-
-    def _lose(self, reason: str = "") -> None:
+    def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
         if was_registered:
-            self._on_lost(reason)
+            self.on_lost(reason)
 
     def _now(self) -> float:
         assert self._loop is not None, "start() first"
@@ -299,20 +275,20 @@ class PeerLink:
             self.say_hello()
 
     def _patience(self) -> float:
-        tries_keys = not self.registered and self._keys is not None and self._keys.other_server_publics
-        if tries_keys and self._other_key_seconds is not None:
-            return self._other_key_seconds
-        return SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
+        tries_keys = not self.registered and self.keys is not None and self.keys.other_server_publics
+        if tries_keys and self.other_key_seconds is not None:
+            return self.other_key_seconds
+        return SILENCE_SECONDS if self.silence_seconds is None else self.silence_seconds
 
     def _own_key_changed(self) -> bool:
         """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
-        if self._keys is None:
+        if self.keys is None:
             return False
-        stamp = self._keys.stamp()
+        stamp = self.keys.stamp()
         if stamp is None or stamp == self._key_stamp:
             return False
         self._key_stamp = stamp
-        return self._keys.refreshed().own != self._keys.own
+        return self.keys.refreshed().own != self.keys.own
 
     def receive(self, frames: Frames) -> None:
         """Handle a message from the socket."""
@@ -320,7 +296,7 @@ class PeerLink:
         try:
             message = decode(frames)
         except MalformedMessageError as error:
-            self._on_malformed(error)
+            self.on_malformed(error)
             return
         match message:
             case HelloAck():
@@ -335,23 +311,23 @@ class PeerLink:
                 self._lose("the coordinator was restarted")
                 self.say_hello()
             case Error() | Heartbeat():
-                self._on_message(message)
+                self.on_message(message)
             case _ if not self.registered and self.coordinator_incarnation == 0:
                 self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
-                self._on_message(message)
+                self.on_message(message)
 
     def _register(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
-        if self._fixed_tick is None:
+        if self.tick_seconds is None:
             self._tick_seconds = ack.heartbeat_seconds
         self.max_message_bytes = ack.max_message_bytes
         self._lost = False
         self.registered = True
         if self._acknowledged is not None and not self._acknowledged.done():
             self._acknowledged.set_result(None)
-        self._on_ack(ack, forgotten)
+        self.on_ack(ack, forgotten)
 
     def _reject(self, what: str) -> None:
         message = f"the coordinator at {self.address} {what}"

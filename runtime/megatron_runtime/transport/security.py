@@ -8,7 +8,7 @@ alternates between the server's keys. Of its own pair a process uses the first l
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -70,72 +70,54 @@ class PeerKeys:
             logger.warning("keeping the keys in use: %s", error)
             return self
 
-    def server_key(self, attempt: int) -> bytes:
-        """Return the coordinator's public key for this attempt; the next attempt gets the next key."""
+    def for_attempt(self, attempt: int) -> PeerKeys:
+        """Return keys whose `server_public` is the one to try; the next attempt gets the coordinator's next key."""
         servers = (self.server_public, *self.other_server_publics)
-        return servers[attempt % len(servers)]
+        return replace(self, server_public=servers[attempt % len(servers)])
 
-    def apply(self, socket: zmq.Socket[bytes], *, attempt: int = 0) -> None:
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of a libzmq socket, before connect()."""
         socket.curve_publickey = self.own.public
         socket.curve_secretkey = self.own.secret
-        socket.curve_serverkey = self.server_key(attempt)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """The keys of the coordinator: its own pair and, for each role, the public keys that open its port."""
-
-    own: KeyPair
-    allowed: dict[Role, frozenset[bytes]]
-
-    @classmethod
-    def load(cls, directory: Path) -> ServerKeys:
-        allowed = {role: frozenset(_read_keys(directory / f"{_file_name(role)}.pub")) for role in Role}
-        return cls(_load_pair(directory, "server"), allowed)
+        socket.curve_serverkey = self.server_public
 
 
 class Gatekeeper:
-    """The coordinator's keys, from files that changed() reads again. Decides which keys open the port of a role.
+    """The coordinator's own pair and, for each role, the public keys that open its port.
 
-    A mounted Secret changes by a swap of links.
-
-    keys:    the keys in use. Existing connections are not checked again when they change.
-    rejected: number of connections whose keys were not accepted.
+    own:     the pair in use since the start.
+    allowed: follows the files, at each changed(). Existing connections are not checked again when it changes.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.keys = ServerKeys.load(directory)
-        self.rejected = 0
+        """Read the files. Raises KeyFileError."""
         self._directory = directory
-        self._seen = self._signature()
+        self._files = [directory / "server.key", *(directory / f"{_file_name(role)}.pub" for role in Role)]
+        self._stamps = [_stamp(file) for file in self._files]
+        self.own, self.allowed = self._load()
 
     def admits(self, role: Role, key: bytes) -> bool:
-        return key in self.keys.allowed[role]
-
-    def reject(self) -> None:
-        self.rejected += 1
+        return key in self.allowed[role]
 
     def changed(self) -> bool:
-        """Read changed files again. Whether `keys` changed; files that cannot be read change nothing."""
-        signature = self._signature()
-        if signature == self._seen:
+        """Read changed files again. Whether `allowed` changed; files that cannot be read change nothing."""
+        stamps = [_stamp(file) for file in self._files]
+        if stamps == self._stamps:
             return False
-        self._seen = signature
+        self._stamps = stamps
         try:
-            keys = ServerKeys.load(self._directory)
+            own, allowed = self._load()
         except KeyFileError as error:
             logger.warning("keeping the keys in use: %s", error)
             return False
-        if keys.own != self.keys.own:
+        if own != self.own:
             logger.warning("%s: the server's own key changed; it is used after the next start", self._directory)
-        changed, self.keys = keys != self.keys, keys
+        changed, self.allowed = allowed != self.allowed, allowed
         return changed
 
-    def _signature(self) -> list[tuple[int, int] | None]:
-        return [
-            _stamp(self._directory / name) for name in ("server.key", *(f"{_file_name(role)}.pub" for role in Role))
-        ]
+    def _load(self) -> tuple[KeyPair, dict[Role, frozenset[bytes]]]:
+        allowed = {role: frozenset(_read_keys(self._directory / f"{_file_name(role)}.pub")) for role in Role}
+        return _load_pair(self._directory, "server"), allowed
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:

@@ -17,7 +17,7 @@ from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTI
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 PROMPT = "The capital of France is"
 
@@ -276,7 +276,7 @@ class TestCoordinatorMode:
 
     def test_shutdown_does_not_wait_for_a_dead_coordinator(self, make, monkeypatch) -> None:
         monkeypatch.setattr("megatron_runtime.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
-        monkeypatch.setattr("megatron_runtime.transport.control_link.ANSWER_MARGIN_SECONDS", 0.2)
+        monkeypatch.setattr("megatron_runtime.transport.control_calls.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
         llm.shutdown()

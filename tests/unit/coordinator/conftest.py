@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from control_link import ControlLink
 from coordinator_tables import check_tables
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
@@ -17,7 +18,6 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlLink
 
 PATIENT = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0, slow_client=60.0)
 """No peer is removed for silence, because ZeroMQ's thread may be late by seconds. Tests of silence set other times."""

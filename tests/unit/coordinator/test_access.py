@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from control_link import ControlLink
 from eventually import LONG_SECONDS
 from vectors import VECTORS
 
@@ -19,7 +20,6 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
-from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 
@@ -46,7 +46,7 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     with pytest.raises(CoordinatorUnreachableError, match="keys"):
         await ControlLink(stage.address(Role.ADMIN), keys=keys).start(connect_timeout_seconds=0.5)
     assert len(coordinator.core.clients) == 0
-    rejected = coordinator.transport.gatekeeper.rejected
+    rejected = coordinator.transport.rejected()
     assert rejected >= (key is not None)
     assert coordinator.core.status().rejected_frames == rejected
     metrics = CoordinatorMetrics(coordinator.core).collect()
@@ -118,7 +118,7 @@ async def test_two_generations_of_keys_are_accepted_and_no_connection_ends(stage
     before = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     future = before.add_request([1], params(1))
     secret.renew("client", keep_old=True)
-    await stage.until(lambda: len(coordinator.transport.gatekeeper.keys.allowed[Role.CLIENT]) == 2)
+    await stage.until(lambda: len(coordinator.transport.gatekeeper.allowed[Role.CLIENT]) == 2)
     after = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     assert await future
     assert await after.add_request([2], params(1))
@@ -136,10 +136,10 @@ async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secre
     secret.renew("client", keep_old=False)
     await engine.until(lambda: engine.aborted)
     assert coordinator.core.clients.named(Role.CLIENT, thief._name) is None
-    rejected = coordinator.transport.gatekeeper.rejected
+    rejected = coordinator.transport.rejected()
     thief._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
     thief._link._socket.send(VECTORS["SUBMIT"].to_frames())
-    await stage.until(lambda: coordinator.transport.gatekeeper.rejected > rejected, seconds=30)
+    await stage.until(lambda: coordinator.transport.rejected() > rejected, seconds=30)
     assert len(coordinator.core.clients) == len(coordinator.core.dispatcher.journal) == 0
     owner = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     engine.step_seconds = 0.0
@@ -172,9 +172,9 @@ async def test_a_connection_made_before_its_key_was_revoked_cannot_register_afte
     dealer.connect(stage.address(Role.CLIENT))
     dealer.send_multipart(VECTORS["STATUS"].to_frames())
     await stage.until(lambda: coordinator.core.counters.rejected["unknown_peer"] == 1)
-    admitted = coordinator.transport.gatekeeper.keys
+    admitted = coordinator.transport.gatekeeper.allowed
     secret.renew("client", keep_old=False)
-    await stage.until(lambda: coordinator.transport.gatekeeper.keys != admitted)
+    await stage.until(lambda: coordinator.transport.gatekeeper.allowed != admitted)
     dealer.send_multipart(Hello(role=Role.CLIENT, name="late", incarnation=1).to_frames())
     await stage.until(lambda: coordinator.core.counters.rejected["wrong_role"] == 1)
     assert len(coordinator.core.clients) == 0
@@ -184,15 +184,15 @@ async def test_a_connection_made_before_its_key_was_revoked_cannot_register_afte
 
 async def test_incomplete_key_files_change_nothing_until_they_are_complete(stage, secret, caplog) -> None:
     coordinator = stage.coordinator(keys_dir=secret.path, timing=ROTATING)
-    admitted = coordinator.transport.gatekeeper.keys.allowed
+    admitted = coordinator.transport.gatekeeper.allowed
     whole = secret.files["client.pub"]
     secret.files["client.pub"] = whole[:17]
     secret.write()
     await stage.until(lambda: "keeping the keys in use" in caplog.text)
-    assert coordinator.transport.gatekeeper.keys.allowed == admitted
+    assert coordinator.transport.gatekeeper.allowed == admitted
     secret.files["client.pub"] = whole
     secret.renew("client", keep_old=True)
-    await stage.until(lambda: len(coordinator.transport.gatekeeper.keys.allowed[Role.CLIENT]) == 2)
+    await stage.until(lambda: len(coordinator.transport.gatekeeper.allowed[Role.CLIENT]) == 2)
 
 
 async def test_a_client_takes_its_new_key_from_the_files_when_the_old_one_is_revoked(stage, params, secret) -> None:

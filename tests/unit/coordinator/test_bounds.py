@@ -37,7 +37,7 @@ from megatron_runtime.protocol.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 WEEK_SECONDS = 7 * 24 * 3600
 STEP_SECONDS = 600

@@ -162,7 +162,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
         engine.send(Partial(dispatch.route, [entry], tokens_to_bytes(tokens), pack({dispatch.uid: details})))
 
     heard = []
-    client._link._on_message = lambda message: heard.append(message) if isinstance(message, Partial) else None
+    client._link.on_message = lambda message: heard.append(message) if isinstance(message, Partial) else None
     emit(0, [1], prompt_log_probs=[-0.5])
     await stage.until(lambda: heard)
     full = True
@@ -299,7 +299,7 @@ async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, c
         for _ in range(4):
             engine.step()
         await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
-    client._link._lose()
+    client._link._lose("test")
     client._link._open()
     if ends == "after":
         await stage.until(lambda: client.connected)

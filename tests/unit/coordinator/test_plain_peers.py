@@ -26,7 +26,6 @@ class PlainPeer:
         dealer.connect(address)
         self.heard: asyncio.Queue[list] = asyncio.Queue()
         self.socket = EventSocket(dealer, lambda frames: self.heard.put_nowait(unpack(frames[0])))
-        self.socket.start()
 
     def say(self, *items) -> None:
         self.socket.send([pack(list(items)) if items else b""])

@@ -11,6 +11,7 @@ import urllib.request
 import psutil
 import pytest
 import zmq
+from control_link import ControlLink
 from eventually import LONG_SECONDS
 from hostile_frames import bombs_of
 from scripted_engine import ScriptedEngine
@@ -22,7 +23,6 @@ from megatron_runtime.data_parallel_inference_coordinator import DataParallelInf
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import Error, decode, pack, unpack
-from megatron_runtime.transport.control_link import ControlLink
 
 PROMPT = [11, 12, 13]
 

@@ -141,7 +141,6 @@ class AdminPort:
         self._secure(socket)
         self.port = socket.bind_to_random_port("tcp://127.0.0.1")
         self._socket = EventSocket(socket, self._receive)
-        self._socket.start()
 
     def close(self) -> None:
         if self._socket is not None:

@@ -145,7 +145,7 @@ class LossyLink(CoordinatorLink):
         self._server, self._rng, self._rate = server, rng, fault_rate
         self.sockets: list[LossySocket] = []
 
-    def _connect(self, keys: Any, attempt: int) -> LossySocket:
+    def _connect(self, keys: Any) -> LossySocket:
         self.sockets.append(LossySocket(self._server, self._rng, self._rate, self._receive))
         return self.sockets[-1]
 

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.control_calls import ControlRejectedError
 
 PROMPTS = [[1, 5, 9, 3 + index] for index in range(6)]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.echo.backend import EchoBackend
@@ -19,7 +20,6 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
-from megatron_runtime.transport.control_link import ControlLink
 
 TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
 

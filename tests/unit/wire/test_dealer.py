@@ -34,7 +34,6 @@ async def dealer() -> AsyncIterator[Callable[..., tuple[Dealer, Heard]]]:
     def make(address: str, **options) -> tuple[Dealer, Heard]:
         heard = Heard()
         made.append(Dealer(address, heard.put_nowait, max_message_bytes=LIMIT, **options))
-        made[-1].start()
         return made[-1], heard
 
     yield make
@@ -88,7 +87,7 @@ async def test_a_router_with_another_key_gets_nothing(make_port, keys, dealer) -
         own=right.own, server_public=KeyPair.generate().public, other_server_publics=(right.server_public,)
     )
     stranger, _ = dealer(port.address, keys=wrong)
-    other, _ = dealer(port.address, keys=wrong, attempt=1)
+    other, _ = dealer(port.address, keys=wrong.for_attempt(1))
     await say(other, [b"by the second key"])
     assert (await asyncio.wait_for(port.received.get(), LONG_SECONDS))[1] == [b"by the second key"]
     assert not stranger.send([b"x"])

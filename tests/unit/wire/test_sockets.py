@@ -9,12 +9,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.event_socket import DRAIN_BUDGET, EventSocket
-from megatron_runtime.transport.security import (
-    KeyFileError,
-    PeerKeys,
-    ServerKeys,
-    generate_key_files,
-)
+from megatron_runtime.transport.security import Gatekeeper, KeyFileError, PeerKeys, generate_key_files
 
 
 @pytest.fixture
@@ -38,12 +33,10 @@ async def test_a_flood_arrives_complete_and_in_order_while_the_loop_runs_other_c
     router.setsockopt(zmq.RCVHWM, 0)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     server = EventSocket(router, on_message)
-    server.start()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.connect(f"tcp://127.0.0.1:{port}")
     client = EventSocket(dealer, lambda frames: None)
-    client.start()
     for number in range(count):
         assert client.send([b"%d" % number])
     turns = 0
@@ -67,7 +60,6 @@ async def test_a_handler_that_raises_loses_its_message_only(context: zmq.Context
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     server = EventSocket(router, on_message)
-    server.start()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(f"tcp://127.0.0.1:{port}")
     for text in (b"bad", b"good"):
@@ -86,7 +78,7 @@ def test_a_missing_key_file_is_named_with_the_remedy(tmp_path: Path) -> None:
 def test_a_key_file_that_is_not_z85_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "server.key").write_text("short")
     with pytest.raises(KeyFileError, match="one Z85 key of 40 characters"):
-        ServerKeys.load(_with_public_keys(tmp_path))
+        Gatekeeper(_with_public_keys(tmp_path))
 
 
 def _with_public_keys(path: Path) -> Path:

@@ -132,7 +132,6 @@ async def test_random_messages_of_our_dealer_reach_libzmqs_router_and_return(
     heard: asyncio.Queue[list[bytes]] = asyncio.Queue()
     address = f"tcp://127.0.0.1:{libzmq_router.port}"
     dealer = Dealer(address, heard.put_nowait, keys=libzmq_router.keys, max_message_bytes=LIMIT)
-    dealer.start()
     for message in random_messages(rng, 60):
         await sent(dealer, message)
         peer, found = await libzmq_router.next()
@@ -212,7 +211,6 @@ async def test_changed_bytes_of_libzmqs_router_end_a_connection_of_our_dealer_at
             max_message_bytes=LIMIT,
         )
         dealers.append(dealer)
-        dealer.start()
         try:
             async with asyncio.timeout(0.3):
                 await opened.wait()

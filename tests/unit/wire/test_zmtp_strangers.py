@@ -104,23 +104,23 @@ async def test_a_port_admits_the_keys_of_its_role_only(make_port, keys: Path, he
         peer, message = await port.next()
         assert message == [b"hello"]
         assert port.connections[peer].key == PeerKeys.load(keys, held).own.public
-        assert port.gatekeeper.rejected == 0
+        assert port.router.rejected == 0
     else:
-        await until(lambda: port.gatekeeper.rejected)
+        await until(lambda: port.router.rejected)
         assert port.received.empty()
         assert port.connections == {}
 
 
 async def test_strangers_without_a_key_and_with_a_key_of_their_own_are_kept_out(make_port, keys, tmp_path) -> None:
     port = make_port(keys=keys)
-    stranger = PeerKeys(PeerKeys.load(key_files(tmp_path / "other"), Role.CLIENT).own, port.gatekeeper.keys.own.public)
+    stranger = PeerKeys(PeerKeys.load(key_files(tmp_path / "other"), Role.CLIENT).own, port.gatekeeper.own.public)
     rejected = port.dealer(stranger)
     await rejected.send(b"own key")
-    await until(lambda: port.gatekeeper.rejected == 1)
+    await until(lambda: port.router.rejected == 1)
     await (await port.raw()).end()
     wrong_server = port.dealer(PeerKeys(PeerKeys.load(keys, Role.CLIENT).own, stranger.own.public))
     await wrong_server.send(b"for another server")
-    await until(lambda: port.gatekeeper.rejected == 2)
+    await until(lambda: port.router.rejected == 2)
     owner = port.dealer()
     await owner.send(b"client")
     assert (await port.next())[1] == [b"client"]
@@ -186,14 +186,14 @@ async def test_an_initiate_without_proof_is_rejected(make_port, keys: Path) -> N
 
     cookie = len(b"\x08INITIATE")
     await initiate(CurveClient(own), lambda command: command[:cookie] + bytes(96) + command[cookie + 96 :])
-    assert port.gatekeeper.rejected == 0, "a broken peer, not one with another key"
+    assert port.router.rejected == 0, "a broken peer, not one with another key"
     await initiate(CurveClient(own, vouch_for=os.urandom(32)))
     # The public key of a client, without the secret one.
     thief = PeerKeys(PeerKeys.load(keys, Role.ENGINE).own, own.server_public)
     pretender = CurveClient(PeerKeys(type(own.own)(own.own.public, thief.own.secret), own.server_public))
     await initiate(pretender)
     await initiate(CurveClient(own), lambda command: command[:-1] + bytes((command[-1] ^ 1,)))
-    assert port.gatekeeper.rejected == 3
+    assert port.router.rejected == 3
     assert port.connections == {}
 
 

@@ -46,7 +46,6 @@ class Port:
             handshake=NullHandshake if keys is None else self._curve(role),
             on_message=lambda peer, frames: self.on_message(peer, frames),
             on_gone=self._gone,
-            on_rejected=self.gatekeeper.reject if self.gatekeeper is not None else lambda: None,
             max_message_bytes=LIMIT,
             send_buffer_bytes=1 << 16,
             check_seconds=check_seconds,
@@ -60,7 +59,7 @@ class Port:
 
     def _curve(self, role: Role):
         gatekeeper = self.gatekeeper
-        server = CurveServer.from_z85(gatekeeper.keys.own.secret, lambda key: gatekeeper.admits(role, key))
+        server = CurveServer.from_z85(gatekeeper.own.secret, lambda key: gatekeeper.admits(role, key))
         return lambda properties: CurveHandshake(server, properties)
 
     def dealer(

@@ -135,7 +135,7 @@ class FaultyLink(PeerLink):
         self._faults = faults
         self._beats = 0
         if faults.of(IgnoreAborts):
-            self._on_message = lambda message: None if isinstance(message, Abort) else on_message(message)
+            self.on_message = lambda message: None if isinstance(message, Abort) else on_message(message)
 
     def beat(self) -> None:
         self._beats += 1

@@ -75,7 +75,6 @@ class Peer:
         self._dealer = UnbatchedDealer(address, self._receive, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
 
     async def start(self) -> None:
-        self._dealer.start()
         while not self._dealer.send(self._hello.to_frames()):  # noqa: ASYNC110 - the dealer connects by itself
             await asyncio.sleep(0.01)
         self._heartbeats = asyncio.create_task(self._send_heartbeats())

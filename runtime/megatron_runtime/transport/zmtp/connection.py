@@ -26,7 +26,7 @@ PeerId: TypeAlias = tuple[int, bytes]
 MESSAGES_PER_ITERATION = 256
 """Messages that a connection handles in one iteration of the loop before it yields to others."""
 MAX_FRAMES = 64
-"""Of a message."""
+"""Most frames of one message."""
 PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
 """Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,40 +46,30 @@ def parse_address(address: str) -> tuple[str, int] | Path:
     raise AddressError(f"address {address!r}: want tcp://HOST:PORT or ipc:///PATH")
 
 
+@dataclass(eq=False, repr=False)
 class Dealer:
-    """Connects, and connects again, from start() to close().
+    """Connects on the running loop, and connects again, until close().
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake: send() works from then on.
     keys:       its own pair and the ROUTER's key; None: no encryption.
-    attempt:    selects one of the ROUTER's keys, if there are several.
     max_message_bytes: a larger message ends the connection.
     """
 
-    def __init__(
-        self,
-        address: str,
-        on_message: Callable[[Frames], None],
-        *,
-        on_open: Callable[[], None] = lambda: None,
-        keys: PeerKeys | None = None,
-        attempt: int = 0,
-        max_message_bytes: int,
-    ) -> None:
+    address: str
+    on_message: Callable[[Frames], None]
+    _: KW_ONLY
+    on_open: Callable[[], None] = lambda: None
+    keys: PeerKeys | None = None
+    max_message_bytes: int
+
+    def __post_init__(self) -> None:
         self.handler_errors = 0
-        self._address = parse_address(address)
-        self._on_message = on_message
-        self._on_open = on_open
-        self._keys = keys
-        self._attempt = attempt
-        self._max_message_bytes = max_message_bytes
+        self._target = parse_address(self.address)
         self._connection: Connection | None = None
         self._ended = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._address}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(), name=f"dealer {self.address}")
 
     def send(self, message: Frames) -> bool:
         """Send on the open connection. False without one, or if its buffer is full; the message is then dropped."""
@@ -106,10 +97,10 @@ class Dealer:
             self._ended.clear()
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
-                    if isinstance(self._address, Path):
-                        _, connection = await loop.create_unix_connection(self._make_connection, str(self._address))
+                    if isinstance(self._target, Path):
+                        _, connection = await loop.create_unix_connection(self._make_connection, str(self._target))
                     else:
-                        _, connection = await loop.create_connection(self._make_connection, *self._address)
+                        _, connection = await loop.create_connection(self._make_connection, *self._target)
             except (OSError, TimeoutError):
                 pass
             else:
@@ -121,16 +112,16 @@ class Dealer:
 
     def _make_connection(self) -> Connection:
         return Connection(
-            self, self._handshake(), max_message_bytes=self._max_message_bytes, send_buffer_bytes=_SEND_BUFFER_BYTES
+            self, self._handshake(), max_message_bytes=self.max_message_bytes, send_buffer_bytes=_SEND_BUFFER_BYTES
         )
 
     def _handshake(self) -> Handshake:
-        if self._keys is None:
+        if self.keys is None:
             return NullHandshake(_PROPERTIES, begins=True)
         from megatron_runtime.transport.zmtp.curve import CurveClientHandshake
 
-        server = self._keys.server_key(self._attempt)
-        return CurveClientHandshake(self._keys.own.public, self._keys.own.secret, server, _PROPERTIES)
+        own = self.keys.own
+        return CurveClientHandshake(own.public, own.secret, self.keys.server_public, _PROPERTIES)
 
     # --- callbacks of the connection ------------------------------------------------------------------------------
 
@@ -143,12 +134,12 @@ class Dealer:
 
     def admitted(self, connection: Connection, _routing_id: bytes) -> PeerId:
         self._stop_timer()
-        asyncio.get_running_loop().call_soon(self._on_open)
+        asyncio.get_running_loop().call_soon(self.on_open)
         return 0, b"admitted"
 
     def received(self, _peer: PeerId, message: Frames) -> None:
         if self._connection is not None:
-            self._on_message(message)
+            self.on_message(message)
 
     def flush_soon(self, connection: Connection) -> None:
         asyncio.get_running_loop().call_soon(connection.flush)
@@ -158,7 +149,7 @@ class Dealer:
         if self._connection is connection:
             self._connection = None
         if violation is not None:
-            logger.warning("connection to %s ended: %s", self._address, violation)
+            logger.warning("connection to %s ended: %s", self.address, violation)
         self._ended.set()
 
     def _stop_timer(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _BACKLOG = 1024
 _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")])
 
 
+@dataclass(eq=False, repr=False)
 class Router:
     """Accepts connections, and names each by the port's `number` and a routing id, the peer's own or a generated one.
 
@@ -39,36 +41,27 @@ class Router:
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
                   peer ended it, by a FIN or RST, as the system sends for a process that ends.
-    on_rejected:  called for each connection that ends because its keys do not open the port.
     check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
     type, last_endpoint: as those of a zmq.Socket.
+    rejected:     number of connections that ended because their keys do not open the port.
     """
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        connections: dict[PeerId, Connection],
-        handshake: Callable[[bytes], Handshake],
-        on_message: Callable[[PeerId, Frames], None],
-        on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None,
-        on_rejected: Callable[[], None] = lambda: None,
-        max_message_bytes: int,
-        send_buffer_bytes: int,
-        check_seconds: float,
-    ) -> None:
+    number: int
+    _: KW_ONLY
+    connections: dict[PeerId, Connection]
+    handshake: Callable[[bytes], Handshake]
+    on_message: Callable[[PeerId, Frames], None]
+    on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None
+    max_message_bytes: int
+    send_buffer_bytes: int
+    check_seconds: float
+
+    def __post_init__(self) -> None:
         self.type = zmq.ROUTER
         self.last_endpoint = ""
         self.handler_errors = 0
-        self._connections = connections
-        self._number = number
-        self._handshake = handshake
-        self.received = on_message
-        self._on_gone = on_gone
-        self._on_rejected = on_rejected
-        self._max_message_bytes = max_message_bytes
-        self._send_buffer_bytes = send_buffer_bytes
-        self._check_seconds = check_seconds
+        self.rejected = 0
+        self.received = self.on_message
         self._handshakes: dict[Connection, asyncio.TimerHandle] = {}
         self._all: set[Connection] = set()
         self._silent: set[Connection] = set()
@@ -128,21 +121,21 @@ class Router:
         # A peer that connects before this task runs waits in the listener's backlog.
         self._listeners.append((listener, self._loop.create_task(server)))
         if self._checks is None:
-            self._checks = self._loop.call_later(self._check_seconds, self._check)
+            self._checks = self._loop.call_later(self.check_seconds, self._check)
         self.last_endpoint = address
         return address
 
     def _connection(self) -> Connection:
         return Connection(
             self,
-            self._handshake(_PROPERTIES),
-            max_message_bytes=self._max_message_bytes,
-            send_buffer_bytes=self._send_buffer_bytes,
+            self.handshake(_PROPERTIES),
+            max_message_bytes=self.max_message_bytes,
+            send_buffer_bytes=self.send_buffer_bytes,
         )
 
     def _check(self) -> None:
         """Send PING to each connection, and end those that sent nothing since the last two."""
-        self._checks = self._loop.call_later(self._check_seconds, self._check)
+        self._checks = self._loop.call_later(self.check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
             if connection.heard:
@@ -157,7 +150,7 @@ class Router:
 
     def cut(self, peer: PeerId) -> None:
         """End a connection. No further message from it is delivered, and none is sent to it."""
-        connection = self._connections.pop(peer, None)
+        connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()
 
@@ -178,13 +171,13 @@ class Router:
         if not routing_id:
             self._next_id = (self._next_id + 1) % (1 << 32)
             routing_id = b"\0" + self._next_id.to_bytes(4, "big")
-        peer = self._number, routing_id
-        before = self._connections.get(peer)
+        peer = self.number, routing_id
+        before = self.connections.get(peer)
         if before is not None:
             if before.key != connection.key:
                 raise ViolationError(f"routing id {routing_id!r} belongs to a connection with another key")
             before.abort()
-        self._connections[peer] = connection
+        self.connections[peer] = connection
         return peer
 
     def flush_soon(self, connection: Connection) -> None:
@@ -198,14 +191,14 @@ class Router:
         timer = self._handshakes.pop(connection, None)
         if timer is not None:
             timer.cancel()
-        if self._connections.get(connection.peer) is connection:
-            del self._connections[connection.peer]
+        if self.connections.get(connection.peer) is connection:
+            del self.connections[connection.peer]
             if not self._closing:
-                self._on_gone(connection.peer, connection.ended_by_peer)
+                self.on_gone(connection.peer, connection.ended_by_peer)
         if violation is not None:
-            logger.debug("a connection on port %d was ended: %s", self._number, violation)
+            logger.debug("a connection on port %d was ended: %s", self.number, violation)
         if isinstance(violation, NotAdmittedError):
-            self._on_rejected()
+            self.rejected += 1
         if not self._all:
             self._ended.set()
 

@@ -1,0 +1,56 @@
+"""An administrator's connection to a coordinator, on which tests send verbs and STATUS."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import Control, ControlAck, Hello, StatusReply
+from megatron_runtime.transport.control_calls import ControlCalls
+from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
+from megatron_runtime.transport.security import PeerKeys
+
+
+class ControlLink:
+    """A connection to a coordinator's admin port (or to its only port), kept registered until close()."""
+
+    def __init__(self, address: int | str, *, keys: PeerKeys | None = None, name: str | None = None) -> None:
+        self._name = name or f"admin-{uuid.uuid4().hex[:12]}"
+        self._link = PeerLink(
+            coordinator_address(address),
+            keys=keys,
+            hello=lambda incarnation: Hello(role=Role.ADMIN, name=self._name, incarnation=incarnation),
+            on_ack=lambda _ack, _forgotten: self._calls.resend(),
+            on_message=lambda message: self._calls.handle(message),
+        )
+        self._calls = ControlCalls(self._link.send, address=self._link.address)
+
+    @property
+    def connected(self) -> bool:
+        return self._link.registered
+
+    @property
+    def coordinator_incarnation(self) -> int:
+        """A new number after each restart of the coordinator; 0 before the first answer."""
+        return self._link.coordinator_incarnation
+
+    async def start(self, *, connect_timeout_seconds: float = 10.0) -> None:
+        """Connect. With a timeout of 0, return at once and connect in the background.
+
+        Raises CoordinatorUnreachableError or HandshakeRejectedError. The link is closed then.
+        """
+        await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
+
+    def control(self, kind: Header, **fields: Any) -> asyncio.Future[ControlAck]:
+        """Send a control message now; `fields` are those of Control. See ControlCalls.control() for its errors."""
+        return self._calls.control(Control(kind=kind, **fields))
+
+    def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
+        return self._calls.status(timeout_seconds=timeout_seconds)
+
+    def close(self) -> None:
+        """Cancel calls without an answer and disconnect. Idempotent."""
+        self._calls.close()
+        self._link.close("closed")
