@@ -8,9 +8,7 @@ from types import ModuleType
 import pytest
 import zmq
 from coordinator_tables import check_tables
-from core_driver import CoreDriver, Peer
 from eventually import LONG_SECONDS
-from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import service
@@ -38,6 +36,9 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
 )
 from megatron_runtime.transport.control_calls import ControlRejectedError
+
+from .core_driver import CoreDriver, Peer
+from .simulated_fleet import SimulatedFleet
 
 WEEK_SECONDS = 7 * 24 * 3600
 STEP_SECONDS = 600

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from coordinator_tables import check_tables
-from core_driver import CoreDriver, Peer
-from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.coordinator.core import replies
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
@@ -41,6 +39,9 @@ from megatron_runtime.protocol.messages import (
     tokens_from_bytes,
     tokens_to_bytes,
 )
+
+from .core_driver import CoreDriver, Peer
+from .simulated_fleet import SimulatedFleet
 
 CLIENT, ADMIN = (int(Role.CLIENT), b"client"), (int(Role.ADMIN), b"admin")
 FIRST, SECOND = (int(Role.ENGINE), b"first"), (int(Role.ENGINE), b"second")

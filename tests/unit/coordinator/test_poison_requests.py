@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from simulated_fleet import POISON, TURN_SECONDS, SimulatedEngine, SimulatedFleet
 from soak import size
 
 from megatron_runtime.coordinator.core.quarantine import (
@@ -14,6 +13,8 @@ from megatron_runtime.coordinator.core.quarantine import (
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import ENGINE_FAILED, pack, unpack
+
+from .simulated_fleet import POISON, TURN_SECONDS, SimulatedEngine, SimulatedFleet
 
 
 @pytest.fixture

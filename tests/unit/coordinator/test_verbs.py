@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import zmq
-from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
@@ -13,6 +12,8 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlAck
 from megatron_runtime.transport.control_calls import ControlRejectedError
+
+from .simulated_fleet import SimulatedFleet
 
 H, S = Header, CoordinatorState
 PATH_TO = {

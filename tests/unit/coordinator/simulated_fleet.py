@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator_tables import check_tables
-from core_driver import CoreDriver, Peer
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer, echo_token
 from megatron_runtime.coordinator.core.context import SHARED_PORT
@@ -40,6 +39,8 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+
+from .core_driver import CoreDriver, Peer
 
 POISON = 666
 VOCABULARY = 50_000
