@@ -82,10 +82,7 @@ class InferenceClient:
         name: str | None = None,
         model: str = "",
     ) -> None:
-        self.completion_futures: dict[int, asyncio.Future[Any]] = {}
-        self.streams: dict[int, AsyncStream] = {}
         self.next_request_id = 0
-        self.stale_partials = 0
         self.listener_task: asyncio.Task[None] | None = None
         self._deserialize = deserialize
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
@@ -104,6 +101,16 @@ class InferenceClient:
         self._ids = threading.Lock()
         self._ever_registered = False
         self._stopped = False
+
+    @property
+    def completion_futures(self) -> dict[int, asyncio.Future[Any]]:
+        """The futures of the open requests, by request id."""
+        return {id_: request.future for id_, request in self._by_id.copy().items() if request.future is not None}
+
+    @property
+    def streams(self) -> dict[int, AsyncStream]:
+        """The streams of the open requests, by request id."""
+        return {id_: request.stream for id_, request in self._by_id.copy().items() if request.stream is not None}
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
@@ -245,10 +252,6 @@ class InferenceClient:
     def _submit(self, request: PendingRequest) -> None:
         if request.is_done:  # cancelled before it was submitted
             return
-        if request.future is not None:
-            self.completion_futures[request.request_id] = request.future
-        if request.stream is not None:
-            self.streams[request.request_id] = request.stream
         self._open[request.uid] = request
         self._by_id[request.request_id] = request
         if self._stopped:
@@ -274,8 +277,6 @@ class InferenceClient:
             request.timer.cancel()
         self._open.pop(request.uid, None)
         self._by_id.pop(request.request_id, None)
-        self.completion_futures.pop(request.request_id, None)
-        self.streams.pop(request.request_id, None)
 
     def _reject(self, request: PendingRequest, error: Exception) -> None:
         self._forget(request)
@@ -295,9 +296,7 @@ class InferenceClient:
         match message:
             case Partial():
                 for request, frame in partial_frames(message, self._open.get):
-                    if frame is None:
-                        self.stale_partials += 1
-                    elif request.stream is not None:
+                    if request.stream is not None:
                         request.stream.put({"partial": frame})
             case Final():
                 self._on_final(message)
