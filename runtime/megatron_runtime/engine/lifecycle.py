@@ -43,11 +43,8 @@ SET_IN: dict[EngineState, frozenset[EngineState]] = {
 """States in which each event is set. RESUMED is set from the end of a RESUME, in PAUSED, to the next SUSPEND."""
 
 LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
-    (_S.PAUSING, _S.PAUSED): _S.PAUSED,
-    (_S.UNPAUSING, _S.RUNNING): _S.RUNNING,
-    (_S.SUSPENDING, _S.SUSPENDED): _S.SUSPENDED,
+    **{(change.passing, change.lands_in): change.lands_in for change in TRANSITIONS.values()},
     (_S.RESUMING, _S.PAUSED): _S.RESUMED,
-    (_S.STOPPING, _S.STOPPED): _S.STOPPED,
 }
 """Event that each transition, (from, to), reaches."""
 
@@ -60,23 +57,21 @@ class StateEvents:
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
-        self._set: set[EngineState] = set()
-        self._times = {name: 0 for name in (*SET_IN, _S.RESUMED)}
+        self._resumed = False
+        self._times = dict.fromkeys((*SET_IN, _S.RESUMED), 0)
         self._changed = asyncio.Event()
-        self.enter(state)
 
     def enter(self, state: EngineState) -> None:
         landed = LANDED.get((self.state, state))
         self.state = state
-        resumed = landed is _S.RESUMED or (_S.RESUMED in self._set and state is not _S.SUSPENDING)
-        self._set = {name for name, states in SET_IN.items() if state in states} | ({_S.RESUMED} if resumed else set())
+        self._resumed = landed is _S.RESUMED or (self._resumed and state is not _S.SUSPENDING)
         if landed is not None:
             self._times[landed] += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     def is_set(self, state: EngineState) -> bool:
-        return self._check(state) in self._set
+        return self._resumed if self._check(state) is _S.RESUMED else self.state in SET_IN[state]
 
     def times(self, state: EngineState) -> int:
         """Return how often a signal has led to `state`."""
@@ -165,7 +160,6 @@ class Lifecycle:
         self.source: str | None = None
         self.acted: dict[Header, int] = {}
         self.seconds: dict[Header, float] = {}
-        self.stopped = asyncio.Event()
         self._backend = backend
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged = ""
@@ -293,8 +287,6 @@ class Lifecycle:
     async def _land(self, signal: Header) -> None:
         await self._commit_work(signal)
         self.state = TRANSITIONS[signal].lands_in
-        if self.state is EngineState.STOPPED:
-            self.stopped.set()
 
     async def _commit_work(self, signal: Header) -> None:
         commit = WORK[signal].commit

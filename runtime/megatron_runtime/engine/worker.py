@@ -242,7 +242,7 @@ class EngineWorker:
             await self._enter(message)
         else:
             await self.lifecycle.commit(message)
-            if self.lifecycle.stopped.is_set():
+            if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
                 self._drop_all()
                 self._weights_wanted = False
