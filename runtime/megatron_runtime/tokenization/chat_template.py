@@ -179,7 +179,7 @@ class _Renderers:
     """The processes, one caller each at a time. A process starts when all before it are busy."""
 
     def __init__(self) -> None:
-        self._processes: list[SacrificialProcess] = []
+        self.processes: list[SacrificialProcess] = []
         self._idle: queue.LifoQueue[SacrificialProcess] = queue.LifoQueue()
         for _ in range(RENDERERS):
             self._add()
@@ -190,12 +190,8 @@ class _Renderers:
             memory_bytes=RENDER_MEMORY_BYTES,
             max_reply_bytes=_MAX_REPLY_BYTES,
         )
-        self._processes.append(process)
+        self.processes.append(process)
         self._idle.put(process)
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
 
     def call(self, request: bytes) -> bytes:
         process = self._idle.get()
@@ -211,11 +207,11 @@ class _Renderers:
                 ended.append(self._idle.get_nowait())
         for process in ended:
             process.close()
-            self._processes.remove(process)
+            self.processes.remove(process)
             self._add()
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.close()
 
 
@@ -226,11 +222,6 @@ def _start_over() -> None:
     """A forked process must not share the connections of its parent."""
     global _renderers
     _renderers = _Renderers()
-
-
-def renderer_pids() -> list[int]:
-    """Return the process ids of the renderers that run, for diagnosis and tests."""
-    return _renderers.pids
 
 
 def end_idle_renderers() -> None:

@@ -135,8 +135,12 @@ def _try(content: bytes, *, name: str) -> None:
         raise TokenizerLibraryError(f"{name} is not a readable tokenizer: {verdict.decode()}")
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the files that `tokenizer_from_directory` reads, without the end-of-answer tokens after the first."""
+def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
+    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
+
+    The files have the first EOS id only. Raises what tokenizer_from_gguf raises.
+    """
+    tokenizer = tokenizer_from_gguf(path)
     template = tokenizer.chat_template
     special = template.special if template is not None else {}
     for name, id_ in (("bos_token", tokenizer.bos_id), ("eos_token", next(iter(tokenizer.eos_ids), None))):
@@ -147,15 +151,6 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if template is not None:
         (directory / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-
-
-def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
-
-    Raises what tokenizer_from_gguf raises.
-    """
-    tokenizer = tokenizer_from_gguf(path)
-    write_tokenizer(tokenizer, directory)
     return list(tokenizer.eos_ids)
 
 
