@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
-from megatron_runtime.tokenization.chat_template import chat_template_of_model
+from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
 
@@ -153,7 +153,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         bos_id=ids.get("bos"),
         add_bos=fields.add_bos,
         eos_ids=list(dict.fromkeys(end_ids)),
-        chat_template=chat_template_of_model(template, special=special) if template else None,
+        chat_template=ChatTemplate(template, special=special) if template else None,
         context_length=fields.context_length,
     )
 

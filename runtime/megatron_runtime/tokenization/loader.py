@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
-from megatron_runtime.tokenization.chat_template import chat_template_of_model
+from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
@@ -100,7 +100,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         add_bos=bool(config.get("add_bos_token", False)),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
-        chat_template=chat_template_of_model(template, special=special) if template else None,
+        chat_template=ChatTemplate(template, special=special) if template else None,
         context_length=length,
     )
 
