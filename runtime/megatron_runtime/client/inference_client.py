@@ -88,7 +88,6 @@ class InferenceClient:
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._open: dict[bytes, PendingRequest] = {}
         self._by_id: dict[int, PendingRequest] = {}
-        self._max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         self._link = PeerLink(
             coordinator_address(inference_coordinator_port),
             keys=keys,
@@ -256,8 +255,8 @@ class InferenceClient:
         self._by_id[request.request_id] = request
         if self._stopped:
             self._reject(request, rejection(ErrorCode.UNAVAILABLE, "this client was stopped"))
-        elif request.size > self._max_message_bytes - limits.MAX_NAME_BYTES:
-            message = f"the request takes {request.size} bytes: at most {self._max_message_bytes}"
+        elif request.size > self._link.max_message_bytes - limits.MAX_NAME_BYTES:
+            message = f"the request takes {request.size} bytes: at most {self._link.max_message_bytes}"
             self._reject(request, rejection(ErrorCode.TOO_LARGE, message))
         else:
             if request.deadline is not None:
@@ -285,7 +284,6 @@ class InferenceClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        self._max_message_bytes = ack.max_message_bytes
         if forgotten or not self._ever_registered:
             for request in list(self._open.values()):
                 self._link.send(request.submit().to_frames())

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Protocol, Self
 
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
-from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 
@@ -85,23 +85,6 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
-    """A request that the backend does not run, and the cause. The answer keeps the class and fields of an exception."""
-
-    request_id: int
-    code: ErrorCode
-    error: Exception | str
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Outputs of one or several steps, and the requests that were rejected since the previous ones."""
-
-    outputs: Sequence[RequestOutput] = ()
-    rejected: Sequence[Rejection] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RankResults:
     """Result of a verb on each rank.
 
@@ -166,7 +149,9 @@ class BackendFailure:
 class BackendListener(Protocol):
     """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""
 
-    def on_outputs(self, outputs: StepOutputs) -> None: ...
+    def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Called with the outputs of one or several steps, or with the errors of requests that were not run."""
+
     def on_cache_events(self, events: CacheEvents) -> None: ...
     def on_failure(self, failure: BackendFailure) -> None:
         """Called once, when the backend has failed and runs no further step."""
@@ -218,7 +203,7 @@ class EngineBackend(Protocol):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its outputs or its rejection go to the listener. The backend ends it at its deadline.
+        """Queue a request. Its outputs go to the listener; one with an error rejects it. It ends at its deadline.
 
         The backend compiles the grammar of structured output, if it wants to before the request joins the queue.
         """

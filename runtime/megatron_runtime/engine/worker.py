@@ -12,13 +12,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, EngineBackend, StepOutputs
-from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, EngineBackend
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
@@ -298,12 +298,8 @@ class EngineWorker:
 
     # --- BackendListener ----------------------------------------------------------------------------------------
 
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        self._outputs.step(outputs.outputs)
-        for rejection in outputs.rejected:
-            request = self._outputs.open.get(rejection.request_id)
-            if request is not None:
-                self._outputs.reject(request.dispatch, rejection.code, rejection.error)
+    def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        self._outputs.step(outputs)
 
     def on_cache_events(self, events: CacheEvents) -> None:
         if events.cleared or events.evicted:

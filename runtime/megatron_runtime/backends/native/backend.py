@@ -23,10 +23,8 @@ from megatron_runtime.engine.backend import (
     Detokenizer,
     EngineBackend,
     RankResults,
-    Rejection,
-    StepOutputs,
 )
-from megatron_runtime.engine.engine_request import BackendStats, EngineRequest
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
@@ -211,7 +209,7 @@ class NativeBackend(EngineBackend):
             while self._wait_for_work():
                 self._run_commands()
                 if self._running and core.has_work:
-                    self._deliver(listener.on_outputs, StepOutputs(core.step()))
+                    self._deliver(listener.on_outputs, core.step())
                 if blocks := core.take_block_events():
                     events = CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
                     self._deliver(listener.on_cache_events, events)
@@ -295,7 +293,10 @@ class NativeBackend(EngineBackend):
         else:
             logger.error("request %d could not be added: %r", request.request_id, error)
         assert self._listener is not None
-        self._listener.on_outputs(StepOutputs(rejected=[Rejection(request.request_id, code, reason)]))
+        prompt_length = len(request.prompt_tokens)
+        self._listener.on_outputs(
+            [RequestOutput(request.request_id, [], prompt_length, "error", error=reason, error_code=code)]
+        )
 
     # --- verbs --------------------------------------------------------------------------------------------------
 
