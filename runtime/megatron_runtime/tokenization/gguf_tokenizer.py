@@ -61,10 +61,6 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 """The patterns by which each `tokenizer.ggml.pre` splits text into words before the merges apply, one after another."""
 
 
-class UnsupportedTokenizerError(ValueError):
-    """The file's tokenizer is of an unsupported kind; the message names it and the remedy."""
-
-
 class _TokenizerFields:
     """The fields of the tokenizer in the metadata of a GGUF file.
 
@@ -94,7 +90,9 @@ class _TokenizerFields:
         """Token ids by their purpose."""
         longest = max(map(len, self.pieces), default=0)
         if longest > MAX_PIECE_CHARACTERS:
-            raise ValueError(f"{path}: {_PREFIX}tokens has one of {longest} characters: at most {MAX_PIECE_CHARACTERS}")
+            raise ValueError(
+                f"{path}: {_PREFIX}tokens has a piece of {longest} characters: at most {MAX_PIECE_CHARACTERS}"
+            )
         if self.is_sentencepiece and len(self.scores) < len(self.pieces):
             raise ValueError(f"{path}: {_PREFIX}scores has {len(self.scores)} numbers for {len(self.pieces)} tokens")
 
@@ -120,12 +118,12 @@ class _TokenizerFields:
 def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     """Build the tokenizer in the metadata of `path`, with its chat template or without.
 
-    Raises ModelFileError if the file cannot be read, ValueError for an invalid field, and UnsupportedTokenizerError if
-    its vocabulary is neither byte-level BPE nor SentencePiece, or if its pre-tokenizer is unknown.
+    Raises ModelFileError if the file cannot be read, and ValueError for an invalid field, a vocabulary that is neither
+    byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.
     """
     fields = _TokenizerFields(path)
     if not fields.is_sentencepiece and (fields.model != "gpt2" or fields.pre not in PRE_TOKENIZERS):
-        raise UnsupportedTokenizerError(
+        raise ValueError(
             f"{path} has tokenizer model {fields.model!r} with pre-tokenizer {fields.pre!r}: supported are "
             f"{_SENTENCEPIECE!r}, and 'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face "
             "directory, which has a tokenizer.json"

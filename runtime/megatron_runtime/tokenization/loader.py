@@ -112,12 +112,12 @@ def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
 
     Raises ValueError naming the file.
     """
-    _try(content, name=name)
+    _run_trial(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):
         return load_vocabulary(content)
 
 
-def _try(content: bytes, *, name: str) -> None:
+def _run_trial(content: bytes, *, name: str) -> None:
     child = SacrificialProcess("megatron_runtime.tokenization.tokenizer_trial", memory_bytes=TRIAL_MEMORY_BYTES)
     seconds = TRIAL_SECONDS + TRIAL_SECONDS_PER_MEGABYTE * len(content) / 1e6
     try:
