@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, Self
 
+from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
@@ -98,8 +99,8 @@ class RankResults:
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """Return the results of a verb that raised `error`: a failure of the rank that it names, or of all ranks."""
-        if hasattr(error, "rank"):
-            return cls(ranks, {error.rank: str(getattr(error, "cause", error))})
+        if isinstance(error, RankError):
+            return cls(ranks, {error.rank: error.cause})
         return cls(ranks, dict.fromkeys(range(ranks), str(error)))
 
     @property
@@ -130,22 +131,6 @@ class CacheEvents:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BackendFailure:
-    """Why a backend has failed.
-
-    by_silence: a rank does not answer, which is not evidence that a request made it fail.
-    """
-
-    cause: BaseException
-    rank: int = 0
-    by_silence: bool = False
-
-    @classmethod
-    def of(cls, cause: BaseException) -> Self:
-        return cls(cause, getattr(cause, "rank", 0), getattr(cause, "by_silence", False))
-
-
 class BackendListener(Protocol):
     """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""
 
@@ -153,8 +138,11 @@ class BackendListener(Protocol):
         """Called with the outputs of one or several steps, or with the errors of requests that were not run."""
 
     def on_cache_events(self, events: CacheEvents) -> None: ...
-    def on_failure(self, failure: BackendFailure) -> None:
-        """Called once, when the backend has failed and runs no further step."""
+    def on_failure(self, cause: BaseException) -> None:
+        """Called once, when the backend has failed and runs no further step.
+
+        cause: a RankError names the rank. A RankLostError `by_silence` is not evidence that a request ended the engine.
+        """
 
     def on_leave(self) -> None:
         """Called when a process of the backend got SIGTERM: the engine should drain and leave the coordinator."""

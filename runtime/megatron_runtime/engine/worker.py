@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, EngineBackend
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -306,8 +307,9 @@ class EngineWorker:
             hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
             self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
 
-    def on_failure(self, failure: BackendFailure) -> None:
-        self.fail(failure.cause, goodbye="a rank is silent" if failure.by_silence else ENGINE_FAILED)
+    def on_failure(self, cause: BaseException) -> None:
+        is_silent = isinstance(cause, RankLostError) and cause.by_silence
+        self.fail(cause, goodbye="a rank is silent" if is_silent else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
         """End the engine with this cause, unless it has an earlier one.

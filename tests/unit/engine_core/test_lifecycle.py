@@ -14,7 +14,7 @@ from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answ
 from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults
+from megatron_runtime.engine.backend import CacheEvents, Capability, RankResults
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -51,8 +51,8 @@ class Rig:
     def on_cache_events(self, events: CacheEvents) -> None:
         pass
 
-    def on_failure(self, failure: BackendFailure) -> None:
-        self.failures.append(failure.cause)
+    def on_failure(self, cause: BaseException) -> None:
+        self.failures.append(cause)
 
     def on_leave(self) -> None:
         raise AssertionError("no rank was asked to end")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.backend import (
-    BackendFailure,
     BackendInfo,
     BackendListener,
     CacheEvents,
@@ -160,7 +159,7 @@ class NativeBackend(EngineBackend):
     async def start(self, listener: BackendListener) -> None:
         self._loop, self._listener = asyncio.get_running_loop(), listener
         self.ranks.watch(
-            on_failure=lambda error: self._deliver(listener.on_failure, BackendFailure.of(error)),
+            on_failure=lambda error: self._deliver(listener.on_failure, error),
             on_leave=lambda: self._deliver(listener.on_leave),
         )
         self._thread.start()
@@ -215,7 +214,7 @@ class NativeBackend(EngineBackend):
                     self._deliver(listener.on_cache_events, events)
         except Exception as error:
             logger.exception("the engine failed")
-            self._deliver(listener.on_failure, BackendFailure.of(error))
+            self._deliver(listener.on_failure, error)
         with self._wake:
             self._ended = True
             while self._commands:
