@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
-
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import (
     DETAILS,
@@ -192,7 +190,7 @@ class PendingRequest:
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
-        tokens: list[int] = np.frombuffer(final.tokens, dtype="<i4").tolist()
+        tokens: list[int] = tokens_from_bytes(final.tokens).tolist()
         reply = {**_REPLY_DEFAULTS, **body, "request_id": self.request_id, "generated_tokens": tokens}
         self._complete_details(reply)
         if reply["generated_length"] is None:

@@ -270,7 +270,7 @@ class EngineWorker:
                 await self._backend.load()
         else:
             self._backend.info.require("joining a suspended pool", Capability.SUSPEND)
-            self.lifecycle.state = EngineState.SUSPENDED
+            self.lifecycle.events.enter(EngineState.SUSPENDED)
         self._serving = True
         self._link.say_hello()
 
