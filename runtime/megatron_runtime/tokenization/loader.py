@@ -20,7 +20,7 @@ from megatron_runtime.process.sacrificial_process import ProcessLostError, Proce
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.tokenizer import Tokenizer
-from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
+from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
 """Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
@@ -123,16 +123,16 @@ def _run_trial(content: bytes, *, name: str) -> None:
     try:
         verdict = child.call(content, timeout_seconds=seconds)
     except ProcessLostError as error:
-        raise TokenizerLibraryError(
+        raise ValueError(
             f"{name} is not a usable tokenizer: the process of its trial is limited to {seconds:.0f} s and "
             f"{TRIAL_MEMORY_BYTES >> 20} MiB, and {error}"
         ) from error
     except ProcessStartError as error:
-        raise TokenizerLibraryError(f"the trial of {name} could not run: {error}") from error
+        raise ValueError(f"the trial of {name} could not run: {error}") from error
     finally:
         child.close()
     if verdict:
-        raise TokenizerLibraryError(f"{name} is not a readable tokenizer: {verdict.decode()}")
+        raise ValueError(f"{name} is not a readable tokenizer: {verdict.decode()}")
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
