@@ -266,10 +266,9 @@ class InferenceClient:
 
     def _expire(self, request: PendingRequest) -> None:
         """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
-        if request.uid in self._open:
-            self._link.send(Abort(request.uid).to_frames())
-            message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
-            self._reject(request, rejection(ErrorCode.DEADLINE, message))
+        self._link.send(Abort(request.uid).to_frames())
+        message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
+        self._reject(request, rejection(ErrorCode.DEADLINE, message))
 
     def _forget(self, request: PendingRequest) -> None:
         if request.timer is not None:
