@@ -26,7 +26,6 @@ from megatron_runtime.backends.registry import build_backend, link_for
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.backend import BackendFailure
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -163,10 +162,10 @@ async def test_only_an_engine_that_fails_in_a_step_counts_as_crashed(stage, clie
         while not stage.coordinator.core.engines.in_flight():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
     if way == "rank ended":
-        worker.on_failure(BackendFailure.of(RankLostError(1, "its connection ended")))
+        worker.on_failure(RankLostError(1, "its connection ended"))
     elif way == "rank silent":
         silent = RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True)
-        worker.on_failure(BackendFailure.of(silent))
+        worker.on_failure(silent)
     elif way == "control":
         worker._controls.put_nowait(None)
         worker._obey = None

@@ -20,8 +20,6 @@ from megatron_runtime.engine.backend import (
     Capability,
     EngineBackend,
     RankResults,
-    Rejection,
-    StepOutputs,
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
@@ -86,8 +84,9 @@ class ToyBackend(EngineBackend):
         params, prompt = request.sampling_params, request.prompt_tokens.tolist()
         room = self.info.max_sequence_length - len(prompt)
         if room < 1:
-            rejection = Rejection(request.request_id, ErrorCode.INVALID_REQUEST, "the prompt is too long: shorten it")
-            self._listener.on_outputs(StepOutputs(rejected=[rejection]))
+            rejection = RequestOutput(request.request_id, [], len(prompt), "error")
+            rejection.error, rejection.error_code = "the prompt is too long: shorten it", ErrorCode.INVALID_REQUEST
+            self._listener.on_outputs([rejection])
             return
         answer = toy_answer(prompt, min(room, params.num_tokens_to_generate or room))
         seconds = request.deadline_seconds
@@ -122,8 +121,7 @@ class ToyBackend(EngineBackend):
             if self._running and self._open:
                 assert self._has_memory, "a step without memory"
                 self._steps += 1
-                outputs = [self._next(one) for one in list(self._open.values())]
-                self._listener.on_outputs(StepOutputs(outputs))
+                self._listener.on_outputs([self._next(one) for one in list(self._open.values())])
 
     def _next(self, one: _Open) -> RequestOutput:
         output = RequestOutput(one.request.request_id, [], len(one.request.prompt_tokens))

@@ -14,8 +14,7 @@ from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.tokenization import Tokenizer, load_tokenizer
-from megatron_runtime.tokenization.chat_template import chat_template_of_model
+from megatron_runtime.tokenization import ChatTemplate, Tokenizer, load_tokenizer
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Share of the free memory for the KV cache of an engine without a configuration."""
@@ -82,7 +81,7 @@ def _own_tokenizer(tokenizer: Any) -> Tokenizer:
         backend,
         bos_id=getattr(tokenizer, "bos_token_id", None),
         eos_ids=() if eos is None else (eos,),
-        chat_template=chat_template_of_model(template, special=special) if isinstance(template, str) else None,
+        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
     )
 
 

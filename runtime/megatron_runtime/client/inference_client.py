@@ -82,16 +82,12 @@ class InferenceClient:
         name: str | None = None,
         model: str = "",
     ) -> None:
-        self.completion_futures: dict[int, asyncio.Future[Any]] = {}
-        self.streams: dict[int, AsyncStream] = {}
         self.next_request_id = 0
-        self.stale_partials = 0
         self.listener_task: asyncio.Task[None] | None = None
         self._deserialize = deserialize
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._open: dict[bytes, PendingRequest] = {}
         self._by_id: dict[int, PendingRequest] = {}
-        self._max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         self._link = PeerLink(
             coordinator_address(inference_coordinator_port),
             keys=keys,
@@ -104,6 +100,16 @@ class InferenceClient:
         self._ids = threading.Lock()
         self._ever_registered = False
         self._stopped = False
+
+    @property
+    def completion_futures(self) -> dict[int, asyncio.Future[Any]]:
+        """The futures of the open requests, by request id."""
+        return {id_: request.future for id_, request in self._by_id.copy().items() if request.future is not None}
+
+    @property
+    def streams(self) -> dict[int, AsyncStream]:
+        """The streams of the open requests, by request id."""
+        return {id_: request.stream for id_, request in self._by_id.copy().items() if request.stream is not None}
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
@@ -245,16 +251,12 @@ class InferenceClient:
     def _submit(self, request: PendingRequest) -> None:
         if request.is_done:  # cancelled before it was submitted
             return
-        if request.future is not None:
-            self.completion_futures[request.request_id] = request.future
-        if request.stream is not None:
-            self.streams[request.request_id] = request.stream
         self._open[request.uid] = request
         self._by_id[request.request_id] = request
         if self._stopped:
             self._reject(request, rejection(ErrorCode.UNAVAILABLE, "this client was stopped"))
-        elif request.size > self._max_message_bytes - limits.MAX_NAME_BYTES:
-            message = f"the request takes {request.size} bytes: at most {self._max_message_bytes}"
+        elif request.size > self._link.max_message_bytes - limits.MAX_NAME_BYTES:
+            message = f"the request takes {request.size} bytes: at most {self._link.max_message_bytes}"
             self._reject(request, rejection(ErrorCode.TOO_LARGE, message))
         else:
             if request.deadline is not None:
@@ -264,18 +266,15 @@ class InferenceClient:
 
     def _expire(self, request: PendingRequest) -> None:
         """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
-        if request.uid in self._open:
-            self._link.send(Abort(request.uid).to_frames())
-            message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
-            self._reject(request, rejection(ErrorCode.DEADLINE, message))
+        self._link.send(Abort(request.uid).to_frames())
+        message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
+        self._reject(request, rejection(ErrorCode.DEADLINE, message))
 
     def _forget(self, request: PendingRequest) -> None:
         if request.timer is not None:
             request.timer.cancel()
         self._open.pop(request.uid, None)
         self._by_id.pop(request.request_id, None)
-        self.completion_futures.pop(request.request_id, None)
-        self.streams.pop(request.request_id, None)
 
     def _reject(self, request: PendingRequest, error: Exception) -> None:
         self._forget(request)
@@ -284,7 +283,6 @@ class InferenceClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        self._max_message_bytes = ack.max_message_bytes
         if forgotten or not self._ever_registered:
             for request in list(self._open.values()):
                 self._link.send(request.submit().to_frames())
@@ -295,9 +293,7 @@ class InferenceClient:
         match message:
             case Partial():
                 for request, frame in partial_frames(message, self._open.get):
-                    if frame is None:
-                        self.stale_partials += 1
-                    elif request.stream is not None:
+                    if request.stream is not None:
                         request.stream.put({"partial": frame})
             case Final():
                 self._on_final(message)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
-
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import (
     DETAILS,
@@ -38,21 +36,12 @@ PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "gene
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 _REPLY_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("finish_reason", "stop_reason", "generated_text", "prompt_length", "generated_length", "error")),
+    **dict.fromkeys((*PER_TOKEN_DETAILS.values(), *PROMPT_DETAILS, "policy_epoch", "kv_cache_epoch")),
     "status": "COMPLETED",
-    "finish_reason": None,
-    "stop_reason": None,
-    "generated_text": None,
-    "prompt_length": None,
-    "generated_length": None,
     "num_cached_tokens": 0,
-    "generated_log_probs": None,
-    "generated_top_n_logprobs": None,
-    "prompt_log_probs": None,
-    "prompt_top_n_logprobs": None,
-    "policy_epoch": None,
-    "kv_cache_epoch": None,
-    "error": None,
 }
+"""Values of the fields that an engine has left out of its reply."""
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +190,7 @@ class PendingRequest:
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
-        tokens: list[int] = np.frombuffer(final.tokens, dtype="<i4").tolist()
+        tokens: list[int] = tokens_from_bytes(final.tokens).tolist()
         reply = {**_REPLY_DEFAULTS, **body, "request_id": self.request_id, "generated_tokens": tokens}
         self._complete_details(reply)
         if reply["generated_length"] is None:
@@ -232,8 +221,8 @@ class PendingRequest:
 
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
-) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
-    """Yield the requests of a PARTIAL that `find` knows by uid, each with the frame of its new tokens or None."""
+) -> Iterator[tuple[PendingRequest, dict[str, Any]]]:
+    """Yield the requests of a PARTIAL that `find` knows by uid and that get new tokens, each with their frame."""
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
     except MalformedMessageError as error:
@@ -246,7 +235,9 @@ def partial_frames(
         request = find(entry.uid)
         if request is not None:
             own = details.get(entry.uid) if isinstance(details, dict) else None
-            yield request, request.take_partial(entry.offset, tokens, own)
+            frame = request.take_partial(entry.offset, tokens, own)
+            if frame is not None:
+                yield request, frame
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

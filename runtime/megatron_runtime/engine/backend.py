@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, Self
 
+from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
-from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 
@@ -85,23 +86,6 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
-    """A request that the backend does not run, and the cause. The answer keeps the class and fields of an exception."""
-
-    request_id: int
-    code: ErrorCode
-    error: Exception | str
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Outputs of one or several steps, and the requests that were rejected since the previous ones."""
-
-    outputs: Sequence[RequestOutput] = ()
-    rejected: Sequence[Rejection] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RankResults:
     """Result of a verb on each rank.
 
@@ -115,8 +99,8 @@ class RankResults:
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """Return the results of a verb that raised `error`: a failure of the rank that it names, or of all ranks."""
-        if hasattr(error, "rank"):
-            return cls(ranks, {error.rank: str(getattr(error, "cause", error))})
+        if isinstance(error, RankError):
+            return cls(ranks, {error.rank: error.cause})
         return cls(ranks, dict.fromkeys(range(ranks), str(error)))
 
     @property
@@ -147,29 +131,18 @@ class CacheEvents:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BackendFailure:
-    """Why a backend has failed.
-
-    by_silence: a rank does not answer, which is not evidence that a request made it fail.
-    """
-
-    cause: BaseException
-    rank: int = 0
-    by_silence: bool = False
-
-    @classmethod
-    def of(cls, cause: BaseException) -> Self:
-        return cls(cause, getattr(cause, "rank", 0), getattr(cause, "by_silence", False))
-
-
 class BackendListener(Protocol):
     """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""
 
-    def on_outputs(self, outputs: StepOutputs) -> None: ...
+    def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Called with the outputs of one or several steps, or with the errors of requests that were not run."""
+
     def on_cache_events(self, events: CacheEvents) -> None: ...
-    def on_failure(self, failure: BackendFailure) -> None:
-        """Called once, when the backend has failed and runs no further step."""
+    def on_failure(self, cause: BaseException) -> None:
+        """Called once, when the backend has failed and runs no further step.
+
+        cause: a RankError names the rank. A RankLostError `by_silence` is not evidence that a request ended the engine.
+        """
 
     def on_leave(self) -> None:
         """Called when a process of the backend got SIGTERM: the engine should drain and leave the coordinator."""
@@ -218,7 +191,7 @@ class EngineBackend(Protocol):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its outputs or its rejection go to the listener. The backend ends it at its deadline.
+        """Queue a request. Its outputs go to the listener; one with an error rejects it. It ends at its deadline.
 
         The backend compiles the grammar of structured output, if it wants to before the request joins the queue.
         """

@@ -83,7 +83,7 @@ class RequestOutput:
     new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
     stop_token: the last token, if it ended the request.
-    error, error_code: the cause, if finish_reason is "error".
+    error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
     """
 
@@ -97,7 +97,7 @@ class RequestOutput:
     prompt_log_probs: list[float] | None = None
     prompt_top_n_logprobs: list[TopLogProbs] | None = None
     stop_token: int | None = None
-    error: str | None = None
+    error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED
     summary: RequestSummary | None = None
 

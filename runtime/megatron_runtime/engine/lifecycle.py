@@ -43,11 +43,8 @@ SET_IN: dict[EngineState, frozenset[EngineState]] = {
 """States in which each event is set. RESUMED is set from the end of a RESUME, in PAUSED, to the next SUSPEND."""
 
 LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
-    (_S.PAUSING, _S.PAUSED): _S.PAUSED,
-    (_S.UNPAUSING, _S.RUNNING): _S.RUNNING,
-    (_S.SUSPENDING, _S.SUSPENDED): _S.SUSPENDED,
+    **{(change.passing, change.lands_in): change.lands_in for change in TRANSITIONS.values()},
     (_S.RESUMING, _S.PAUSED): _S.RESUMED,
-    (_S.STOPPING, _S.STOPPED): _S.STOPPED,
 }
 """Event that each transition, (from, to), reaches."""
 
@@ -60,23 +57,21 @@ class StateEvents:
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
-        self._set: set[EngineState] = set()
-        self._times = {name: 0 for name in (*SET_IN, _S.RESUMED)}
+        self._resumed = False
+        self._times = dict.fromkeys((*SET_IN, _S.RESUMED), 0)
         self._changed = asyncio.Event()
-        self.enter(state)
 
     def enter(self, state: EngineState) -> None:
         landed = LANDED.get((self.state, state))
         self.state = state
-        resumed = landed is _S.RESUMED or (_S.RESUMED in self._set and state is not _S.SUSPENDING)
-        self._set = {name for name, states in SET_IN.items() if state in states} | ({_S.RESUMED} if resumed else set())
+        self._resumed = landed is _S.RESUMED or (self._resumed and state is not _S.SUSPENDING)
         if landed is not None:
             self._times[landed] += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     def is_set(self, state: EngineState) -> bool:
-        return self._check(state) in self._set
+        return self._resumed if self._check(state) is _S.RESUMED else self.state in SET_IN[state]
 
     def times(self, state: EngineState) -> int:
         """Return how often a signal has led to `state`."""
@@ -165,21 +160,14 @@ class Lifecycle:
         self.source: str | None = None
         self.acted: dict[Header, int] = {}
         self.seconds: dict[Header, float] = {}
-        self.stopped = asyncio.Event()
         self._backend = backend
         self._answers: dict[str, ControlAck] = {}
-        self._acknowledged = ""
-        """The last acknowledged operation, which may be committed."""
-        self._staged: Control | None = None
-        """The UPDATE_WEIGHTS whose weights are staged and not yet committed."""
+        self._acknowledged: Control | None = None
+        """The last operation, if it was acknowledged and not committed. Weights are staged while it updates them."""
 
     @property
     def state(self) -> EngineState:
         return self.events.state
-
-    @state.setter
-    def state(self, state: EngineState) -> None:
-        self.events.enter(state)
 
     @property
     def settled_state(self) -> EngineState:
@@ -195,7 +183,7 @@ class Lifecycle:
         if known is not None:
             return known
         self.fence = max(self.fence, control.fence or 0)
-        await self._discard_staged()  # their operation has ended without a commit
+        await self._end_uncommitted()
         error = await self._act(control)
         ack = ControlAck(
             operation_id=operation_id or "-",
@@ -204,7 +192,7 @@ class Lifecycle:
             ranks=self._backend.info.ranks,
             error=error,
         )
-        self._acknowledged = ack.operation_id if ack.ok else ""
+        self._acknowledged = control if ack.ok else None
         if operation_id:
             self._answers[operation_id] = ack
             if len(self._answers) > REMEMBERED_ANSWERS:
@@ -229,7 +217,7 @@ class Lifecycle:
         except UnsupportedByBackendError as error:
             return str(error)
         if kind in TRANSITIONS:
-            self.state = TRANSITIONS[kind].passing
+            self.events.enter(TRANSITIONS[kind].passing)
         self.acted[kind] = self.acted.get(kind, 0) + 1
         begun = time.monotonic()
         try:
@@ -238,10 +226,8 @@ class Lifecycle:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - begun
         if cause is not None:
             logger.error("%s failed: %s", kind.name, cause)
-            self.state = state
+            self.events.enter(state)
             return f"{kind.name} failed: {cause}"
-        if kind is Header.UPDATE_WEIGHTS:
-            self._staged = control
         return None
 
     async def _prepare(self, work: Work, control: Control) -> str | None:
@@ -262,20 +248,20 @@ class Lifecycle:
 
     async def commit(self, commit: ControlCommit) -> None:
         """Enter the state of the acknowledged operation. A repeated or late commit changes nothing."""
-        if commit.operation_id != self._acknowledged:
+        acknowledged = self._acknowledged
+        if acknowledged is None or (acknowledged.operation_id or "-") != commit.operation_id:
             logger.warning("ignored the commit of %s: it is not the last acknowledged operation", commit.operation_id)
             return
-        self._acknowledged = ""
+        self._acknowledged = None
         if commit.signal is Header.SET_GENERATION_EPOCH:
             if commit.epoch is not None:
                 await self.set_epoch(commit.epoch)
             return
         if commit.signal is Header.UPDATE_WEIGHTS:
-            staged, self._staged = self._staged, None
-            if staged is None or staged.operation_id != commit.operation_id or staged.epoch is None:
+            if acknowledged.kind is not commit.signal or acknowledged.epoch is None:
                 raise RuntimeError(f"UPDATE_WEIGHTS {commit.operation_id} is committed, but its weights are not staged")
             await self._commit_work(commit.signal)
-            self.epoch, self.source = staged.epoch, staged.source
+            self.epoch, self.source = acknowledged.epoch, acknowledged.source
             return
         transition = TRANSITIONS.get(commit.signal)
         if transition is not None and self.state is transition.passing:
@@ -283,7 +269,7 @@ class Lifecycle:
 
     async def converge(self, target: CoordinatorState) -> None:
         """Reach `target`, the coordinator's state, in one phase: for an engine that joins."""
-        self.state = self.settled_state
+        self.events.enter(self.settled_state)
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))
             if error is not None:
@@ -292,9 +278,7 @@ class Lifecycle:
 
     async def _land(self, signal: Header) -> None:
         await self._commit_work(signal)
-        self.state = TRANSITIONS[signal].lands_in
-        if self.state is EngineState.STOPPED:
-            self.stopped.set()
+        self.events.enter(TRANSITIONS[signal].lands_in)
 
     async def _commit_work(self, signal: Header) -> None:
         commit = WORK[signal].commit
@@ -310,14 +294,14 @@ class Lifecycle:
     async def adopt(self, source: str | None, epoch: int) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK."""
         if source is not None and source != self.source:
-            await self._discard_staged()
-            self._acknowledged = ""  # a commit that is still on its way must have no effect
+            await self._end_uncommitted()
             await self._backend.adopt_weights(source, epoch)
             self.source = source
         if epoch != self.epoch:
             await self.set_epoch(epoch)
 
-    async def _discard_staged(self) -> None:
-        if self._staged is not None:
-            self._staged = None
+    async def _end_uncommitted(self) -> None:
+        """Discard staged weights. A commit that is still on its way has no effect."""
+        ended, self._acknowledged = self._acknowledged, None
+        if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
             await self._backend.discard_weights()

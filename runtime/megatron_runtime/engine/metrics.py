@@ -44,7 +44,7 @@ class EngineMetrics(Collector):
                 yield CounterMetricFamily(prefix + name, text, value=getattr(stats, attribute))
             yield _step_sizes(prefix + "iteration_tokens_total", stats.step_sizes)
             # vLLM's metric. Its level 1, weights_offloaded, does not occur here.
-            text, label = "1 for what a suspended engine holds", "sleep_state"
+            text, label = "1 for the sleep state of the engine", "sleep_state"
             suspended = self._lifecycle.state is EngineState.SUSPENDED
             levels = (("awake", not suspended), ("weights_offloaded", False), ("discard_all", suspended))
             yield _labelled(GaugeMetricFamily(prefix + "engine_sleep_state", text, labels=[label]), levels)

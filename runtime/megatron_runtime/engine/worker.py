@@ -12,13 +12,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, EngineBackend, StepOutputs
-from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
@@ -242,7 +243,7 @@ class EngineWorker:
             await self._enter(message)
         else:
             await self.lifecycle.commit(message)
-            if self.lifecycle.stopped.is_set():
+            if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
                 self._drop_all()
                 self._weights_wanted = False
@@ -269,7 +270,7 @@ class EngineWorker:
                 await self._backend.load()
         else:
             self._backend.info.require("joining a suspended pool", Capability.SUSPEND)
-            self.lifecycle.state = EngineState.SUSPENDED
+            self.lifecycle.events.enter(EngineState.SUSPENDED)
         self._serving = True
         self._link.say_hello()
 
@@ -298,20 +299,17 @@ class EngineWorker:
 
     # --- BackendListener ----------------------------------------------------------------------------------------
 
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        self._outputs.step(outputs.outputs)
-        for rejection in outputs.rejected:
-            request = self._outputs.open.get(rejection.request_id)
-            if request is not None:
-                self._outputs.reject(request.dispatch, rejection.code, rejection.error)
+    def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        self._outputs.step(outputs)
 
     def on_cache_events(self, events: CacheEvents) -> None:
         if events.cleared or events.evicted:
             hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
             self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
 
-    def on_failure(self, failure: BackendFailure) -> None:
-        self.fail(failure.cause, goodbye="a rank is silent" if failure.by_silence else ENGINE_FAILED)
+    def on_failure(self, cause: BaseException) -> None:
+        is_silent = isinstance(cause, RankLostError) and cause.by_silence
+        self.fail(cause, goodbye="a rank is silent" if is_silent else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
         """End the engine with this cause, unless it has an earlier one.

@@ -251,7 +251,7 @@ class _Service:
     async def _serve(self, worker: EngineWorker) -> None:
         """Run until a verb stops the engine, stop() ends it, or it fails."""
         running = asyncio.create_task(worker.run())
-        stopped = asyncio.create_task(worker.lifecycle.stopped.wait())
+        stopped = asyncio.create_task(worker.lifecycle.events.wait(EngineState.STOPPED))
         try:
             await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -91,8 +91,7 @@ class OfflineRun:
         match decode(list(frames)):
             case Partial() as partial:
                 for _, frame in partial_frames(partial, lambda uid: self._open[uid][1]):
-                    if frame is not None:
-                        self._items.append({"partial": frame})
+                    self._items.append({"partial": frame})
             case Final() as final:
                 _, request = self._open.pop(final.uid)
                 self._items.append({"final": request.reply(final)})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from megatron_runtime.requests.rules import Predicate, field_rules, int_in, number_in, optional
+from megatron_runtime.requests.rules import ABOVE_ZERO, Predicate, field_rules, int_in, number_in, optional
 
 DEFAULT_MAX_REQUESTS = 64
 DEFAULT_MAX_TOKENS = 16_384
@@ -149,7 +149,10 @@ class InferenceConfig:
     use_synchronous_zmq_collectives: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in _ENUMS.items():
+        for item in fields(self):
+            name, kind = item.name, type(item.default)
+            if not issubclass(kind, StrEnum):
+                continue
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, kind(value))
@@ -192,21 +195,10 @@ class InferenceConfig:
                 raise InvalidConfigError(name, getattr(self, name), f"{because}: leave it at {defaults[name]!r}")
 
 
-def _amount(value: object) -> bool:
-    return number_in(0, sys.float_info.max)(value) and value != 0
-
-
 def _one_of(kind: Any) -> tuple[Predicate, str]:
     allowed = get_args(kind)
     return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
-
-_ENUMS: dict[str, type[StrEnum]] = {
-    "kv_cache_management_mode": KVCacheManagementMode,
-    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-    "prefix_caching_coordinator_policy": RoutingPolicy,
-}
-"""Fields that take a member of an enumeration or its value."""
 
 _RULES = field_rules(
     InferenceConfig,
@@ -217,7 +209,7 @@ _RULES = field_rules(
     ("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
     ("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
     ("unified_memory_level", int_in(0, 1), "0 or 1"),
-    ("buffer_size_gb", _amount, "a number > 0"),
+    ("buffer_size_gb", number_in(ABOVE_ZERO, sys.float_info.max), "a number > 0"),
     ("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
     ("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
     ("sampling_backend", *_one_of(SamplingBackend)),

@@ -57,19 +57,7 @@ def block_hashes(
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches."""
-    return _chain(np.asarray(tokens, dtype=_INT64).tobytes(), block_size, salt=salt)
-
-
-def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
-    """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
-    data = np.frombuffer(frame, _INT32).astype(_INT64).tobytes()
-    from_bytes = int.from_bytes  # hash_of_digest(), inlined
-    digests = _chain(data, block_size, salt=salt.encode())
-    return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
-
-
-def _chain(data: bytes, block_size: int, *, salt: bytes) -> list[bytes]:
-    """Return the digests of every complete block of `data`, little-endian int64."""
+    data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256
     digest = sha256(salt).digest() if salt else bytes(32)
     width = block_size * _INT64.itemsize
@@ -78,6 +66,13 @@ def _chain(data: bytes, block_size: int, *, salt: bytes) -> list[bytes]:
         digest = sha256(digest + data[end - width : end]).digest()
         digests.append(digest)
     return digests
+
+
+def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
+    """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
+    from_bytes = int.from_bytes  # hash_of_digest(), inlined
+    digests = block_digests(np.frombuffer(frame, _INT32), block_size, salt=salt.encode())
+    return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
 
 
 def hash_of_digest(digest: bytes) -> int:

@@ -227,11 +227,9 @@ class DynamicInferenceRequest(InferenceRequest):
         obj["events"] = [event.serialize() for event in self.events]
         obj["prompt_length"] = self.prompt_length
         obj["remaining_prompt_tokens"] = None
-        if self.sampling_params is not None and self.sampling_params.return_prompt_tokens:
-            if self.prompt_tokens is not None:
-                obj["prompt_tokens"] = ("tensor", as_list(self.prompt_tokens))
-        else:
-            obj["prompt_tokens"] = None
+        wants_tokens = self.sampling_params is not None and self.sampling_params.return_prompt_tokens
+        has_tokens = wants_tokens and self.prompt_tokens is not None
+        obj["prompt_tokens"] = ("tensor", as_list(self.prompt_tokens)) if has_tokens else None
         if self.routing_indices is not None:
             # The last token was sampled but not computed, so it has no routing.
             rows = max(0, self.prompt_length + len(self.generated_tokens) - 1)

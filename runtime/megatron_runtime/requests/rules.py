@@ -11,6 +11,9 @@ Predicate: TypeAlias = Callable[[Any], bool]
 Rule: TypeAlias = tuple[str, Predicate, str]
 """Names of fields separated by spaces, the predicate of a valid value, and its description."""
 
+ABOVE_ZERO = math.ulp(0.0)
+"""The smallest positive float."""
+
 
 def field_rules(kind: Any, *rules: Rule) -> tuple[Rule, ...]:
     """Return one rule per field of the dataclass `kind`. Fields with a bool default take true or false."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from megatron_runtime.protocol.text import printable
-from megatron_runtime.requests.rules import field_rules, int_in, list_of, number_in, optional
+from megatron_runtime.requests.rules import ABOVE_ZERO, field_rules, int_in, list_of, number_in, optional
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
 """Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
@@ -190,11 +190,7 @@ _RULES = field_rules(
     ("top_k", int_in(0), "an integer >= 0 (0 switches it off)"),
     ("top_p", number_in(0, 1), "a number from 0 to 1 (0 and 1 switch it off)"),
     ("min_p", number_in(0, 1), "a number from 0 to 1 (0 switches it off)"),
-    (
-        "repetition_penalty",
-        lambda value: number_in(0, 100)(value) and value > 0,
-        "a number above 0, at most 100 (1 switches it off)",
-    ),
+    ("repetition_penalty", number_in(ABOVE_ZERO, 100), "a number above 0, at most 100 (1 switches it off)"),
     ("presence_penalty frequency_penalty", number_in(-2, 2), "a number from -2 to 2"),
     (
         "logit_bias",

@@ -52,22 +52,30 @@ class ChatTemplateUnusableError(ChatTemplateError):
 
 
 class ChatTemplate:
-    """A chat template that compiles. Thread-safe.
+    """The chat template of a model. Thread-safe.
 
-    source:   the Jinja text.
-    special:  variables that every template may use, such as `bos_token` and `eos_token`.
-    unusable: for a template that is known not to compile: the reason, which every rendering raises.
+    A template that does not compile is logged: the model still completes text, and every rendering raises the error.
 
-    Raises ChatTemplateUnusableError for a template that does not compile within the limits.
+    source:  the Jinja text.
+    special: variables that every template may use, such as `bos_token` and `eos_token`.
+
+    Raises ChatTemplateUnusableError if no process could be started to compile it.
     """
 
-    def __init__(self, source: str, *, special: Mapping[str, str], unusable: str = "") -> None:
+    def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
         self.source = source
         self.special = dict(special)
-        self.reads_tools = not unusable and "tools" in self._variables()
+        self.reads_tools = False
         """Whether the template can describe tools to the model."""
-        self._broken_until = math.inf if unusable else 0.0
-        self._broken_reason = unusable
+        self._broken_until = 0.0
+        self._broken_reason = ""
+        try:
+            self.reads_tools = "tools" in self._variables()
+        except ChatTemplateUnusableError as error:
+            if isinstance(error.__cause__, ProcessStartError):
+                raise
+            logger.error("%s; chat requests are answered with this error", error)
+            self._broken_until, self._broken_reason = math.inf, str(error)
 
     def render(
         self,
@@ -82,7 +90,8 @@ class ChatTemplate:
         variables: further template variables (`add_generation_prompt` is True unless given here).
 
         Raises:
-            ChatTemplateUnusableError: the template cannot render even a trivial conversation within the limits.
+            ChatTemplateUnusableError: the template does not compile, or cannot render even a trivial conversation
+                within the limits.
             ChatTemplateError: the template rejects the messages, or exceeds a limit with them.
         """
         if time.monotonic() < self._broken_until:
@@ -134,22 +143,6 @@ class ChatTemplate:
         return variables
 
 
-def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTemplate:
-    """Return the template of a model that is being loaded.
-
-    A template that does not compile is logged: the model still completes text, and every rendering raises the error.
-
-    Raises ChatTemplateUnusableError if no process could be started to compile it.
-    """
-    try:
-        return ChatTemplate(source, special=special)
-    except ChatTemplateUnusableError as error:
-        if isinstance(error.__cause__, ProcessStartError):
-            raise
-        logger.error("%s; chat requests are answered with this error", error)
-        return ChatTemplate(source, special=special, unusable=str(error))
-
-
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply of chat_sandbox.py to `request`.
 
@@ -179,7 +172,7 @@ class _Renderers:
     """The processes, one caller each at a time. A process starts when all before it are busy."""
 
     def __init__(self) -> None:
-        self._processes: list[SacrificialProcess] = []
+        self.processes: list[SacrificialProcess] = []
         self._idle: queue.LifoQueue[SacrificialProcess] = queue.LifoQueue()
         for _ in range(RENDERERS):
             self._add()
@@ -190,12 +183,8 @@ class _Renderers:
             memory_bytes=RENDER_MEMORY_BYTES,
             max_reply_bytes=_MAX_REPLY_BYTES,
         )
-        self._processes.append(process)
+        self.processes.append(process)
         self._idle.put(process)
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
 
     def call(self, request: bytes) -> bytes:
         process = self._idle.get()
@@ -211,11 +200,11 @@ class _Renderers:
                 ended.append(self._idle.get_nowait())
         for process in ended:
             process.close()
-            self._processes.remove(process)
+            self.processes.remove(process)
             self._add()
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.close()
 
 
@@ -226,11 +215,6 @@ def _start_over() -> None:
     """A forked process must not share the connections of its parent."""
     global _renderers
     _renderers = _Renderers()
-
-
-def renderer_pids() -> list[int]:
-    """Return the process ids of the renderers that run, for diagnosis and tests."""
-    return _renderers.pids
 
 
 def end_idle_renderers() -> None:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.tokenization.chat_template import chat_template_of_model
+from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
 
@@ -61,107 +61,126 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 """The patterns by which each `tokenizer.ggml.pre` splits text into words before the merges apply, one after another."""
 
 
-class UnsupportedTokenizerError(ValueError):
-    """The file's tokenizer is of an unsupported kind; the message names it and the remedy."""
+class _TokenizerFields:
+    """The fields of the tokenizer in the metadata of a GGUF file.
+
+    Raises ModelFileError if the file cannot be read, and ValueError for a field of the wrong type or length.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metadata = read_gguf_header(path, vocabulary=True)[0]
+        self.model = self._value(f"{_PREFIX}model", str)
+        self.pre = self._value(f"{_PREFIX}pre", str, default="gpt-2")
+        self.is_sentencepiece = self.model == _SENTENCEPIECE
+        self.pieces = self._list("tokens", str)
+        self.kinds = self._list("token_type", int)
+        self.merges = self._list("merges", str)
+        self.scores = self._list("scores", float)
+        self.add_space_prefix = bool(self._metadata.get(f"{_PREFIX}add_space_prefix", True))
+        # SentencePiece models add it unless the metadata says otherwise.
+        self.add_bos = bool(self._metadata.get(f"{_PREFIX}add_bos_token", self.is_sentencepiece))
+        self.chat_template = self._value("tokenizer.chat_template", str)
+        self.context_length = self._value(f"{self._metadata.get('general.architecture')}.context_length", int)
+        self.ids = {
+            name: id_
+            for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+            if (id_ := self._value(f"{_PREFIX}{name}_token_id", int)) is not None and 0 <= id_ < len(self.pieces)
+        }
+        """Token ids by their purpose."""
+        longest = max(map(len, self.pieces), default=0)
+        if longest > MAX_PIECE_CHARACTERS:
+            raise ValueError(
+                f"{path}: {_PREFIX}tokens has a piece of {longest} characters: at most {MAX_PIECE_CHARACTERS}"
+            )
+        if self.is_sentencepiece and len(self.scores) < len(self.pieces):
+            raise ValueError(f"{path}: {_PREFIX}scores has {len(self.scores)} numbers for {len(self.pieces)} tokens")
+
+    def _value(self, key: str, kind: type, *, default: Any = None) -> Any:
+        value = self._metadata.get(key)
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"{self._path}: {key} is {value!r:.80}: want a value of type {kind.__name__}")
+        return default if value is None else value
+
+    def _list(self, name: str, kind: type) -> list[Any]:
+        items = self._metadata.get(f"{_PREFIX}{name}", [])
+        wrong = items if not isinstance(items, list) else [item for item in items if type(item) is not kind]
+        if wrong or not isinstance(items, list):
+            raise ValueError(f"{self._path}: {_PREFIX}{name} has {wrong!r:.80}: want a list of {kind.__name__}")
+        return items
+
+    def of_kind(self, kind: int) -> dict[int, str]:
+        """Return the pieces of one kind by token id."""
+        kinds = zip(self.pieces, self.kinds, strict=False)
+        return {id_: piece for id_, (piece, own) in enumerate(kinds) if own == kind and piece}
 
 
 def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     """Build the tokenizer in the metadata of `path`, with its chat template or without.
 
-    Raises ModelFileError if the file cannot be read, ValueError for an invalid field, and UnsupportedTokenizerError if
-    its vocabulary is neither byte-level BPE nor SentencePiece, or if its pre-tokenizer is unknown.
+    Raises ModelFileError if the file cannot be read, and ValueError for an invalid field, a vocabulary that is neither
+    byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.
     """
-    metadata = read_gguf_header(path, vocabulary=True)[0]
-    _check(metadata, path)
-    pieces: list[str] = metadata.get(f"{_PREFIX}tokens", [])
-    backend = _backend(metadata, pieces, path)
+    fields = _TokenizerFields(path)
+    if not fields.is_sentencepiece and (fields.model != "gpt2" or fields.pre not in PRE_TOKENIZERS):
+        raise ValueError(
+            f"{path} has tokenizer model {fields.model!r} with pre-tokenizer {fields.pre!r}: supported are "
+            f"{_SENTENCEPIECE!r}, and 'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face "
+            "directory, which has a tokenizer.json"
+        )
+    control, user_defined = fields.of_kind(_CONTROL), fields.of_kind(_USER_DEFINED)
+    with contained(f"{path} has no readable tokenizer"):
+        backend = _sentencepiece_backend(fields) if fields.is_sentencepiece else _byte_level_backend(fields)
+        backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control.values()])
+        # Runs of spaces are among them, and SentencePiece looks for them after spaces have become WORD_START.
+        backend.add_tokens(
+            [AddedToken(piece, normalized=fields.is_sentencepiece, special=False) for piece in user_defined.values()]
+        )
+    ids, template = fields.ids, fields.chat_template if renders_chat else None
     special = {
-        f"{name}_token": pieces[id_]
+        f"{name}_token": fields.pieces[ids[key]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (id_ := _token_id(metadata, key, pieces)) is not None
+        if key in ids
     }
-    template = metadata.get("tokenizer.chat_template") if renders_chat else None
+    end_ids = [
+        *(ids[name] for name in ("eos", "eot", "eom") if name in ids),
+        *(id_ for id_, piece in control.items() if piece in END_OF_TURN_TEXTS),
+    ]
     return Tokenizer(
         backend,
-        bos_id=_token_id(metadata, "bos", pieces),
-        # SentencePiece models add it unless the metadata says otherwise.
-        add_bos=bool(metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE)),
-        eos_ids=_end_ids(metadata, pieces),
-        chat_template=chat_template_of_model(template, special=special) if template else None,
-        context_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
+        bos_id=ids.get("bos"),
+        add_bos=fields.add_bos,
+        eos_ids=list(dict.fromkeys(end_ids)),
+        chat_template=ChatTemplate(template, special=special) if template else None,
+        context_length=fields.context_length,
     )
 
 
-def _check(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError for metadata of the wrong type, or pieces that are too long."""
-    architecture = metadata.get("general.architecture")
-    for key, kind in (
-        *((f"{_PREFIX}{name}", str) for name in ("model", "pre")),
-        *((f"{_PREFIX}{name}_token_id", int) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
-        ("tokenizer.chat_template", str),
-        (f"{architecture}.context_length", int),
-    ):
-        if (value := metadata.get(key)) is not None and type(value) is not kind:
-            raise ValueError(f"{path}: {key} is {value!r:.80}: want a value of type {kind.__name__}")
-    for name, item_kind in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
-        items = metadata.get(f"{_PREFIX}{name}", [])
-        wrong = items if not isinstance(items, list) else [item for item in items if type(item) is not item_kind]
-        if wrong or not isinstance(items, list):
-            raise ValueError(f"{path}: {_PREFIX}{name} has {wrong!r:.80}: want a list of {item_kind.__name__}")
-    pieces, scores = metadata.get(f"{_PREFIX}tokens", []), metadata.get(f"{_PREFIX}scores")
-    longest = max(map(len, pieces), default=0)
-    if longest > MAX_PIECE_CHARACTERS:
-        raise ValueError(f"{path}: {_PREFIX}tokens has one of {longest} characters: at most {MAX_PIECE_CHARACTERS}")
-    if metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE and len(scores or ()) < len(pieces):
-        raise ValueError(f"{path}: {_PREFIX}scores has {len(scores or ())} numbers for {len(pieces)} tokens")
-
-
-def _backend(metadata: Mapping[str, Any], pieces: list[str], path: Path) -> tokenizers.Tokenizer:
-    model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "gpt-2")
-    if model != _SENTENCEPIECE and (model != "gpt2" or pre not in PRE_TOKENIZERS):
-        raise UnsupportedTokenizerError(
-            f"{path} has tokenizer model {model!r} with pre-tokenizer {pre!r}: supported are {_SENTENCEPIECE!r}, and "
-            f"'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face directory, which has a "
-            "tokenizer.json"
-        )
-    kinds = metadata.get(f"{_PREFIX}token_type", [])
-    with contained(f"{path} has no readable tokenizer"):
-        build = _sentencepiece_backend if model == _SENTENCEPIECE else _byte_level_backend
-        backend = build(metadata, pieces)
-        backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
-        # Runs of spaces are among them, and SentencePiece looks for them after spaces have become WORD_START.
-        backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED, normalized=model == _SENTENCEPIECE))
-    return backend
-
-
-def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str]) -> tokenizers.Tokenizer:
-    vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(f"{_PREFIX}merges", [])]
+def _byte_level_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
+    vocabulary = {piece: id_ for id_, piece in enumerate(fields.pieces)}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.merges]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    splits = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        for pattern in PRE_TOKENIZERS[metadata.get(f"{_PREFIX}pre", "gpt-2")]
-    ]
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[fields.pre]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece_backend(metadata: Mapping[str, Any], pieces: list[str]) -> tokenizers.Tokenizer:
-    unknown = _token_id(metadata, "unknown", pieces)
+def _sentencepiece_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
+    unknown = fields.ids.get("unknown")
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocab={piece: id_ for id_, piece in enumerate(pieces)},
-            merges=_sentencepiece_merges(metadata, pieces),
-            unk_token=None if unknown is None else pieces[unknown],
+            vocab={piece: id_ for id_, piece in enumerate(fields.pieces)},
+            merges=_sentencepiece_merges(fields),
+            unk_token=None if unknown is None else fields.pieces[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", WORD_START)]
     back = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get(f"{_PREFIX}add_space_prefix", True):  # text is encoded as if it began with a space
+    if fields.add_space_prefix:  # text is encoded as if it began with a space
         spaces.insert(0, normalizers.Prepend(WORD_START))
         back.append(decoders.Strip(content=" ", left=1))
     backend.normalizer = normalizers.Sequence(spaces)
@@ -169,39 +188,14 @@ def _sentencepiece_backend(metadata: Mapping[str, Any], pieces: list[str]) -> to
     return backend
 
 
-def _sentencepiece_merges(metadata: Mapping[str, Any], pieces: list[str]) -> list[tuple[str, str]]:
+def _sentencepiece_merges(fields: _TokenizerFields) -> list[tuple[str, str]]:
     """Return every way to join a normal piece from two others, pieces of the highest score first."""
-    scores: list[float] = metadata.get(f"{_PREFIX}scores", [])
-    normal = [id_ for id_, kind in enumerate(metadata.get(f"{_PREFIX}token_type", [])) if kind == _NORMAL]
-    known = {pieces[id_] for id_ in normal}
+    normal = fields.of_kind(_NORMAL)
+    known = set(normal.values())
     return [
         (left, right)
-        for id_ in sorted(normal, key=scores.__getitem__, reverse=True)
-        if (piece := pieces[id_])
+        for id_ in sorted(normal, key=fields.scores.__getitem__, reverse=True)
+        if (piece := normal[id_])
         for at in range(1, len(piece))
         if (left := piece[:at]) in known and (right := piece[at:]) in known
     ]
-
-
-def _added(pieces: list[str], kinds: list[int], *, kind: int, normalized: bool = False) -> list[AddedToken]:
-    return [
-        AddedToken(piece, normalized=normalized, special=kind == _CONTROL)
-        for piece, own in zip(pieces, kinds, strict=False)
-        if own == kind and piece
-    ]
-
-
-def _end_ids(metadata: Mapping[str, Any], pieces: list[str]) -> list[int]:
-    named = [_token_id(metadata, key, pieces) for key in ("eos", "eot", "eom")]
-    kinds = metadata.get(f"{_PREFIX}token_type", [])
-    by_text = [
-        id_
-        for id_, (piece, kind) in enumerate(zip(pieces, kinds, strict=False))
-        if kind == _CONTROL and piece in END_OF_TURN_TEXTS
-    ]
-    return list(dict.fromkeys(id_ for id_ in [*named, *by_text] if id_ is not None))
-
-
-def _token_id(metadata: Mapping[str, Any], name: str, pieces: list[str]) -> int | None:
-    id_ = metadata.get(f"{_PREFIX}{name}_token_id")
-    return id_ if id_ is not None and 0 <= id_ < len(pieces) else None

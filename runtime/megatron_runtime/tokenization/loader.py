@@ -17,10 +17,10 @@ from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
-from megatron_runtime.tokenization.chat_template import chat_template_of_model
+from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.tokenizer import Tokenizer
-from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
+from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
 """Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
@@ -100,7 +100,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         add_bos=bool(config.get("add_bos_token", False)),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
-        chat_template=chat_template_of_model(template, special=special) if template else None,
+        chat_template=ChatTemplate(template, special=special) if template else None,
         context_length=length,
     )
 
@@ -112,31 +112,35 @@ def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
 
     Raises ValueError naming the file.
     """
-    _try(content, name=name)
+    _run_trial(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):
         return load_vocabulary(content)
 
 
-def _try(content: bytes, *, name: str) -> None:
+def _run_trial(content: bytes, *, name: str) -> None:
     child = SacrificialProcess("megatron_runtime.tokenization.tokenizer_trial", memory_bytes=TRIAL_MEMORY_BYTES)
     seconds = TRIAL_SECONDS + TRIAL_SECONDS_PER_MEGABYTE * len(content) / 1e6
     try:
         verdict = child.call(content, timeout_seconds=seconds)
     except ProcessLostError as error:
-        raise TokenizerLibraryError(
+        raise ValueError(
             f"{name} is not a usable tokenizer: the process of its trial is limited to {seconds:.0f} s and "
             f"{TRIAL_MEMORY_BYTES >> 20} MiB, and {error}"
         ) from error
     except ProcessStartError as error:
-        raise TokenizerLibraryError(f"the trial of {name} could not run: {error}") from error
+        raise ValueError(f"the trial of {name} could not run: {error}") from error
     finally:
         child.close()
     if verdict:
-        raise TokenizerLibraryError(f"{name} is not a readable tokenizer: {verdict.decode()}")
+        raise ValueError(f"{name} is not a readable tokenizer: {verdict.decode()}")
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the files that `tokenizer_from_directory` reads, without the end-of-answer tokens after the first."""
+def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
+    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
+
+    The files have the first EOS id only. Raises what tokenizer_from_gguf raises.
+    """
+    tokenizer = tokenizer_from_gguf(path)
     template = tokenizer.chat_template
     special = template.special if template is not None else {}
     for name, id_ in (("bos_token", tokenizer.bos_id), ("eos_token", next(iter(tokenizer.eos_ids), None))):
@@ -147,15 +151,6 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if template is not None:
         (directory / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-
-
-def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
-
-    Raises what tokenizer_from_gguf raises.
-    """
-    tokenizer = tokenizer_from_gguf(path)
-    write_tokenizer(tokenizer, directory)
     return list(tokenizer.eos_ids)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tokenizers
 
 from megatron_runtime.process.sacrificial_process import serve
-from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
+from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 MAX_GROWTH, MAX_GROWTH_CHARACTERS = 64, 4096
 """A text of n characters may decode to 64 n + 4096 characters, and encode to as many tokens."""
@@ -30,12 +30,12 @@ def _verdict(content: bytes) -> bytes:
             backend = load_vocabulary(content)
         longest = getattr(backend.model, "max_input_chars_per_word", 0)
         if longest > MAX_WORD_CHARACTERS:
-            raise TokenizerLibraryError(
+            raise ValueError(
                 f"max_input_chars_per_word is {longest}: at most {MAX_WORD_CHARACTERS} is allowed, and usual is 100"
             )
         for text in _TRIAL_TEXTS:
             _encode_and_decode(backend, text)
-    except TokenizerLibraryError as error:
+    except ValueError as error:
         return str(error)[:2000].encode(errors="replace")
     return b""
 
@@ -48,9 +48,9 @@ def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
     except Exception:  # a vocabulary need not cover every text: such a request is answered with an error
         return
     except BaseException as error:
-        raise TokenizerLibraryError(f"it fails on a common text: {error}") from error
+        raise ValueError(f"it fails on a common text: {error}") from error
     if len(ids) > most or len(decoded) > most:
-        raise TokenizerLibraryError(
+        raise ValueError(
             f"a text of {len(text)} characters became {len(ids)} tokens and {len(decoded)} characters: at most {most} "
             "are allowed"
         )

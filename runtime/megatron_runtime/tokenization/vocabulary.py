@@ -36,13 +36,9 @@ _SPACES = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
 _CHUNK = 1 << 16
 
 
-class TokenizerLibraryError(ValueError):
-    """The library failed, or the tokenizer exceeds a limit."""
-
-
 @contextmanager
 def contained(action: str) -> Iterator[None]:
-    """Raise TokenizerLibraryError for every error of the library. Its panics are not derived from Exception.
+    """Raise ValueError for every error of the library. Its panics are not derived from Exception.
 
     action: begins the message, such as "the text cannot be tokenized".
     """
@@ -51,7 +47,7 @@ def contained(action: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TokenizerLibraryError(f"{action}: {error}") from error
+        raise ValueError(f"{action}: {error}") from error
 
 
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:

@@ -1,7 +1,8 @@
 """A stream gives the whole answer in any partition: stop texts, characters of several bytes, log-probs,
 engines that die on the way.
 
-The engine's output stage and the client are real; between them there is no socket, but a hand that loses what it likes.
+The engine's output stage and the client are real. Instead of a socket, the test passes the messages on, and drops or
+repeats some.
 """
 
 import asyncio

@@ -14,8 +14,8 @@ from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answ
 from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults, StepOutputs
-from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.backend import CacheEvents, Capability, RankResults
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.protocol.headers import SIGNALS, Header
@@ -44,15 +44,15 @@ class Rig:
         self.backend = NativeBackend(self.engine)
         self.lifecycle = Lifecycle(self.backend)
 
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        for output in outputs.outputs:
+    def on_outputs(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
             self.tokens += output.new_tokens
 
     def on_cache_events(self, events: CacheEvents) -> None:
         pass
 
-    def on_failure(self, failure: BackendFailure) -> None:
-        self.failures.append(failure.cause)
+    def on_failure(self, cause: BaseException) -> None:
+        self.failures.append(cause)
 
     def on_leave(self) -> None:
         raise AssertionError("no rank was asked to end")

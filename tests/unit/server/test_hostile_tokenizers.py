@@ -259,7 +259,7 @@ def test_no_tokenizer_json_kills_the_process_or_takes_long(trial_process: Sacrif
 
 
 def test_any_companion_file_is_loaded_or_rejected_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_try", lambda content, *, name: None)
+    monkeypatch.setattr(loader_module, "_run_trial", lambda content, *, name: None)
     directory_with(tmp_path, {})
     values = st.sampled_from(
         [*ODD_VALUES, {"content": "a"}, {"content": 5}, [0, 1], [0, "a"], [{"name": "default", "template": "x"}], [{}]]

@@ -167,7 +167,7 @@ def test_chat_template_errors_name_the_cause(tokenizer: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         failing.render([])
     with pytest.raises(ChatTemplateError, match="not valid Jinja, line 1"):
-        ChatTemplate("{% if %}", special={})
+        ChatTemplate("{% if %}", special={}).render([])
 
 
 def test_chat_template_helpers_and_sandbox() -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.backend import (
-    BackendFailure,
     BackendInfo,
     BackendListener,
     CacheEvents,
@@ -23,10 +22,8 @@ from megatron_runtime.engine.backend import (
     Detokenizer,
     EngineBackend,
     RankResults,
-    Rejection,
-    StepOutputs,
 )
-from megatron_runtime.engine.engine_request import BackendStats, EngineRequest
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
@@ -162,7 +159,7 @@ class NativeBackend(EngineBackend):
     async def start(self, listener: BackendListener) -> None:
         self._loop, self._listener = asyncio.get_running_loop(), listener
         self.ranks.watch(
-            on_failure=lambda error: self._deliver(listener.on_failure, BackendFailure.of(error)),
+            on_failure=lambda error: self._deliver(listener.on_failure, error),
             on_leave=lambda: self._deliver(listener.on_leave),
         )
         self._thread.start()
@@ -211,13 +208,13 @@ class NativeBackend(EngineBackend):
             while self._wait_for_work():
                 self._run_commands()
                 if self._running and core.has_work:
-                    self._deliver(listener.on_outputs, StepOutputs(core.step()))
+                    self._deliver(listener.on_outputs, core.step())
                 if blocks := core.take_block_events():
                     events = CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
                     self._deliver(listener.on_cache_events, events)
         except Exception as error:
             logger.exception("the engine failed")
-            self._deliver(listener.on_failure, BackendFailure.of(error))
+            self._deliver(listener.on_failure, error)
         with self._wake:
             self._ended = True
             while self._commands:
@@ -295,7 +292,10 @@ class NativeBackend(EngineBackend):
         else:
             logger.error("request %d could not be added: %r", request.request_id, error)
         assert self._listener is not None
-        self._listener.on_outputs(StepOutputs(rejected=[Rejection(request.request_id, code, reason)]))
+        prompt_length = len(request.prompt_tokens)
+        self._listener.on_outputs(
+            [RequestOutput(request.request_id, [], prompt_length, "error", error=reason, error_code=code)]
+        )
 
     # --- verbs --------------------------------------------------------------------------------------------------
 
