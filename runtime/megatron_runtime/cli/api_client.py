@@ -24,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class StreamFormatError(ValueError):
-    """The server sent something other than a stream of completions. The message has the reason."""
+    """The server sent something other than a list of models or a stream of completions. The message has the reason."""
 
 
 class StreamFailedError(Exception):
@@ -105,6 +105,22 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+@contextmanager
+def readable_failures(url: str) -> Iterator[None]:
+    """Convert errors of a connection to the server at `url`, and errors of its streams, to ClickException."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        message = f"no server answers at {url}: start one with 'megatron serve', or give --url"
+        raise click.ClickException(message) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
+    except StreamFailedError as error:
+        raise click.ClickException(str(error)) from error
+    except StreamFormatError as error:
+        raise click.ClickException(f"{url} does not serve the OpenAI API: {error}") from error
+
+
 class ApiClient:
     """One server. Every failure is a ClickException with a readable message."""
 
@@ -118,19 +134,22 @@ class ApiClient:
         self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
 
     def first_model(self) -> str:
-        with self._failures():
+        with readable_failures(self._url):
             with self._http.stream("GET", f"{self._url}/v1/models") as reply:
                 content = _content(reply)
             _raise_for_error(reply.status_code, content)
-            models = json.loads(content)["data"]
-            if models:
-                return str(models[0]["id"])
-        raise click.ClickException(f"the server at {self._url} offers no model")
+            try:
+                names = [str(model["id"]) for model in json.loads(content)["data"]]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise StreamFormatError(terminal_text(repr(error))) from error
+        if not names:
+            raise click.ClickException(f"the server at {self._url} offers no model")
+        return names[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         """Yield the text of each event. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
-        with self._failures(), self._http.stream("POST", f"{self._url}/v1/{path}", json=request) as reply:
+        with readable_failures(self._url), self._http.stream("POST", f"{self._url}/v1/{path}", json=request) as reply:
             if reply.status_code != 200:
                 _raise_for_error(reply.status_code, _content(reply))
             events = EventReader()
@@ -140,21 +159,6 @@ class ApiClient:
                 if events.is_done:
                     return
         raise click.ClickException(f"the server at {self._url} ended the answer early")
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.ConnectError as error:
-            message = f"no server answers at {self._url}: start one with 'megatron serve', or give --url"
-            raise click.ClickException(message) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise click.ClickException(f"the connection to {self._url} failed: {error!r}") from error
-        except StreamFailedError as error:
-            raise click.ClickException(str(error)) from error
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            problem = str(error) if isinstance(error, StreamFormatError) else terminal_text(repr(error))
-            raise click.ClickException(f"{self._url} does not serve the OpenAI API: {problem}") from error
 
 
 def echo_text(text: str) -> None:
