@@ -13,7 +13,7 @@ from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.process import drain, http_server
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
@@ -93,10 +93,7 @@ class FrontEnd:
 
     @property
     def url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        is_v6 = self._listener.family == socket.AF_INET6
-        return f"http://[{reachable}]:{port}" if is_v6 else f"http://{reachable}:{port}"
+        return url_of(self._listener)
 
     async def start(self) -> None:
         """Connect to the coordinator and start to serve. If the client raises, the socket is closed."""

@@ -26,7 +26,7 @@ from megatron_runtime.cli.options import (
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -88,7 +88,7 @@ async def _serve(options: SimpleNamespace) -> None:
             click.echo(f"{click.style(name, dim=True)}: {line}", err=True)
 
     with listen(host=options.host, port=options.port) as listener:
-        url = _url(listener)
+        url = url_of(listener)
         client_port, engine_port, admin_port = free_ports(3)
         supervisor = Supervisor(say=say)
 
@@ -211,9 +211,3 @@ def _print_usage(options: SimpleNamespace, *, url: str, seconds: float) -> None:
         f"  megatron chat{default_url}\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
     )
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    reachable = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
