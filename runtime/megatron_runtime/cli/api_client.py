@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 import httpx
+
+from megatron_runtime.cli.options import together
 
 MAX_EVENT_BYTES = 16 << 20
 """Of one line of a stream."""
@@ -94,15 +96,11 @@ def terminal_text(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --url, --model and --api-key."""
-    for option in (
-        click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
-        click.option("--model", help="By default the first that the server offers."),
-        click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
-    ):
-        command = option(command)
-    return command
+connection_options = together(
+    click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
+    click.option("--model", help="By default the first that the server offers."),
+    click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
+)
 
 
 @contextmanager

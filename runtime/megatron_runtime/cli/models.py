@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readable_errors, transfer_bar
+from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readable_errors
 
 
 @click.command()
@@ -36,8 +36,7 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
-    with transfer_bar() as bar:
-        task = bar.add_task(f"{source} -> {to}", total=None)
+    with _Bar(f"{source} -> {to}") as bar:
         conversion.convert(
             source,
             destination,
@@ -45,7 +44,7 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
             dtype=conversion.DTYPES.get(dtype),
             replace=replace,
             write_gguf_tokenizer=write_gguf_tokenizer,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=bar.show,
         )
     click.echo(f"{destination} holds the model as {to}")
 
@@ -96,15 +95,23 @@ def fetch(
 
 
 class _Bar:
-    """Shows Progress as a bar on a terminal, else as a line for every tenth of the download."""
+    """Shows the progress of a transfer as a bar on a terminal, else as a line for every tenth of it."""
 
     def __init__(self, what: str) -> None:
-        from rich.console import Console
+        from rich import console, progress
 
-        console = Console(stderr=True)
+        terminal = console.Console(stderr=True)
         self._what = what
-        self._is_terminal = console.is_terminal
-        self._bar = transfer_bar(console=console, disable=not self._is_terminal)
+        self._is_terminal = terminal.is_terminal
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            console=terminal,
+            disable=not self._is_terminal,
+        )
         self._task = self._bar.add_task(what, total=None)
         self._size = self._done = self._tenths = 0
 
@@ -116,14 +123,20 @@ class _Bar:
         self._bar.stop()
 
     def begin(self, *, files: int, size: int) -> None:
+        """Show that `size` bytes of `files` files follow."""
         self._size = size
         self._bar.update(self._task, total=size, description=f"{self._what}, {files} files")
 
     def received(self, count: int) -> None:
-        self._done += count
-        self._bar.update(self._task, completed=self._done)
-        tenths = self._done * 10 // self._size if self._size else 10
+        """Show `count` more bytes."""
+        self.show(self._done + count, self._size)
+
+    def show(self, done: int, size: int) -> None:
+        """Show that `done` of `size` bytes are complete."""
+        self._done = done
+        self._bar.update(self._task, completed=done, total=size)
+        tenths = done * 10 // size if size else 10
         if tenths > self._tenths:
             self._tenths = tenths
             if not self._is_terminal:
-                click.echo(f"{self._what}: {self._done} of {self._size} bytes", err=True)
+                click.echo(f"{self._what}: {done} of {size} bytes", err=True)

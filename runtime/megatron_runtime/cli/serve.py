@@ -14,15 +14,11 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
-    COUNT,
-    MEMORY,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
-    batch_invariant,
-    model,
+    engine_options,
     readable_errors,
-    sequence_length,
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
@@ -35,23 +31,14 @@ _CONNECT_SECONDS = 60.0
 
 
 @click.command()
-@model
+@engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
-@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
-@sequence_length
-@click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
-@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
-@click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of each engine.")
-@batch_invariant
-@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
 @click.option(
     "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
 )
-@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share of the CPUs.")
 @server_options
 @click.option(
     "--allowed-host",
