@@ -132,12 +132,9 @@ class ApiClient:
         self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
 
     def first_model(self) -> str:
-        with readable_failures(self._url):
-            with self._http.stream("GET", f"{self._url}/v1/models") as reply:
-                content = _content(reply)
-            _raise_for_error(reply.status_code, content)
+        with self._reply("GET", "models") as reply:
             try:
-                names = [str(model["id"]) for model in json.loads(content)["data"]]
+                names = [str(model["id"]) for model in json.loads(_content(reply))["data"]]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StreamFormatError(terminal_text(repr(error))) from error
         if not names:
@@ -147,9 +144,7 @@ class ApiClient:
     def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         """Yield the text of each event. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
-        with readable_failures(self._url), self._http.stream("POST", f"{self._url}/v1/{path}", json=request) as reply:
-            if reply.status_code != 200:
-                _raise_for_error(reply.status_code, _content(reply))
+        with self._reply("POST", path, request) as reply:
             events = EventReader()
             for data in reply.iter_raw():  # not decompressed: a few bytes could become gigabytes
                 for event in events.feed(data):
@@ -157,6 +152,19 @@ class ApiClient:
                 if events.is_done:
                     return
         raise click.ClickException(f"the server at {self._url} ended the answer early")
+
+    @contextmanager
+    def _reply(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
+        """Send a request and yield the reply, whose status is 200 and whose content is not read yet."""
+        with readable_failures(self._url), self._http.stream(method, f"{self._url}/v1/{path}", json=body) as reply:
+            if reply.status_code != 200:
+                content = _content(reply)
+                try:
+                    message = str(json.loads(content)["error"]["message"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    message = content[:200].decode(errors="replace")
+                raise click.ClickException(f"{terminal_text(message)} (HTTP {reply.status_code})")
+            yield reply
 
 
 def echo_text(text: str) -> None:
@@ -172,13 +180,3 @@ def _content(reply: httpx.Response) -> bytes:
         if len(content) >= MAX_ERROR_BYTES:
             break
     return content[:MAX_ERROR_BYTES]
-
-
-def _raise_for_error(status: int, content: bytes) -> None:
-    if status == 200:
-        return
-    try:
-        message = str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = content[:200].decode(errors="replace")
-    raise click.ClickException(f"{terminal_text(message)} (HTTP {status})")

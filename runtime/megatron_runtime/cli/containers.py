@@ -23,7 +23,6 @@ from megatron_runtime.cli.options import (
     SECONDS,
     engine_options,
     log_level,
-    readable_errors,
     sequence_length,
     server_options,
 )
@@ -49,7 +48,6 @@ _PARALLEL = click.IntRange(1, 64)
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
 @log_level
-@readable_errors
 def coordinator(*, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
     from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
@@ -134,7 +132,6 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
 @log_level
-@readable_errors
 def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, **options: Any) -> None:
     """Run one data-parallel engine until SIGTERM.
 
@@ -220,7 +217,6 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @log_level
-@readable_errors
 def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
@@ -240,7 +236,6 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 @click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
 @click.option("--listen", default="0.0.0.0", help="Address of both ports.")
 @log_level
-@readable_errors
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
     from megatron_runtime.distributed import preflight as checks

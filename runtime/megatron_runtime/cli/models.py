@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readable_errors
+from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY
 
 
 @click.command()
@@ -27,7 +27,6 @@ from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readabl
     help="Of the weights; keep: float32 where they are quantised.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing DESTINATION when the new one is complete.")
-@readable_errors
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
     """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
@@ -56,7 +55,6 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option("--token-file", type=FILE, help="A file with the access token; by default HF_TOKEN has it.")
 @click.option("--endpoint", help="URL of the hub; by default HF_ENDPOINT or the public one.")
 @click.option("--verify", type=DIRECTORY, help="Compare every file of a fetched directory with its digest.")
-@readable_errors
 def fetch(
     *,
     repository: str | None,

@@ -1,8 +1,7 @@
-"""Shared by the subcommands: groups of lazily imported commands, option types, logging, readable errors."""
+"""Shared by the subcommands: groups of lazily imported commands, readable errors, option types, logging."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -24,6 +23,8 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run.
 
+    An OSError or ValueError of a command is reported as one line; with MEGATRON_DEBUG=1 the traceback is printed.
+
     commands: by name, the module in `package` that has the command under this name, and the line of the help page.
     """
 
@@ -43,6 +44,16 @@ class LazyGroup(click.Group):
         module, _ = self._lazy[cmd_name]
         command: click.Command = getattr(import_module(f"{self._package}.{module}"), cmd_name)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click ends the command without a message
+            raise
+        except (OSError, ValueError) as error:
+            if os.environ.get("MEGATRON_DEBUG"):
+                raise
+            raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -224,18 +235,3 @@ def log_level(command: _F) -> _F:
         help="Least level that is logged.",
     )
     return option(command)
-
-
-def readable_errors(command: _F) -> _F:
-    """Report OSError and ValueError as one line; with MEGATRON_DEBUG=1 the traceback is printed."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            if os.environ.get("MEGATRON_DEBUG"):
-                raise
-            raise click.ClickException(str(error)) from error
-
-    return wrapped  # type: ignore[return-value]

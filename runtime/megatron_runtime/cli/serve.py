@@ -18,7 +18,6 @@ from megatron_runtime.cli.options import (
     ROUTING_POLICIES,
     SECONDS,
     engine_options,
-    readable_errors,
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
@@ -49,7 +48,6 @@ _CONNECT_SECONDS = 60.0
 )
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
-@readable_errors
 def serve(**options: Any) -> None:
     """Run everything on this machine, and report when it is ready."""
     options["model_name"] = options["model_name"] or default_model_name(options["model"])

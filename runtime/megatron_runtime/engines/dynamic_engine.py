@@ -97,7 +97,7 @@ class DynamicInferenceEngine(EngineCore):
             )
         with self._exclusive():
             tokens = [self.tokenize(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-            run = self._offline_run(tokens, sampling_params, streaming=False)
+            run = _OfflineRun(self, tokens, sampling_params, streaming=False)
             replies = {item["final"]["request_id"]: item["final"] for item in run}
         return [
             answered_request(replies[number], prompt=prompt, prompt_tokens=ids, sampling_params=params, text=self._text)
@@ -108,7 +108,7 @@ class DynamicInferenceEngine(EngineCore):
         """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread."""
         with self._exclusive():
             sampling_params.streaming = True
-            yield from self._offline_run([self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
+            yield from _OfflineRun(self, [self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
 
     def tokenize(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt, which may be token ids already."""
@@ -118,12 +118,6 @@ class DynamicInferenceEngine(EngineCore):
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
         return self._in_use
-
-    def _offline_run(
-        self, tokens: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, streaming: bool
-    ) -> _OfflineRun:
-        self.executor.load()
-        return _OfflineRun(self, tokens, params, text=self._text, streaming=streaming)
 
     # --- serving a coordinator ----------------------------------------------------------------------------------
 
@@ -220,27 +214,26 @@ class DynamicInferenceEngine(EngineCore):
 
 
 class _OfflineRun:
-    """Runs a list of prompts on a core in the caller's thread. No other caller uses the core meanwhile.
+    """Runs a list of prompts on an engine in the caller's thread. No other caller uses the engine meanwhile.
 
-    The core generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
+    The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
     reads them. So an answer is the same with and without a coordinator.
 
     prompts:         token ids of each.
     sampling_params: of each; a request without a seed gets a random one. Later changes by the caller have no effect.
-    text:            for stop texts and structured output; None if the tokens have no text.
     """
 
     def __init__(
         self,
-        core: EngineCore,
+        engine: DynamicInferenceEngine,
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        text: ModelText | None,
-        streaming: bool = False,
+        streaming: bool,
     ) -> None:
-        self._core = core
-        self._text = text
+        engine.executor.load()
+        text = engine._text
+        self._engine = engine
         self._items: deque[dict[str, Any]] = deque()
         self._queue: deque[PendingRequest] = deque()
         self._open: dict[bytes, tuple[int, PendingRequest]] = {}
@@ -252,7 +245,7 @@ class _OfflineRun:
             self._queue.append(request)
         self._stage = OutputStage(
             send=self._receive,
-            finish_early=core.abort_request,
+            finish_early=engine.abort_request,
             detokenizer=text.detokenizer if text is not None else lambda: None,
         )
 
@@ -263,26 +256,26 @@ class _OfflineRun:
         """
         try:
             while self._queue or self._open:
-                while self._queue and len(self._open) < self._core.config.max_waiting:
+                while self._queue and len(self._open) < self._engine.config.max_waiting:
                     self._add(self._queue.popleft())
                 if self._open:
-                    self._stage.step(self._core.step())
+                    self._stage.step(self._engine.step())
                 while self._items:
                     yield self._items.popleft()
         finally:
             for dispatch_id, _ in self._open.values():
-                self._core.abort_request(dispatch_id)
+                self._engine.abort_request(dispatch_id)
 
     def _add(self, request: PendingRequest) -> None:
         dispatch = Dispatch(next(_dispatch_ids), request.uid, 0, request.meta, request.prompt, b"", request.params)
-        params = request.sampling_params
+        params, text = request.sampling_params, self._engine._text
         self._open[request.uid] = (dispatch.dispatch_id, request)
         try:
-            grammar = self._text.begin_grammar(params) if self._text is not None else None
+            grammar = text.begin_grammar(params) if text is not None else None
             engine_request = EngineRequest.of_dispatch(dispatch, params)
             self._stage.add(dispatch, params, [])
             if dispatch.dispatch_id in self._stage.open:
-                self._core.add_request(engine_request, grammar=grammar)
+                self._engine.add_request(engine_request, grammar=grammar)
         except ValueError as error:
             self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
 

@@ -18,7 +18,7 @@ import psutil
 import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
-from megatron_runtime.cli.options import COUNT, readable_errors
+from megatron_runtime.cli.options import COUNT
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -244,7 +244,6 @@ async def partials(bench: Bench) -> list[Figure]:
 @click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
 @json_file
-@readable_errors
 def coordinator(*, json_file: Path | None, **values: int) -> None:
     """What a request costs in the coordinator.
 

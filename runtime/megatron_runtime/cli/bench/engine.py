@@ -18,7 +18,7 @@ from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Figure, json_file, report
-from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY, readable_errors
+from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -98,7 +98,6 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
 @click.option("--threads", type=COUNT, help="Torch threads.")
 @click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
 @json_file
-@readable_errors
 def engine(*, json_file: Path | None, **values: Any) -> None:
     """How fast one engine reads prompts and generates, and what share of the memory bandwidth it uses."""
     report("engine", f"Engine, {values['model']}, {values['dtype']}", values, list(run(**values)), json_file)

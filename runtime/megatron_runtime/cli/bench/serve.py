@@ -23,7 +23,7 @@ from megatron_runtime.cli.api_client import (
     terminal_text,
 )
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
-from megatron_runtime.cli.options import COUNT, COUNTS, readable_errors
+from megatron_runtime.cli.options import COUNT, COUNTS
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -142,7 +142,6 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
 @click.option("--seed", type=int, default=0, help="Of the prompts, which differ between seeds.")
 @json_file
-@readable_errors
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
     """How a server answers clients that wait for each answer before the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
