@@ -135,6 +135,7 @@ class FrontEnd:
             *("--max-sequence-length", str(settings.max_sequence_length)),
             *("--tool-call-parser", settings.tool_call_parser),
             *(f"--allowed-host={host}" for host in settings.allowed_hosts),
+            "--health-port=off",  # the replicas would use the same port
             *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),
         ]
         return subprocess.Popen(

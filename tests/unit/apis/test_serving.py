@@ -122,7 +122,7 @@ def test_replicas_share_the_socket_and_end_with_it(make) -> None:
     config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=2)
     llm.serve(config, blocking=False)
     [replica] = [child for child in psutil.Process().children() if child.pid not in before]
-    assert "--allowed-host=localhost" in replica.cmdline()
+    assert {"--allowed-host=localhost", "--health-port=off"} <= set(replica.cmdline())
     port = int(llm.url.rpartition(":")[2])
     held: list[socket.socket] = []
     try:
