@@ -19,6 +19,7 @@ from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
 from peer_bench.weights import DTYPES, MODEL
 
+from megatron_runtime.cli.api_client import StreamFailedError, StreamFormatError
 from megatron_runtime.cli.bench.serve import run
 
 _HOST = "127.0.0.1"
@@ -87,7 +88,7 @@ class Server:
                 new_tokens=cell.new_tokens,
                 seed=seed,
             )
-        except (httpx.HTTPError, click.ClickException) as error:
+        except (httpx.HTTPError, StreamFormatError, StreamFailedError, click.ClickException) as error:
             self.close()
             raise WorkerError(str(error) or repr(error)) from error
         by_key = {figure.key: figure.value for figure in figures}

@@ -9,16 +9,20 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-from megatron_runtime.apis._pipeline import default_config, make_engine
+import psutil
+
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
@@ -28,6 +32,7 @@ from megatron_runtime.requests.request import DynamicInferenceRequest, answered_
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron_runtime.tokenization import ChatTemplate, Tokenizer, load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
@@ -41,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
+
+DEFAULT_MEMORY_SHARE = 0.25
+"""Share of the free memory for the KV cache of an engine without a configuration."""
 
 WAITABLE_STATES = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
 
@@ -57,43 +65,6 @@ class GenerationChunk:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
     request: DynamicInferenceRequest | None = None
-
-
-class _ChunkReader:
-    """Converts the items of one request's stream to chunks. A chunk that was returned does not change."""
-
-    def __init__(self, prompt: Prompt, prompt_tokens: list[int], params: SamplingParams, controller: ModelText) -> None:
-        self._prompt = prompt
-        self._prompt_tokens = prompt_tokens
-        self._params = params
-        self._controller = controller
-        self._detokenizer = controller.detokenizer()
-        self._characters = 0
-        self._tokens = 0
-
-    def read(self, item: dict[str, Any]) -> GenerationChunk:
-        """item: `{"partial": frame}` or `{"final": reply}`."""
-        if "partial" in item:
-            frame = item["partial"]
-            tokens: list[int] = frame["new_tokens"]
-            text = self._detokenizer.feed(tokens)
-            self._characters += len(text)
-            self._tokens += len(tokens)
-            return GenerationChunk(text, tokens, frame.get("new_log_probs"))
-        request = answered_request(
-            item["final"],
-            prompt=self._prompt,
-            prompt_tokens=self._prompt_tokens,
-            sampling_params=self._params,
-            text=self._controller,
-        )
-        rest, log_probs = request.generated_tokens[self._tokens :], request.generated_log_probs
-        return GenerationChunk(
-            (request.generated_text or "")[self._characters :],
-            rest,
-            log_probs[-len(rest) :] if log_probs and rest else None,
-            request,
-        )
 
 
 class _MegatronLLMBase:
@@ -136,7 +107,7 @@ class _MegatronLLMBase:
             self._engine = model
         else:
             config = inference_config or default_config()
-            self._engine = make_engine(
+            self._engine = _make_engine(
                 model, tokenizer, config, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
             )
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
@@ -161,7 +132,7 @@ class _MegatronLLMBase:
         manager = _EventLoopManager()
         manager.start()
         runtime = _CoordinatorRuntime(
-            self._engine, is_primary=self._is_global_primary(), coordinator_host=host, coordinator_port=port
+            self._engine, is_primary=global_rank() == 0, coordinator_host=host, coordinator_port=port
         )
         try:
             manager.run_sync(runtime.setup(loop=manager.loop))
@@ -174,14 +145,10 @@ class _MegatronLLMBase:
 
     # --- state ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _is_global_primary() -> bool:
-        return global_rank() == 0
-
     @property
     def is_primary_rank(self) -> bool:
         """Whether generate() may be called on this rank: any rank in direct mode, else global rank 0."""
-        return not self._use_coordinator or self._is_global_primary()
+        return not self._use_coordinator or global_rank() == 0
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -197,7 +164,7 @@ class _MegatronLLMBase:
         executor = self._engine.executor
         model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
         wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
-        return TextGenerationController(wrapped, self._engine.controller)
+        return TextGenerationController(wrapped, lambda: self._engine.controller.tokenizer)
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:
@@ -257,7 +224,7 @@ class _MegatronLLMBase:
         """
         if not self._use_coordinator:
             return await asyncio.to_thread(self._engine.generate, prompts, sp)
-        tokens = await asyncio.to_thread(self._tokenize, prompts, sp)
+        tokens = await asyncio.to_thread(lambda: [self._engine.tokenize(prompt, sp) for prompt in prompts])
         futures = [self._client().add_request(ids, sp) for ids in tokens]
         try:
             replies = await asyncio.gather(*futures)
@@ -272,12 +239,11 @@ class _MegatronLLMBase:
 
     async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
         """Yield the chunks of one answer in coordinator mode, on the background loop. Closing it aborts the request."""
-        [tokens] = await asyncio.to_thread(self._tokenize, [prompt], sp)
-        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
+        tokens, read = await asyncio.to_thread(self._begin_stream, prompt, sp)
         stream = self._client().add_request_streaming(tokens, sp)
         try:
             async for item in stream:
-                yield reader.read(item)
+                yield read(item)
         finally:
             await stream.aclose()
 
@@ -289,45 +255,58 @@ class _MegatronLLMBase:
 
     def _stream_directly(self, prompt: Prompt, sp: SamplingParams) -> Generator[GenerationChunk]:
         """Yield the chunks of one answer in direct mode. The engine runs in the thread of the caller."""
-        [tokens] = self._tokenize([prompt], sp)
-        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
+        tokens, read = self._begin_stream(prompt, sp)
         for item in self._engine.generate_stream(tokens, sp):
-            yield reader.read(item)
+            yield read(item)
 
-    @staticmethod
-    async def _next(chunks: AsyncIterator[GenerationChunk]) -> GenerationChunk | None:
-        return await anext(chunks, None)
+    def _begin_stream(
+        self, prompt: Prompt, sp: SamplingParams
+    ) -> tuple[list[int], Callable[[dict[str, Any]], GenerationChunk]]:
+        """Return the tokens of the prompt, and a function that converts the items of the request's stream to chunks.
 
-    def _tokenize(self, prompts: list[Prompt], sp: SamplingParams) -> list[list[int]]:
-        return [self._engine.tokenize(prompt, sp) for prompt in prompts]
+        The items are `{"partial": frame}` and at the end `{"final": reply}`.
+        """
+        prompt_tokens, text = self._engine.tokenize(prompt, sp), self._engine.controller
+        detokenizer = text.detokenizer()
+        length = count = 0  # characters and tokens in the chunks so far
+
+        def read(item: dict[str, Any]) -> GenerationChunk:
+            nonlocal length, count
+            if "partial" in item:
+                frame = item["partial"]
+                tokens: list[int] = frame["new_tokens"]
+                new_text = detokenizer.feed(tokens)
+                length += len(new_text)
+                count += len(tokens)
+                return GenerationChunk(new_text, tokens, frame.get("new_log_probs"))
+            request = answered_request(
+                item["final"], prompt=prompt, prompt_tokens=prompt_tokens, sampling_params=sp, text=text
+            )
+            rest, log_probs = request.generated_tokens[count:], request.generated_log_probs
+            rest_log_probs = log_probs[-len(rest) :] if log_probs and rest else None
+            return GenerationChunk((request.generated_text or "")[length:], rest, rest_log_probs, request)
+
+        return prompt_tokens, read
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
     async def _pause_impl(self) -> None:
-        await self._verb("pause_engines", EngineState.PAUSED)
+        await self._verb("pause_engines", reached=EngineState.PAUSED)
 
     async def _unpause_impl(self) -> None:
-        await self._verb("unpause_engines", EngineState.RUNNING)
+        await self._verb("unpause_engines", reached=EngineState.RUNNING)
 
     async def _suspend_impl(self) -> None:
-        await self._verb("suspend_engines", EngineState.SUSPENDED)
+        await self._verb("suspend_engines", reached=EngineState.SUSPENDED)
 
     async def _resume_impl(self) -> None:
-        await self._verb("resume_engines", EngineState.RESUMED)
+        await self._verb("resume_engines", reached=EngineState.RESUMED)
 
-    async def _update_weights_impl(self, source: str, epoch: int) -> None:
+    async def _verb(self, name: str, *arguments: Any, reached: EngineState | None = None) -> None:
+        """Send a control signal from the primary rank. A worker rank waits until its engine has reached a state."""
         if self.is_primary_rank:
-            await self._client().update_weights(source, epoch)
-
-    async def _set_generation_epoch_impl(self, epoch: int) -> None:
-        if self.is_primary_rank:
-            await self._client().set_generation_epoch(epoch)
-
-    async def _verb(self, name: str, reached: EngineState) -> None:
-        """Send a control signal from the primary rank. A worker rank waits until its engine has reached the state."""
-        if self.is_primary_rank:
-            await getattr(self._client(), name)()
-        else:
+            await getattr(self._client(), name)(*arguments)
+        elif reached is not None:
             # Counted, because the engine may have left the state again before this rank waits for it.
             events = self._engine.state_events
             wanted = self._reached.get(reached, 0) + 1
@@ -419,3 +398,68 @@ class _MegatronLLMBase:
         except RuntimeError:
             coro.close()
             raise
+
+
+def default_config() -> InferenceConfig:
+    """Return Megatron-Core's defaults, with a KV cache that fits this host."""
+    wanted = InferenceConfig()
+    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / (1 << 30)
+    return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
+
+
+def _make_engine(
+    model: Any,
+    tokenizer: Any,
+    config: InferenceConfig,
+    *,
+    dtype: str = "auto",
+    threads: int | None = None,
+    wrapper_class: type[GPTInferenceWrapper] | None = None,
+) -> DynamicInferenceEngine:
+    """Return the engine of a model; its weights are not loaded yet.
+
+    model: a model reference, which has a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    dtype, threads, wrapper_class: options of the executor; see MegatronLLM.
+
+    Raises ModelSourceError, UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be used.
+    """
+    source: ModelSource
+    text: Tokenizer | Callable[[], Tokenizer]
+    if isinstance(model, str):
+        source, text = resolve(model), lambda: load_tokenizer(model)
+    else:
+        source, text = model_in_memory(model), _own_tokenizer(tokenizer)
+    executor = select_executor(
+        source,
+        ModelText(text),
+        config,
+        dtype=dtype,
+        kv_cache_memory=config.buffer_bytes,
+        threads=threads,
+        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
+    )
+    return DynamicInferenceEngine(executor, config)
+
+
+def _own_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return `tokenizer`, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as a Tokenizer."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(str(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if type(backend).__module__.partition(".")[0] != "tokenizers":
+        raise TypeError(
+            f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of "
+            "megatron_runtime, a fast tokenizer of transformers, or a model reference"
+        )
+    eos = getattr(tokenizer, "eos_token_id", None)
+    template = getattr(tokenizer, "chat_template", None)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
+    return Tokenizer(
+        backend,
+        bos_id=getattr(tokenizer, "bos_token_id", None),
+        eos_ids=() if eos is None else (eos,),
+        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+    )

@@ -28,23 +28,21 @@ class _EventLoopManager:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
         """Start the thread and wait until its loop runs. Idempotent."""
         with self._lock:
             if self._thread is not None:
                 return
-            ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+            ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
             torch = sys.modules.get("torch")
             device = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else None
-            # asyncio.run() cancels open tasks at the end and closes async generators and the default executor.
             self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._serve(device, ready)), name="megatron-llm-loop", daemon=True
+                target=_run_loop, args=(device, ready), name="megatron-llm-loop", daemon=True
             )
             self._thread.start()
             try:
-                ready.result()
+                self._loop = ready.result()
             except BaseException:
                 self._thread.join()
                 self._thread = None
@@ -96,24 +94,26 @@ class _EventLoopManager:
             loop, self._loop = self._loop, None
             if thread is None or loop is None:
                 return
-            assert self._stop is not None
-            loop.call_soon_threadsafe(self._stop.set)
+            loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
     def _is_own_thread(self) -> bool:
         return self._thread is not None and threading.current_thread() is self._thread
 
-    async def _serve(self, device: int | None, ready: concurrent.futures.Future[None]) -> None:
+
+def _run_loop(device: int | None, ready: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+    """Run an event loop in this thread until it is stopped. ready: gets the loop."""
+    # At the end, the runner cancels open tasks and closes async generators and the default executor.
+    with asyncio.Runner() as runner:
         try:
             if device is not None:
                 sys.modules["torch"].cuda.set_device(device)
         except BaseException as error:
             ready.set_exception(error)
             return
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        ready.set_result(None)
-        await self._stop.wait()
+        loop = runner.get_loop()
+        loop.call_soon(ready.set_result, loop)
+        loop.run_forever()
 
 
 class _CoordinatorRuntime:

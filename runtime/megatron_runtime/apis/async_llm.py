@@ -60,7 +60,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         manager = self._manager()
         chunks = self._stream_impl(single, params)
         try:
-            while (chunk := await manager.run_async(self._next(chunks))) is not None:
+            while (chunk := await manager.run_async(anext(chunks, None))) is not None:
                 yield chunk
         finally:
             await manager.run_async(chunks.aclose())
@@ -84,11 +84,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
     async def update_weights(self, source: str, epoch: int) -> None:
         """Switch to the weights at `source`, a model reference, labelled `epoch`. Allowed when running or paused."""
-        await self._manager().run_async(self._update_weights_impl(source, epoch))
+        await self._manager().run_async(self._verb("update_weights", source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""
-        await self._manager().run_async(self._set_generation_epoch_impl(epoch))
+        await self._manager().run_async(self._verb("set_generation_epoch", epoch))
 
     async def shutdown(self) -> None:
         """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""

@@ -49,7 +49,7 @@ class MegatronLLM(_MegatronLLMBase):
         manager = self._manager()
         chunks = self._stream_impl(single, params)
         try:
-            while (chunk := manager.run_sync(self._next(chunks))) is not None:
+            while (chunk := manager.run_sync(anext(chunks, None))) is not None:
                 yield chunk
         finally:
             manager.run_sync(chunks.aclose())
@@ -73,11 +73,11 @@ class MegatronLLM(_MegatronLLMBase):
 
     def update_weights(self, source: str, epoch: int) -> None:
         """Switch to the weights at `source`, a model reference, labelled `epoch`. Allowed when running or paused."""
-        self._manager().run_sync(self._update_weights_impl(source, epoch))
+        self._manager().run_sync(self._verb("update_weights", source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""
-        self._manager().run_sync(self._set_generation_epoch_impl(epoch))
+        self._manager().run_sync(self._verb("set_generation_epoch", epoch))
 
     def shutdown(self) -> None:
         """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""

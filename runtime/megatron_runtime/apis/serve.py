@@ -13,7 +13,7 @@ from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.process import HttpServer, drain
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
@@ -93,10 +93,7 @@ class FrontEnd:
 
     @property
     def url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        is_v6 = self._listener.family == socket.AF_INET6
-        return f"http://[{reachable}]:{port}" if is_v6 else f"http://{reachable}:{port}"
+        return url_of(self._listener)
 
     async def start(self) -> None:
         """Connect to the coordinator and start to serve. If the client raises, the socket is closed."""
@@ -134,9 +131,11 @@ class FrontEnd:
             *(sys.executable, "-m", "megatron_runtime.cli", "server"),
             *("--coordinator", settings.coordinator.removeprefix("tcp://")),
             *("--model", settings.model, "--model-name", settings.served_name),
-            *("--host", settings.host, "--listen-fd", str(descriptor), "--health-port", "off"),
+            *("--host", settings.host, "--listen-fd", str(descriptor)),
             *("--max-sequence-length", str(settings.max_sequence_length)),
             *("--tool-call-parser", settings.tool_call_parser),
+            *(f"--allowed-host={host}" for host in settings.allowed_hosts),
+            "--health-port=off",  # the replicas would use the same port
             *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),
         ]
         return subprocess.Popen(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 import httpx
+
+from megatron_runtime.cli.options import together
 
 MAX_EVENT_BYTES = 16 << 20
 """Of one line of a stream."""
@@ -24,7 +26,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class StreamFormatError(ValueError):
-    """The server sent something other than a stream of completions. The message has the reason."""
+    """The server sent something other than a list of models or a stream of completions. The message has the reason."""
 
 
 class StreamFailedError(Exception):
@@ -94,15 +96,27 @@ def terminal_text(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --url, --model and --api-key."""
-    for option in (
-        click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
-        click.option("--model", help="By default the first that the server offers."),
-        click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
-    ):
-        command = option(command)
-    return command
+connection_options = together(
+    click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
+    click.option("--model", help="By default the first that the server offers."),
+    click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
+)
+
+
+@contextmanager
+def readable_failures(url: str) -> Iterator[None]:
+    """Convert errors of a connection to the server at `url`, and errors of its streams, to ClickException."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        message = f"no server answers at {url}: start one with 'megatron serve', or give --url"
+        raise click.ClickException(message) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
+    except StreamFailedError as error:
+        raise click.ClickException(str(error)) from error
+    except StreamFormatError as error:
+        raise click.ClickException(f"{url} does not serve the OpenAI API: {error}") from error
 
 
 class ApiClient:
@@ -118,21 +132,19 @@ class ApiClient:
         self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
 
     def first_model(self) -> str:
-        with self._failures():
-            with self._http.stream("GET", f"{self._url}/v1/models") as reply:
-                content = _content(reply)
-            _raise_for_error(reply.status_code, content)
-            models = json.loads(content)["data"]
-            if models:
-                return str(models[0]["id"])
-        raise click.ClickException(f"the server at {self._url} offers no model")
+        with self._reply("GET", "models") as reply:
+            try:
+                names = [str(model["id"]) for model in json.loads(_content(reply))["data"]]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise StreamFormatError(terminal_text(repr(error))) from error
+        if not names:
+            raise click.ClickException(f"the server at {self._url} offers no model")
+        return names[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
         """Yield the text of each event. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
-        with self._failures(), self._http.stream("POST", f"{self._url}/v1/{path}", json=request) as reply:
-            if reply.status_code != 200:
-                _raise_for_error(reply.status_code, _content(reply))
+        with self._reply("POST", path, request) as reply:
             events = EventReader()
             for data in reply.iter_raw():  # not decompressed: a few bytes could become gigabytes
                 for event in events.feed(data):
@@ -142,19 +154,17 @@ class ApiClient:
         raise click.ClickException(f"the server at {self._url} ended the answer early")
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.ConnectError as error:
-            message = f"no server answers at {self._url}: start one with 'megatron serve', or give --url"
-            raise click.ClickException(message) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise click.ClickException(f"the connection to {self._url} failed: {error!r}") from error
-        except StreamFailedError as error:
-            raise click.ClickException(str(error)) from error
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            problem = str(error) if isinstance(error, StreamFormatError) else terminal_text(repr(error))
-            raise click.ClickException(f"{self._url} does not serve the OpenAI API: {problem}") from error
+    def _reply(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
+        """Send a request and yield the reply, whose status is 200 and whose content is not read yet."""
+        with readable_failures(self._url), self._http.stream(method, f"{self._url}/v1/{path}", json=body) as reply:
+            if reply.status_code != 200:
+                content = _content(reply)
+                try:
+                    message = str(json.loads(content)["error"]["message"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    message = content[:200].decode(errors="replace")
+                raise click.ClickException(f"{terminal_text(message)} (HTTP {reply.status_code})")
+            yield reply
 
 
 def echo_text(text: str) -> None:
@@ -170,13 +180,3 @@ def _content(reply: httpx.Response) -> bytes:
         if len(content) >= MAX_ERROR_BYTES:
             break
     return content[:MAX_ERROR_BYTES]
-
-
-def _raise_for_error(status: int, content: bytes) -> None:
-    if status == 200:
-        return
-    try:
-        message = str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = content[:200].decode(errors="replace")
-    raise click.ClickException(f"{terminal_text(message)} (HTTP {status})")

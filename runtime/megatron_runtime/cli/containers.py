@@ -21,10 +21,8 @@ from megatron_runtime.cli.options import (
     POSITIVE_SECONDS,
     ROUTING_POLICIES,
     SECONDS,
-    batch_invariant,
+    engine_options,
     log_level,
-    model,
-    readable_errors,
     sequence_length,
     server_options,
 )
@@ -50,7 +48,6 @@ _PARALLEL = click.IntRange(1, 64)
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
 @log_level
-@readable_errors
 def coordinator(*, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
     from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
@@ -62,7 +59,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.command()
 @click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's engine port.")
 @click.option("--name", required=True, help="Stable identity of this engine; the same after a restart.")
-@model
+@engine_options
 @click.option(
     "--format",
     "model_format",
@@ -71,32 +68,13 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     help="Reject a model of another format.",
 )
 @click.option(
-    "--executor",
-    type=click.Choice(["torch", "echo"]),
-    default="torch",
-    envvar="MEGATRON_ENGINE_EXECUTOR",
-    help="echo answers with a hash of the prompt, without a model: for tests and benchmarks.",
-)
-@click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     help="Where the model runs; auto: on a GPU if there is one.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
-    default="auto",
-    help="Of the weights.",
-)
-@sequence_length
-@click.option("--max-requests", type=COUNT, default=64, help="Generated at once.")
-@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
-@click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
 @click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
-@batch_invariant
-@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
 @click.option(
     "--prefix-eviction",
     type=click.Choice(["lru", "ref_zero"]),
@@ -113,7 +91,6 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
-@click.option("--threads", type=COUNT, help="Torch threads of this machine's ranks together.")
 @click.option(
     "--tensor-parallel", type=_PARALLEL, default=1, envvar="TENSOR_PARALLEL_SIZE", help="Ranks that share each layer."
 )
@@ -155,7 +132,6 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
 @log_level
-@readable_errors
 def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, **options: Any) -> None:
     """Run one data-parallel engine until SIGTERM.
 
@@ -241,7 +217,6 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @log_level
-@readable_errors
 def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
@@ -261,7 +236,6 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 @click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
 @click.option("--listen", default="0.0.0.0", help="Address of both ports.")
 @log_level
-@readable_errors
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
     from megatron_runtime.distributed import preflight as checks

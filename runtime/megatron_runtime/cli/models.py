@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, readable_errors, transfer_bar
+from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY
 
 if TYPE_CHECKING:
     from megatron_runtime.checkpoints.hub.download import Progress
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     help="Of the weights; keep: float32 where they are quantised.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing DESTINATION when the new one is complete.")
-@readable_errors
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
     """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
@@ -41,8 +40,7 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
-    with transfer_bar() as bar:
-        task = bar.add_task(f"{source} -> {to}", total=None)
+    with _shown_progress(f"{source} -> {to}") as progress:
         conversion.convert(
             source,
             destination,
@@ -50,7 +48,7 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
             dtype=conversion.DTYPES.get(dtype),
             replace=replace,
             write_gguf_tokenizer=write_gguf_tokenizer,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, size: progress(done, size, 1),
         )
     click.echo(f"{destination} holds the model as {to}")
 
@@ -62,7 +60,6 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option("--token-file", type=FILE, help="A file with the access token; by default HF_TOKEN has it.")
 @click.option("--endpoint", help="URL of the hub; by default HF_ENDPOINT or the public one.")
 @click.option("--verify", type=DIRECTORY, help="Compare every file of a fetched directory with its digest.")
-@readable_errors
 def fetch(
     *,
     repository: str | None,
@@ -103,17 +100,23 @@ def fetch(
 
 @contextmanager
 def _shown_progress(what: str) -> Iterator[Progress]:
-    """Show a download as a bar on a terminal, else as a line for every tenth of it."""
-    from rich.console import Console
+    """Show a transfer as a bar on a terminal, else as a line for every tenth of it."""
+    from rich import console, progress
 
     from megatron_runtime.checkpoints.hub.download import each_tenth
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    terminal = console.Console(stderr=True)
+    if not terminal.is_terminal:
         yield each_tenth(lambda done, size, files: click.echo(f"{what}: {done} of {size} bytes", err=True))
         return
-    with transfer_bar(console=console) as bar:
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=terminal,
+    )
+    with bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, size, files: bar.update(
-            task, completed=done, total=size, description=f"{what}, {files} files"
-        )
+        yield lambda done, size, files: bar.update(task, completed=done, total=size)

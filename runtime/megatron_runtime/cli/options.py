@@ -1,22 +1,18 @@
-"""Shared by the subcommands: groups of lazily imported commands, option types, logging, readable errors."""
+"""Shared by the subcommands: groups of lazily imported commands, readable errors, option types, logging."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from megatron_runtime.protocol.text import printable
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -26,6 +22,8 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run.
+
+    An OSError or ValueError of a command is reported as one line; with MEGATRON_DEBUG=1 the traceback is printed.
 
     commands: by name, the module in `package` that has the command under this name, and the line of the help page.
     """
@@ -47,36 +45,38 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"{self._package}.{module}"), cmd_name)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click ends the command without a message
+            raise
+        except (OSError, ValueError) as error:
+            if os.environ.get("MEGATRON_DEBUG"):
+                raise
+            raise click.ClickException(str(error)) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
 
-class Parsed(click.ParamType[Any]):
+class Parsed(click.types.FuncParamType):
     """The type of an option whose text is parsed.
 
     name:  of the value on the help page.
-    parse: returns the value of a text. Raises ValueError with the value and what is allowed.
+    parse: returns the value of a text. Raises click.BadParameter with the value and what is allowed.
     """
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        super().__init__(parse)
         self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def _memory(text: str) -> int:
     match = _QUANTITY.fullmatch(text)
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
-        raise ValueError(f"{text!r} is not a size: use bytes or a number with Ki, Mi, Gi or Ti, such as 2Gi.")
+        raise click.BadParameter(f"{text!r} is not a size: use bytes or a number with Ki, Mi, Gi or Ti, such as 2Gi.")
     return size
 
 
@@ -84,7 +84,7 @@ def _address(text: str) -> str:
     bare = text.removeprefix("tcp://")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address: use host:port, such as demo-coordinator:5555.")
+        raise click.BadParameter(f"{text!r} is not an address: use host:port, such as demo-coordinator:5555.")
     return f"tcp://{bare}"
 
 
@@ -92,7 +92,7 @@ def _optional_port(text: str) -> int | None:
     if text == "off":
         return None
     if not text.isdecimal() or int(text) > 65535:
-        raise ValueError(f"{text!r} is not a port: use 0 to 65535 (0 picks a free one) or off.")
+        raise click.BadParameter(f"{text!r} is not a port: use 0 to 65535 (0 picks a free one) or off.")
     return int(text)
 
 
@@ -102,16 +102,16 @@ def _api_keys_file(text: str) -> Path:
     try:
         read_keys(Path(text))
     except NoKeysError as error:
-        raise ValueError(f"{error}.") from error
+        raise click.BadParameter(f"{error}.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
+        raise click.BadParameter(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
     return Path(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{text!r}: use numbers from 1 up with commas between, such as 1,8,32.")
+        raise click.BadParameter(f"{text!r}: use numbers from 1 up with commas between, such as 1,8,32.")
     return tuple(map(int, parts))
 
 
@@ -136,45 +136,73 @@ NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
 ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
 
+
+def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Return a decorator that adds all `options`, in this order on the help page."""
+
+    def add(command: _F) -> _F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 model = click.option(
     "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
 )
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
-batch_invariant = click.option(
-    "--batch-invariant/--no-batch-invariant",
-    default=False,
-    help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
+engine_options = together(
+    model,
+    click.option(
+        "--executor",
+        type=click.Choice(["torch", "echo"]),
+        default="torch",
+        envvar="MEGATRON_ENGINE_EXECUTOR",
+        help="echo answers with a hash of the prompt, without a model: for tests and benchmarks.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
+        default="auto",
+        help="Of the weights.",
+    ),
+    sequence_length,
+    click.option("--max-requests", type=COUNT, default=64, help="Generated at once by an engine."),
+    click.option("--max-tokens", type=COUNT, default=2048, help="Of one step."),
+    click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of an engine."),
+    click.option(
+        "--batch-invariant/--no-batch-invariant",
+        default=False,
+        help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
+    ),
+    click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes."),
+    click.option(
+        "--threads",
+        type=COUNT,
+        help="Torch threads of an engine's ranks on this machine together; by default torch's choice, with `megatron "
+        "serve` an equal share of the CPUs.",
+    ),
 )
-
-
-def server_options(command: _F) -> _F:
-    """Add the options of the OpenAI server that `megatron serve` has too."""
-    parser_help = "Format of the model's tool calls; auto: as its chat template describes; none: no tools."
-    sharing_help = "API keys share cached prefixes, and see from cached_tokens which prompts others sent."
-    for option in (
-        click.option("--tool-call-parser", type=click.Choice(TOOL_CALL_PARSERS), default="auto", help=parser_help),
-        click.option(
-            "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
-        ),
-        click.option("--share-prefix-cache/--no-share-prefix-cache", default=False, help=sharing_help),
-        click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line; absent: open to all."),
-    ):
-        command = option(command)
-    return command
-
-
-def transfer_bar(**options: Any) -> Progress:
-    """Return a progress bar of bytes. options: of rich's Progress."""
-    from rich import progress
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        **options,
-    )
+"""Of an engine, as `megatron engine` and `megatron serve` have them."""
+server_options = together(
+    click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line; absent: open to all."),
+    click.option(
+        "--share-prefix-cache/--no-share-prefix-cache",
+        default=False,
+        help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
+    ),
+    click.option(
+        "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
+    ),
+    click.option(
+        "--tool-call-parser",
+        type=click.Choice(TOOL_CALL_PARSERS),
+        default="auto",
+        help="Format of the model's tool calls; auto: as its chat template describes; none: no tools.",
+    ),
+)
+"""Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
 
 
 class LogFormatter(logging.Formatter):
@@ -207,18 +235,3 @@ def log_level(command: _F) -> _F:
         help="Least level that is logged.",
     )
     return option(command)
-
-
-def readable_errors(command: _F) -> _F:
-    """Report OSError and ValueError as one line; with MEGATRON_DEBUG=1 the traceback is printed."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            if os.environ.get("MEGATRON_DEBUG"):
-                raise
-            raise click.ClickException(str(error)) from error
-
-    return wrapped  # type: ignore[return-value]

@@ -67,7 +67,8 @@ class Child:
     pass_fds: Sequence[int] = ()
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
-    restarts: deque[float] = field(default_factory=deque)
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS + 1))
+    """Times at which it has ended."""
 
 
 class Supervisor:
@@ -90,15 +91,25 @@ class Supervisor:
 
     async def start(self, child: Child) -> None:
         """Start a child and supervise it."""
+        process = await self._spawn(child)
         self._children.append(child)
-        await self._spawn(child)
-        self._watchers.append(asyncio.create_task(self._watch(child)))
+        self._watchers.append(asyncio.create_task(self._watch(child, process)))
 
     async def stop(self, *, grace_seconds: float) -> None:
         """End the children in reverse order, each with SIGTERM and, after the grace time, SIGKILL."""
         self._stopping = True
         for child in reversed(self._children):
-            await self._end(child, grace_seconds=grace_seconds)
+            process = child.process
+            if process is None or process.returncode is not None:
+                continue
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(grace_seconds):
+                    await process.wait()
+            except TimeoutError:
+                self._say(None, f"{child.name} did not end within {grace_seconds:g} s: killing it")
+                process.kill()
+                await process.wait()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -108,12 +119,9 @@ class Supervisor:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(number)
 
-    async def _spawn(self, child: Child) -> None:
+    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         child.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megatron_runtime.cli",
-            *child.arguments,
+            *(sys.executable, "-m", "megatron_runtime.cli", *child.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -121,29 +129,30 @@ class Supervisor:
             pass_fds=child.pass_fds,
             start_new_session=True,
         )
+        return child.process
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
         while True:
-            await self._relay_output(child)
-            assert child.process is not None
-            code = await child.process.wait()
+            assert process.stdout is not None
+            await self._relay(child, process.stdout)
+            ended = f"{child.name} ended with {_exit_status(await process.wait())}"
             if self._stopping:
                 return
-            ended = f"{child.name} ended with {_exit_status(code)}"
-            if not self.are_ready or not self._may_restart(child):
+            now = time.monotonic()
+            child.ends.append(now)
+            recent = [at for at in child.ends if now - at <= RESTART_WINDOW_SECONDS]
+            if not self.are_ready or len(recent) > RESTARTS:
                 last_lines = "".join(f"\n  {line}" for line in child.last_lines)
                 if not self.failed.done():
                     self.failed.set_exception(ChildFailedError(f"{ended}{last_lines}"))
                 return
             self._say(None, f"{ended}; starting it again")
-            await self._spawn(child)
+            process = await self._spawn(child)
 
-    async def _relay_output(self, child: Child) -> None:
-        assert child.process is not None
-        assert child.process.stdout is not None
+    async def _relay(self, child: Child, output: asyncio.StreamReader) -> None:
         while True:
             try:
-                line = await child.process.stdout.readline()
+                line = await output.readline()
             except ValueError:  # a line beyond the stream's limit; the reader has dropped it
                 continue
             if not line:
@@ -151,26 +160,6 @@ class Supervisor:
             text = line.decode(errors="replace").rstrip()
             child.last_lines.append(text)
             self._say(child.name, text)
-
-    def _may_restart(self, child: Child) -> bool:
-        now = time.monotonic()
-        while child.restarts and now - child.restarts[0] > RESTART_WINDOW_SECONDS:
-            child.restarts.popleft()
-        child.restarts.append(now)
-        return len(child.restarts) <= RESTARTS
-
-    async def _end(self, child: Child, *, grace_seconds: float) -> None:
-        process = child.process
-        if process is None or process.returncode is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_seconds):
-                await process.wait()
-        except TimeoutError:
-            self._say(None, f"{child.name} did not end within {grace_seconds:g} s: killing it")
-            process.kill()
-            await process.wait()
 
 
 def _exit_status(code: int) -> str:

@@ -14,19 +14,14 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
-    COUNT,
-    MEMORY,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
-    batch_invariant,
-    model,
-    readable_errors,
-    sequence_length,
+    engine_options,
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -35,23 +30,14 @@ _CONNECT_SECONDS = 60.0
 
 
 @click.command()
-@model
+@engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
-@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
-@sequence_length
-@click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
-@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
-@click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of each engine.")
-@batch_invariant
-@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
 @click.option(
     "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
 )
-@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share of the CPUs.")
 @server_options
 @click.option(
     "--allowed-host",
@@ -62,7 +48,6 @@ _CONNECT_SECONDS = 60.0
 )
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
-@readable_errors
 def serve(**options: Any) -> None:
     """Run everything on this machine, and report when it is ready."""
     options["model_name"] = options["model_name"] or default_model_name(options["model"])
@@ -88,7 +73,7 @@ async def _serve(options: SimpleNamespace) -> None:
             click.echo(f"{click.style(name, dim=True)}: {line}", err=True)
 
     with listen(host=options.host, port=options.port) as listener:
-        url = _url(listener)
+        url = url_of(listener)
         client_port, engine_port, admin_port = free_ports(3)
         supervisor = Supervisor(say=say)
 
@@ -211,9 +196,3 @@ def _print_usage(options: SimpleNamespace, *, url: str, seconds: float) -> None:
         f"  megatron chat{default_url}\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
     )
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    reachable = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

@@ -1,1 +1,1 @@
-"""Where requests live while they generate: slots, token columns and the blocks of the KV cache. No torch."""
+"""Megatron-Core's names for the state of open requests."""

@@ -1,1 +1,1 @@
-"""The engine: scheduler, executors, and the process around them."""
+"""Megatron-Core's engine, which runs prompts in the calling thread or serves a coordinator."""

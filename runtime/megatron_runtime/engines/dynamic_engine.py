@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.lifecycle import StateEvents
+from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.engines.offline import OfflineRun
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, decode
 from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -28,6 +34,8 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "EngineFailedError"]
 
 LOOPBACK = "127.0.0.1"
+
+_dispatch_ids = count(1)
 
 
 class EngineFailedError(RuntimeError):
@@ -89,7 +97,7 @@ class DynamicInferenceEngine(EngineCore):
             )
         with self._exclusive():
             tokens = [self.tokenize(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-            run = self._offline_run(tokens, sampling_params, streaming=False)
+            run = _OfflineRun(self, tokens, sampling_params, streaming=False)
             replies = {item["final"]["request_id"]: item["final"] for item in run}
         return [
             answered_request(replies[number], prompt=prompt, prompt_tokens=ids, sampling_params=params, text=self._text)
@@ -100,7 +108,7 @@ class DynamicInferenceEngine(EngineCore):
         """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread."""
         with self._exclusive():
             sampling_params.streaming = True
-            yield from self._offline_run([self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
+            yield from _OfflineRun(self, [self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
 
     def tokenize(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt, which may be token ids already."""
@@ -110,12 +118,6 @@ class DynamicInferenceEngine(EngineCore):
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
         return self._in_use
-
-    def _offline_run(
-        self, tokens: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, streaming: bool
-    ) -> OfflineRun:
-        self.executor.load()
-        return OfflineRun(self, tokens, params, text=self._text, streaming=streaming)
 
     # --- serving a coordinator ----------------------------------------------------------------------------------
 
@@ -209,6 +211,82 @@ class DynamicInferenceEngine(EngineCore):
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
             )
         return self._service
+
+
+class _OfflineRun:
+    """Runs a list of prompts on an engine in the caller's thread. No other caller uses the engine meanwhile.
+
+    The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
+    reads them. So an answer is the same with and without a coordinator.
+
+    prompts:         token ids of each.
+    sampling_params: of each; a request without a seed gets a random one. Later changes by the caller have no effect.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        *,
+        streaming: bool,
+    ) -> None:
+        engine.executor.load()
+        text = engine._text
+        self._engine = engine
+        self._items: deque[dict[str, Any]] = deque()
+        self._queue: deque[PendingRequest] = deque()
+        self._open: dict[bytes, tuple[int, PendingRequest]] = {}
+        """Dispatch id and request, by uid."""
+        for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            params.validate()
+            request = PendingRequest.make(prompt, params, streaming=streaming)
+            request.request_id = number
+            self._queue.append(request)
+        self._stage = OutputStage(
+            send=self._receive,
+            finish_early=engine.abort_request,
+            detokenizer=text.detokenizer if text is not None else lambda: None,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in completion order.
+
+        `request_id` in frame and reply is the prompt's number. Closing the iterator early aborts the open requests.
+        """
+        try:
+            while self._queue or self._open:
+                while self._queue and len(self._open) < self._engine.config.max_waiting:
+                    self._add(self._queue.popleft())
+                if self._open:
+                    self._stage.step(self._engine.step())
+                while self._items:
+                    yield self._items.popleft()
+        finally:
+            for dispatch_id, _ in self._open.values():
+                self._engine.abort_request(dispatch_id)
+
+    def _add(self, request: PendingRequest) -> None:
+        dispatch = Dispatch(next(_dispatch_ids), request.uid, 0, request.meta, request.prompt, b"", request.params)
+        params, text = request.sampling_params, self._engine._text
+        self._open[request.uid] = (dispatch.dispatch_id, request)
+        try:
+            grammar = text.begin_grammar(params) if text is not None else None
+            engine_request = EngineRequest.of_dispatch(dispatch, params)
+            self._stage.add(dispatch, params, [])
+            if dispatch.dispatch_id in self._stage.open:
+                self._engine.add_request(engine_request, grammar=grammar)
+        except ValueError as error:
+            self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
+
+    def _receive(self, frames: Frames) -> None:
+        match decode(list(frames)):
+            case Partial() as partial:
+                for _, frame in partial_frames(partial, lambda uid: self._open[uid][1]):
+                    self._items.append({"partial": frame})
+            case Final() as final:
+                _, request = self._open.pop(final.uid)
+                self._items.append({"final": request.reply(final)})
 
 
 class _Service:

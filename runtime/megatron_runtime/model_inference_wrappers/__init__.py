@@ -1,1 +1,1 @@
-"""How a model is run for the steps of an engine."""
+"""Megatron-Core's name for a model that runs the steps of an engine."""

@@ -110,6 +110,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a server on a listening socket, for clients on this host."""
+    host, port = listener.getsockname()[:2]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
 def listen(*, host: str, port: int) -> socket.socket:
     """Return a listening socket. Bound before the slow part of the start, it lets early connections wait.
 

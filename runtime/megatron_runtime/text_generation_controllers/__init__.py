@@ -1,1 +1,1 @@
-"""From text to tokens, from a step to its samples, and back to text."""
+"""Megatron-Core's name for a model with its tokenizer."""

@@ -123,6 +123,8 @@ def test_replicas_share_the_socket_and_end_with_it(make) -> None:
     llm.serve(config, blocking=False)
     replicas = [child for child in psutil.Process().children() if child.pid not in before]
     assert len(replicas) == 2
+    for replica in replicas:
+        assert {"--allowed-host=localhost", "--health-port=off"} <= set(replica.cmdline())
     port = int(llm.url.rpartition(":")[2])
     held: list[socket.socket] = []
     try:

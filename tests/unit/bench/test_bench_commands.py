@@ -14,7 +14,12 @@ from fleet import free_ports
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.cli import main
-from megatron_runtime.cli.bench.report import percentile
+from megatron_runtime.cli.bench.report import percentiles
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "bench"))
+
+from coordinator_latency import main as measure_latency  # noqa: E402
 
 COORDINATOR_FIGURES = {
     "start_seconds",
@@ -23,8 +28,6 @@ COORDINATOR_FIGURES = {
     "sequential_p99_ms",
     "requests_per_second",
     "cpu_us_per_request",
-    "latency_p50_ms",
-    "latency_p99_ms",
     "partials_per_second",
     "cpu_us_per_partial",
 }
@@ -52,7 +55,7 @@ def test_the_help_names_every_benchmark() -> None:
 
 def test_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    sizes = ("--clients", "2", "--engines", "2", "--requests", "100", "--prompt-tokens", "64", "--rate", "200")
+    sizes = ("--clients", "2", "--engines", "2", "--requests", "100", "--prompt-tokens", "64")
     output = bench("coordinator", *sizes, "--json", str(path))
     assert "coordinator's CPU per request" in output
     figures = figures_of(path, "coordinator")
@@ -62,15 +65,27 @@ def test_coordinator(tmp_path: Path) -> None:
     assert figures["requests_per_second"] > 0
 
 
+def test_the_latency_of_a_coordinator(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    sizes = ("--clients", "2", "--engines", "2", "--requests", "100", "--prompt-tokens", "64", "--rate", "200")
+    result = CliRunner().invoke(measure_latency, [*sizes, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert set(figures_of(path, "coordinator_latency")) == {"latency_p50_ms", "latency_p99_ms"}
+
+
 def test_more_clients_than_requests_end(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     bench("coordinator", "--clients", "9", "--requests", "4", "--prompt-tokens", "8", "--json", str(path))
     assert set(figures_of(path, "coordinator")) == COORDINATOR_FIGURES
 
 
-@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 51), (99, 100), (100, 100)])
-def test_percentile(percent: float, value: float) -> None:
-    assert percentile(range(100, 0, -1), percent) == value
+@pytest.mark.parametrize(("count", "median", "percentile_99"), [(1, 1, 1), (2, 2, 2), (100, 51, 100), (1000, 501, 991)])
+def test_percentiles_are_measured_values_in_milliseconds(count: int, median: int, percentile_99: int) -> None:
+    figures = percentiles("latency", "request", range(count, 0, -1))
+    assert [(figure.key, figure.value, figure.unit) for figure in figures] == [
+        ("latency_p50_ms", 1000 * median, "ms"),
+        ("latency_p99_ms", 1000 * percentile_99, "ms"),
+    ]
 
 
 def test_engine(tmp_path: Path) -> None:

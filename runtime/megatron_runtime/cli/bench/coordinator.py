@@ -1,43 +1,37 @@
-"""`megatron bench coordinator`: a coordinator in its own process, between clients and engines that do almost nothing.
-
-Clients and engines share the event loop and the clock of this process and read their sockets themselves, so that the
-time between two of their timestamps is that of the coordinator and the kernel.
-"""
+"""`megatron bench coordinator`: a coordinator between clients and engines that do almost nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import click
+import numpy as np
 import psutil
 import uvloop
 
-from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
-from megatron_runtime.cli.options import COUNT, readable_errors
+from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
+from megatron_runtime.cli.options import COUNT
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
-from megatron_runtime.protocol import limits, messages
-from megatron_runtime.protocol.codec import Frames
-from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol import messages
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.zmtp.connection import Connection
-from megatron_runtime.transport.zmtp.dealer import Dealer
+from megatron_runtime.transport.peer_link import PeerLink
 
 SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 512
 WINDOW = 16
 """Open requests per client of the closed loop."""
 SEQUENTIAL_REQUESTS = 2000
-OPEN_LOOP_SECONDS = 5
 STREAMS = 64
 STEPS_AHEAD = 16
 """Messages of partials in flight."""
@@ -45,124 +39,37 @@ _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "gener
 _TOKEN = messages.tokens_to_bytes([1])
 _PARAMS = messages.pack({"num_tokens_to_generate": 1})
 
-
-class UnbatchedDealer(Dealer):
-    """Sends each message at once, as peers in separate processes do. Batches would cost the coordinator less."""
-
-    _waiting: Connection | None = None
-
-    def send(self, message: Frames) -> bool:
-        is_sent = super().send(message)
-        if self._waiting is not None:
-            self._waiting.flush()
-        return is_sent
-
-    def flush_soon(self, connection: Connection) -> None:
-        self._waiting = connection
-        super().flush_soon(connection)
+OnMessage: TypeAlias = Callable[[PeerLink, messages.Message], object]
 
 
-class Peer:
-    """A connection to the coordinator, registered after start().
-
-    on_message: called with the head of each message of a request.
-    """
-
-    def __init__(self, address: str, hello: messages.Hello) -> None:
-        self.on_message: Callable[[list[Any]], None] = lambda head: None
-        self._hello = hello
-        self._registered = asyncio.Event()
-        self._dealer = UnbatchedDealer(address, self._receive, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
-
-    async def start(self) -> None:
-        while not self._dealer.send(self._hello.to_frames()):  # noqa: ASYNC110 - the dealer connects by itself
-            await asyncio.sleep(0.01)
-        self._heartbeats = asyncio.create_task(self._send_heartbeats())
-        await self._registered.wait()
-
-    async def _send_heartbeats(self) -> None:
-        state = EngineState.RUNNING if self._hello.role is Role.ENGINE else None
-        while True:
-            await asyncio.sleep(limits.HEARTBEAT_SECONDS)
-            self.send(messages.Heartbeat(incarnation=self._hello.incarnation, state=state).to_frames())
-
-    async def close(self) -> None:
-        self._heartbeats.cancel()
-        await asyncio.wait([self._heartbeats])
-        self.send(messages.Disconnect(reason="done").to_frames())
-        self._dealer.close(linger_ms=1000)
-
-    def send(self, frames: Frames) -> None:
-        if not self._dealer.send(frames):
-            raise RuntimeError("the connection of the benchmark is closed, or its peer does not read")
-
-    def submit(self, prompt: bytes, *, streaming: bool = False) -> bytes:
-        """Submit a request as a client. Return its uid."""
-        uid, meta = secrets.token_bytes(16), messages.RequestMeta(streaming=streaming, seed=1)
-        self.send(messages.Submit(uid, meta, prompt, b"", _PARAMS).to_frames())
-        return uid
-
-    def _receive(self, frames: Frames) -> None:
-        head = messages.unpack(frames[0])
-        if head[0] == Header.HELLO_ACK:
-            self._registered.set()
-        elif head[0] == Header.ERROR:
-            raise RuntimeError(f"the coordinator rejected a message: {messages.decode(frames)}")
-        elif head[0] != Header.HEARTBEAT:
-            self.on_message(head)
+def answer(engine: PeerLink, message: messages.Message) -> None:
+    """Answer a request at once with one token."""
+    if isinstance(message, messages.Dispatch):
+        engine.send(messages.Final(message.dispatch_id, message.uid, _TOKEN, _REPLY).to_frames())
 
 
-class Engine(Peer):
-    """Answers each request at once with one token or, if not `answers`, keeps it open.
-
-    held: by uid, the seconds from a dispatch to its answer.
-    open: dispatch ids and uids of the requests that are kept open. route: of their client.
-    """
-
-    def __init__(self, address: str, name: str, *, max_requests: int, answers: bool) -> None:
-        hello = messages.Hello(
-            role=Role.ENGINE,
-            name=name,
-            incarnation=secrets.randbits(63),
-            serving=True,
-            state=EngineState.RUNNING,
-            max_requests=max_requests,
-            block_size_tokens=256,
-        )
-        super().__init__(address, hello)
-        self.on_message = self._handle
-        self._answers = answers
-        self.held: dict[bytes, float] = {}
-        self.open: list[tuple[int, bytes]] = []
-        self.route = 0
-
-    def _handle(self, head: list[Any]) -> None:
-        if head[0] != Header.DISPATCH:
-            return
-        arrived = time.perf_counter()
-        _, dispatch_id, uid, route, *_ = head
-        if self._answers:
-            frames = messages.Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames()
-            self.held[uid] = time.perf_counter() - arrived
-            self.send(frames)
-        else:
-            self.open.append((dispatch_id, uid))
-            self.route = route
-
-    def send_step(self, number: int) -> None:
-        """Send one token for each open request, in one message."""
-        entries = [messages.PartialEntry(uid, dispatch_id, number, 1) for dispatch_id, uid in self.open]
-        self.send(messages.Partial(self.route, entries, _TOKEN * len(entries)).to_frames())
-
-
+@dataclass(kw_only=True)
 class Bench:
-    """A coordinator with longest-prefix routing, and the load.
+    """A coordinator, and the load.
 
-    clients, engines: how many. requests: of each part. rate: requests/s of the open loop.
+    clients, engines: how many.
+    requests:         of each part of the measurement.
+    start_seconds:    from the start of the coordinator to its address.
+    prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. Half of each is one of SHARED_PREFIXES.
+    link:             the connection of a client or an engine.
     """
 
-    def __init__(self, *, clients: int, engines: int, requests: int, prompt_tokens: int, rate: int) -> None:
-        self.clients, self.engines, self.requests, self.rate = clients, engines, requests, rate
+    coordinator: CoordinatorProcess
+    start_seconds: float
+    clients: int
+    engines: int
+    requests: int
+    prompts: np.ndarray
+    link: type[PeerLink] = PeerLink
+
+    @classmethod
+    def start(cls, *, prompt_tokens: int, **load: Any) -> Self:
+        """Start a coordinator with longest-prefix routing. load: the other fields."""
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=0,
@@ -171,60 +78,87 @@ class Bench:
             routing_policy=RoutingPolicy.LONGEST_PREFIX,
             timing=Timing(recovery=0.0),
         )
+        rng, half = np.random.default_rng(1), prompt_tokens // 2
+        prompts = rng.integers(50_000, size=(DISTINCT_PROMPTS, prompt_tokens), dtype=np.int32)
+        prompts[:, :half] = rng.choice(prompts[:SHARED_PREFIXES, :half], size=DISTINCT_PROMPTS)
         begun = time.perf_counter()
-        self.coordinator: CoordinatorProcess = spawn_coordinator(settings)
-        self.start_seconds = time.perf_counter() - begun
-        self.process = psutil.Process(self.coordinator.pid)
-        rng = random.Random(1)
-        half = prompt_tokens // 2
-        prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
-        self._prompts = [
-            messages.tokens_to_bytes(rng.choice(prefixes) + rng.choices(range(50_000), k=prompt_tokens - half))
-            for _ in range(DISTINCT_PROMPTS)
-        ]
-
-    def prompt(self, number: int) -> bytes:
-        return self._prompts[number % DISTINCT_PROMPTS]
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads of the coordinator."""
-        return sum(thread.user_time + thread.system_time for thread in self.process.threads())
+        coordinator = spawn_coordinator(settings)
+        return cls(coordinator=coordinator, start_seconds=time.perf_counter() - begun, prompts=prompts, **load)
 
     @asynccontextmanager
-    async def peers(
-        self, clients: int, engines: int, *, answers: bool = True
-    ) -> AsyncIterator[tuple[list[Peer], list[Engine]]]:
-        """Connect clients and engines to the coordinator."""
-        addresses, most = self.coordinator.addresses, max(STREAMS, self.clients * WINDOW)
-        engine_peers = [
-            Engine(addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
-            for number in range(engines)
+    async def peers(self, clients: int, engines: int, on_message: OnMessage) -> AsyncIterator[list[PeerLink]]:
+        """Connect engines and clients to the coordinator, and yield the clients."""
+        engine = {
+            "role": Role.ENGINE,
+            "serving": True,
+            "state": EngineState.RUNNING,
+            "max_requests": max(STREAMS, self.clients * WINDOW),
+            "block_size_tokens": 256,
+        }
+        hellos: list[dict[str, Any]] = [
+            *({**engine, "name": f"engine-{number}"} for number in range(engines)),
+            *({"role": Role.CLIENT, "name": f"client-{number}"} for number in range(clients)),
         ]
-        hellos = (
-            messages.Hello(role=Role.CLIENT, name=f"client-{number}", incarnation=secrets.randbits(63))
-            for number in range(clients)
-        )
-        client_peers = [Peer(addresses[Role.CLIENT], hello) for hello in hellos]
-        peers: list[Peer] = [*engine_peers, *client_peers]
-        await asyncio.wait_for(asyncio.gather(*(peer.start() for peer in peers)), 30)
+        links = [self._connection(hello, on_message) for hello in hellos]
         try:
-            yield client_peers, engine_peers
+            await asyncio.gather(*(link.start(connect_timeout_seconds=30) for link in links))
+            yield links[engines:]
         finally:
-            for peer in peers:
-                await peer.close()
+            for link in links:
+                link.close("done")
+
+    def _connection(self, hello: dict[str, Any], on_message: OnMessage) -> PeerLink:
+        def receive(message: messages.Message) -> None:
+            if isinstance(message, messages.Error):
+                raise RuntimeError(f"the coordinator rejected a message: {message}")
+            on_message(link, message)
+
+        link = self.link(
+            self.coordinator.addresses[hello["role"]],
+            keys=None,
+            hello=lambda incarnation: messages.Hello(incarnation=incarnation, **hello),
+            on_ack=lambda ack, forgotten: None,
+            on_message=receive,
+            heartbeat=lambda incarnation: messages.Heartbeat(incarnation=incarnation, state=hello.get("state")),
+        )
+        return link
+
+    def submit(self, client: PeerLink, number: int, *, streaming: bool = False) -> bytes:
+        """Submit a request and return its uid."""
+        uid, meta = secrets.token_bytes(16), messages.RequestMeta(streaming=streaming, seed=1)
+        prompt = self.prompts[number % DISTINCT_PROMPTS].tobytes()
+        client.send(messages.Submit(uid, meta, prompt, b"", _PARAMS).to_frames())
+        return uid
+
+    async def closed_loop(
+        self, send: Callable[[int], object], window: asyncio.Semaphore, *, count: int, size: int
+    ) -> tuple[float, float]:
+        """Send `count` messages. Return the seconds, and the CPU seconds of all threads of the coordinator.
+
+        window: of `size` unanswered messages; released for each answer.
+        """
+        process = psutil.Process(self.coordinator.pid)
+        before, begun = process.cpu_times(), time.perf_counter()
+        for number in range(count):
+            await window.acquire()
+            send(number)
+        for _ in range(size):
+            await window.acquire()
+        seconds, after = time.perf_counter() - begun, process.cpu_times()
+        return seconds, after.user + after.system - before.user - before.system
 
 
-async def run(**values: int) -> list[Figure]:
-    """Measure all parts, one after the other, on one coordinator."""
-    bench = Bench(**values)
+async def run(**load: int) -> list[Figure]:
+    """Measure all parts, one after the other, on one coordinator. load: of Bench.start()."""
+    bench = Bench.start(**load)
     try:
         await asyncio.sleep(1)  # until the new process is idle
+        memory = psutil.Process(bench.coordinator.pid).memory_info().rss / (1 << 20)
         return [
             Figure("start_seconds", "start to address", bench.start_seconds, "s", "< 0.7"),
-            Figure("idle_rss_mib", "memory, idle", bench.process.memory_info().rss / (1 << 20), "MiB", "< 80"),
+            Figure("idle_rss_mib", "memory, idle", memory, "MiB", "< 80"),
             *await sequential(bench),
             *await throughput(bench),
-            *await open_loop(bench),
             *await partials(bench),
         ]
     finally:
@@ -235,105 +169,68 @@ async def sequential(bench: Bench) -> list[Figure]:
     """Measure one InferenceClient that sends one request at a time."""
     params = SamplingParams(num_tokens_to_generate=1)
     latencies: list[float] = []
-    async with bench.peers(0, 1):
+    async with bench.peers(0, 1, answer):
         client = InferenceClient(bench.coordinator.address, deserialize=False)
         await client.start()
         try:
             for number in range(min(bench.requests, SEQUENTIAL_REQUESTS)):
-                tokens = messages.tokens_from_bytes(bench.prompt(number)).tolist()
+                tokens = bench.prompts[number % DISTINCT_PROMPTS].tolist()
                 begun = time.perf_counter()
                 await client.add_request(tokens, params)
-                latencies.append((time.perf_counter() - begun) * 1000)
+                latencies.append(time.perf_counter() - begun)
         finally:
             client.stop()
-    return [
-        Figure("sequential_p50_ms", "one client in sequence, p50", percentile(latencies, 50), "ms", "≤ 0.5"),
-        Figure("sequential_p99_ms", "one client in sequence, p99", percentile(latencies, 99), "ms"),
-    ]
-
-
-def _answers(clients: Sequence[Peer], kind: Header) -> asyncio.Queue[tuple[float, list[Any]]]:
-    """Return a queue of the messages of `kind` that the clients receive, with the time of each."""
-    queue: asyncio.Queue[tuple[float, list[Any]]] = asyncio.Queue()
-
-    def on_message(head: list[Any]) -> None:
-        if head[0] == kind:
-            queue.put_nowait((time.perf_counter(), head))
-
-    for client in clients:
-        client.on_message = on_message
-    return queue
-
-
-async def _closed_loop(
-    send: Callable[[int], object], answers: asyncio.Queue[Any], bench: Bench, *, count: int, window: int
-) -> tuple[float, float]:
-    """Send `count` messages, at most `window` of them unanswered. Return seconds and CPU seconds of the coordinator."""
-    before, begun = bench.cpu_seconds(), time.perf_counter()
-    for number in range(count):
-        if number >= window:
-            await answers.get()
-        send(number)
-    for _ in range(min(count, window)):
-        await answers.get()
-    return time.perf_counter() - begun, bench.cpu_seconds() - before
+    return percentiles("sequential", "one client in sequence", latencies, goals=("≤ 0.5", ""))
 
 
 async def throughput(bench: Bench) -> list[Figure]:
     """Measure a closed loop of WINDOW requests per client."""
-    count = bench.requests
-    async with bench.peers(bench.clients, bench.engines) as (clients, _):
+    count, size = bench.requests, WINDOW * bench.clients
+    window = asyncio.Semaphore(size)
 
-        def send(number: int) -> None:
-            clients[number % len(clients)].submit(bench.prompt(number))
+    def on_message(peer: PeerLink, message: messages.Message) -> None:
+        if isinstance(message, messages.Final):
+            window.release()
+        else:
+            answer(peer, message)
 
-        answers = _answers(clients, Header.FINAL)
-        seconds, cpu = await _closed_loop(send, answers, bench, count=count, window=WINDOW * len(clients))
-    what = f"requests, {len(bench.prompt(0)) // 4}-token prompts, {bench.clients} clients"
+    async with bench.peers(bench.clients, bench.engines, on_message) as clients:
+        seconds, cpu = await bench.closed_loop(
+            lambda number: bench.submit(clients[number % len(clients)], number), window, count=count, size=size
+        )
+    what = f"requests, {bench.prompts.shape[1]}-token prompts, {bench.clients} clients"
     return [
         Figure("requests_per_second", what, count / seconds, "1/s"),
         Figure("cpu_us_per_request", "coordinator's CPU per request", cpu / count * 1e6, "µs", "≤ 100"),
     ]
 
 
-async def open_loop(bench: Bench) -> list[Figure]:
-    """Measure the time that requests at a fixed rate spend between client and engine, both ways.
-
-    The load does not sleep between requests, because the time to wake it would be measured too.
-    """
-    count = min(bench.requests, bench.rate * OPEN_LOOP_SECONDS)
-    sent: dict[bytes, float] = {}
-    async with bench.peers(bench.clients, bench.engines) as (clients, engines):
-        answers = _answers(clients, Header.FINAL)
-        begun = time.perf_counter()
-        for number in range(count):
-            due = begun + number / bench.rate
-            while (now := time.perf_counter()) < due:  # noqa: ASYNC110 - it must not sleep
-                await asyncio.sleep(0)
-            sent[clients[number % len(clients)].submit(bench.prompt(number))] = now
-        while answers.qsize() < count:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    held = {uid: seconds for engine in engines for uid, seconds in engine.held.items()}
-    received = {head[2]: at for at, head in (answers.get_nowait() for _ in range(count))}
-    latencies = [(received[uid] - begun - held[uid]) * 1000 for uid, begun in sent.items()]
-    what = f"client to engine and back at {bench.rate:,} requests/s"
-    return [
-        Figure(f"latency_p{percent}_ms", f"{what}, p{percent}", percentile(latencies, percent), "ms")
-        for percent in (50, 99)
-    ]
-
-
 async def partials(bench: Bench) -> list[Figure]:
     """Measure one engine that generates for STREAMS streams of one client, with one message per step."""
     steps = max(1, bench.requests // STREAMS * 4)
-    async with bench.peers(1, 1, answers=False) as ([client], [engine]):
-        uids = [client.submit(bench.prompt(number), streaming=True) for number in range(STREAMS)]
-        while len(engine.open) < STREAMS:  # noqa: ASYNC110 - filled by a socket's callback
-            await asyncio.sleep(0.01)
-        answers = _answers([client], Header.PARTIAL)
-        seconds, cpu = await _closed_loop(engine.send_step, answers, bench, count=steps, window=STEPS_AHEAD)
-        for uid in uids:
-            client.send(messages.Abort(uid).to_frames())
+    window = asyncio.Semaphore(STEPS_AHEAD)
+    dispatched: asyncio.Queue[tuple[PeerLink, messages.Dispatch]] = asyncio.Queue()
+
+    def on_message(peer: PeerLink, message: messages.Message) -> None:
+        if isinstance(message, messages.Partial):
+            window.release()
+        elif isinstance(message, messages.Dispatch):
+            dispatched.put_nowait((peer, message))
+
+    async with bench.peers(1, 1, on_message) as [client]:
+        for number in range(STREAMS):
+            bench.submit(client, number, streaming=True)
+        streams = [await dispatched.get() for _ in range(STREAMS)]
+        engine, first = streams[0]
+
+        def send_step(number: int) -> None:
+            """Send one token for each stream, in one message."""
+            entries = [messages.PartialEntry(request.uid, request.dispatch_id, number, 1) for _, request in streams]
+            engine.send(messages.Partial(first.route, entries, _TOKEN * STREAMS).to_frames())
+
+        seconds, cpu = await bench.closed_loop(send_step, window, count=steps, size=STEPS_AHEAD)
+        for _, request in streams:
+            client.send(messages.Abort(request.uid).to_frames())
     what = f"coordinator's CPU per partial, {STREAMS} streams a message"
     return [
         Figure("partials_per_second", "partials forwarded", steps * STREAMS / seconds, "1/s"),
@@ -346,9 +243,7 @@ async def partials(bench: Bench) -> list[Figure]:
 @click.option("--engines", type=COUNT, default=4, help="They answer at once, with one token.")
 @click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
-@click.option("--rate", type=COUNT, default=1000, help="Requests/s of the measurement of latency.")
 @json_file
-@readable_errors
 def coordinator(*, json_file: Path | None, **values: int) -> None:
     """What a request costs in the coordinator.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Figure, json_file, report
-from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY, readable_errors
+from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -26,11 +27,8 @@ PROBE_BYTES = 1 << 28
 """Size of the probe of the memory bandwidth: far larger than any cache."""
 
 
-def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **settings: Any) -> Iterator[Figure]:
-    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early.
-
-    settings: of the engine.
-    """
+def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine_settings: Any) -> Iterator[Figure]:
+    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early."""
     core = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
@@ -39,14 +37,12 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **settin
             max_tokens=max(2048, *batch),
             max_sequence_length=prompt_tokens + new_tokens,
             prefix_caching=False,
-            **settings,
+            **engine_settings,
         )
     ).core
     executor = core.executor
     assert isinstance(executor, TorchExecutor)
-    begun = time.perf_counter()
-    executor.load()
-    yield Figure("load_seconds", "weights loaded", time.perf_counter() - begun, "s")
+    yield Figure("load_seconds", "weights loaded", timeit.timeit(executor.load, number=1), "s")
     bound = memory_bandwidth()
     yield Figure("bandwidth_gb_per_s", "memory bandwidth, read", bound / 1e9, "GB/s")
     _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles what the first use needs
@@ -70,12 +66,7 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **settin
 def memory_bandwidth() -> float:
     """Return the bytes per second that torch's threads read, the best of five measurements."""
     data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
-    best = 0.0
-    for _ in range(5):
-        begun = time.perf_counter()
-        data.sum()
-        best = max(best, PROBE_BYTES / (time.perf_counter() - begun))
-    return best
+    return PROBE_BYTES / min(timeit.repeat(data.sum, repeat=5, number=1))
 
 
 def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
@@ -107,7 +98,6 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
 @click.option("--threads", type=COUNT, help="Torch threads.")
 @click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
 @json_file
-@readable_errors
 def engine(*, json_file: Path | None, **values: Any) -> None:
     """How fast one engine reads prompts and generates, and what share of the memory bandwidth it uses."""
     report("engine", f"Engine, {values['model']}, {values['dtype']}", values, list(run(**values)), json_file)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import megatron_runtime
 from megatron_runtime.cli.options import NEW_FILE
@@ -32,10 +33,13 @@ class Figure:
     goal: str = ""
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+def percentiles(key: str, what: str, seconds: Sequence[float], *, goals: Sequence[str] = ("", "")) -> list[Figure]:
+    """Return the median and the 99th percentile of `seconds` in milliseconds. Both are measured values."""
+    values = 1000 * np.percentile(seconds, (50, 99), method="higher")
+    return [
+        Figure(f"{key}_p{percent}_ms", f"{what}, p{percent}", float(value), "ms", goal)
+        for percent, value, goal in zip((50, 99), values, goals, strict=True)
+    ]
 
 
 def machine() -> dict[str, Any]:
@@ -55,10 +59,7 @@ def machine() -> dict[str, Any]:
 
 def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
     """Print the figures as a table. If `path` is given, write them as JSON with machine and options."""
-    table = Table("measured", title=title, title_justify="left")
-    table.add_column("", justify="right")
-    table.add_column("unit")
-    table.add_column("goal")
+    table = Table("measured", Column(justify="right"), "unit", "goal", title=title, title_justify="left")
     for figure in figures:
         table.add_row(figure.what, f"{figure.value:,.4g}", figure.unit, figure.goal)
     Console().print(table)

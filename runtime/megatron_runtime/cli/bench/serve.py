@@ -17,13 +17,13 @@ import uvloop
 from megatron_runtime.cli.api_client import (
     ApiClient,
     EventReader,
-    StreamFailedError,
     StreamFormatError,
     connection_options,
+    readable_failures,
     terminal_text,
 )
-from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
-from megatron_runtime.cli.options import COUNT, COUNTS, readable_errors
+from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
+from megatron_runtime.cli.options import COUNT, COUNTS
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -44,13 +44,16 @@ class _Answers:
 
 
 def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
-    """Measure a run for each number of clients in `concurrency`. options: of run_clients()."""
+    """Measure a run for each number of clients in `concurrency`. options: of `megatron bench serve`, and the API key.
+
+    Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
+    """
     # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return [figure for clients in concurrency for figure in runner.run(run_clients(clients, **options))]
+        return [figure for clients in concurrency for figure in runner.run(_run(clients, **options))]
 
 
-async def run_clients(
+async def _run(
     clients: int,
     *,
     url: str,
@@ -61,17 +64,11 @@ async def run_clients(
     new_tokens: int,
     seed: int = 0,
 ) -> list[Figure]:
-    """Measure `clients` clients at once.
-
-    requests: of all clients together; at least two for each client are sent.
-    seed:     of the prompts. Runs with different seeds have different prompts.
-    """
+    """Measure `clients` clients at once. The other arguments are options of `megatron bench serve`."""
     # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{seed} {clients}")
-    answers, warm_up = _Answers(), _Answers()
-    count = max(requests, 2 * clients) + 1
     bodies = [
         {
             "model": model,
@@ -82,11 +79,12 @@ async def run_clients(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for _ in range(count)
+        for _ in range(max(requests, 2 * clients) + 1)
     ]
+    warm_up = _Answers()
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
         await _request(http, url, bodies.pop(), warm_up)
-        answers.retries = warm_up.retries
+        answers = _Answers(retries=warm_up.retries)
 
         async def client() -> None:
             while bodies:
@@ -94,19 +92,15 @@ async def run_clients(
 
         begun = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        seconds = time.perf_counter() - begun
-    what, retried = f"{clients} clients", "dropped unanswered, sent again"
+        duration = time.perf_counter() - begun
+    key, what = f"c{clients}", f"{clients} clients"
     figures = [
-        Figure(f"c{clients}_tokens_per_s", f"{what}: generated", answers.tokens / seconds, "tokens/s"),
-        Figure(f"c{clients}_retries", f"{what}: {retried}", answers.retries, "requests"),
+        Figure(f"{key}_tokens_per_s", f"{what}: generated", answers.tokens / duration, "tokens/s"),
+        Figure(f"{key}_retries", f"{what}: dropped unanswered, sent again", answers.retries, "requests"),
     ]
-    for percent in (50, 99):
-        for name, values in (("ttft", answers.first), ("itl", answers.between)):
-            if values:
-                value = percentile(values, percent) * 1000
-                figures.append(
-                    Figure(f"c{clients}_{name}_p{percent}_ms", f"{what}: {name.upper()}, p{percent}", value, "ms")
-                )
+    for name, seconds in (("ttft", answers.first), ("itl", answers.between)):
+        if seconds:
+            figures += percentiles(f"{key}_{name}", f"{what}: {name.upper()}", seconds)
     return figures
 
 
@@ -114,26 +108,21 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
     """Measure one streamed completion."""
     last, waiting = time.perf_counter(), True
     async with contextlib.aclosing(await _send(http, f"{url}/v1/completions", body, answers)) as reply:
-        events = EventReader()
-        try:
-            async for data in reply.aiter_raw():
-                if reply.status_code != 200:
-                    shown = terminal_text(data[:200].decode(errors="replace"))
-                    raise click.ClickException(f"{url} answered {reply.status_code}: {shown}")
-                for event in events.feed(data):
-                    usage = event.get("usage") or {}
-                    tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else None
-                    if type(tokens) is not int:
-                        raise StreamFormatError(f"the usage of an event is {usage!r:.80}")
-                    answers.tokens += tokens
-                    if event.get("choices"):
-                        now = time.perf_counter()
-                        (answers.first if waiting else answers.between).append(now - last)
-                        last, waiting = now, False
-        except (StreamFormatError, StreamFailedError) as error:
-            raise click.ClickException(f"{url}: {error}") from error
         if reply.status_code != 200:
-            raise click.ClickException(f"{url} answered {reply.status_code}")
+            shown = terminal_text((await anext(reply.aiter_raw(), b""))[:200].decode(errors="replace"))
+            raise click.ClickException(f"{url} answered {reply.status_code}: {shown}")
+        events = EventReader()
+        async for data in reply.aiter_raw():
+            for event in events.feed(data):
+                usage = event.get("usage") or {}
+                tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else None
+                if type(tokens) is not int:
+                    raise StreamFormatError(f"the usage of an event is {usage!r:.80}")
+                answers.tokens += tokens
+                if event.get("choices"):
+                    now = time.perf_counter()
+                    (answers.first if waiting else answers.between).append(now - last)
+                    last, waiting = now, False
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
@@ -151,15 +140,12 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--requests", type=COUNT, default=32, help="Of each run; at least two a client.")
 @click.option("--prompt-words", type=COUNT, default=64)
 @click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
-@click.option("--seed", type=int, default=0, help="Of the prompts.")
+@click.option("--seed", type=int, default=0, help="Of the prompts, which differ between seeds.")
 @json_file
-@readable_errors
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
     """How a server answers clients that wait for each answer before the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
-    try:
+    with readable_failures(url):
         figures = run(api_key=api_key, **options)
-    except httpx.HTTPError as error:
-        raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
     report("serve", f"Server at {options['url']}, {model}", options, figures, json_file)

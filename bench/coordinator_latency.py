@@ -1,0 +1,97 @@
+"""The latency of a coordinator at a fixed rate of requests, without the load's own threads and sleeps.
+
+    python bench/coordinator_latency.py --rate 1000 --json coordinator_latency.json
+
+A latency is the time from a client to an engine and back. All clients and engines share the event loop and the clock of
+this process and read their sockets themselves, so that a latency is the time of the coordinator, the kernel, and the
+encoding and decoding of the messages. `megatron bench coordinator` measures the CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from megatron_runtime.cli.bench.coordinator import Bench, answer
+from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.protocol.messages import Final, Message
+from megatron_runtime.transport.peer_link import PeerLink
+from megatron_runtime.transport.zmtp.dealer import Dealer
+
+WARM_UP_REQUESTS = 100
+
+
+class UnbatchedDealer(Dealer):
+    """Sends each message at once, as peers in separate processes do. Batches would cost the coordinator less."""
+
+    def send(self, message: Frames) -> bool:
+        is_sent = super().send(message)
+        if self._connection is not None:
+            self._connection.flush()
+        return is_sent
+
+
+class UnbatchedLink(PeerLink):
+    """A connection that this process's event loop reads. libzmq would read it in a thread."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, connect=self._connect_dealer, **options)
+
+    def _connect_dealer(self, _keys: object, _attempt: int) -> Dealer:
+        most = limits.MAX_ENGINE_MESSAGE_BYTES
+        dealer = UnbatchedDealer(self.address, self.receive, on_open=self.say_hello, max_message_bytes=most)
+        dealer.start()
+        return dealer
+
+
+async def measure(*, rate: int, **load: int) -> list[Figure]:
+    """Measure requests at a fixed rate. load: of Bench.start()."""
+    bench = Bench.start(link=UnbatchedLink, **load)
+    sent: dict[bytes, float] = {}
+    received: dict[bytes, float] = {}
+
+    def on_message(peer: PeerLink, message: Message) -> None:
+        if isinstance(message, Final):
+            received[message.uid] = time.perf_counter()
+        else:
+            answer(peer, message)
+
+    try:
+        async with bench.peers(bench.clients, bench.engines, on_message) as clients:
+            begun = time.perf_counter()
+            # The load does not sleep between requests, because the time to wake it would be measured too.
+            for number in range(WARM_UP_REQUESTS + bench.requests):
+                while (now := time.perf_counter()) < begun + number / rate:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                sent[bench.submit(clients[number % len(clients)], number)] = now
+            while len(received) < len(sent):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    finally:
+        bench.coordinator.stop()
+    latencies = [received[uid] - at for uid, at in sent.items()]
+    return percentiles("latency", f"client to engine and back at {rate:,} requests/s", latencies[WARM_UP_REQUESTS:])
+
+
+@click.command()
+@click.option("--clients", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--engines", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--requests", type=click.IntRange(min=1), default=5000, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, show_default=True)
+@click.option("--rate", type=click.IntRange(min=1), default=1000, show_default=True, help="Requests per second.")
+@json_file
+def main(*, json_file: Path | None, **values: int) -> None:
+    """Measure the latency of a coordinator at a fixed rate of requests."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(measure(**values))
+    report("coordinator_latency", "Latency of a coordinator", values, figures, json_file)
+
+
+if __name__ == "__main__":
+    main()
