@@ -146,6 +146,9 @@ class CacheEvents:
     evicted: Sequence[bytes] = ()
     cleared: bool = False
 
+    def __bool__(self) -> bool:
+        return self.cleared or bool(self.stored) or bool(self.evicted)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendFailure:
