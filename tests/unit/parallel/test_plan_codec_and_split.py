@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.backends.native.micro_batches import cut, expert_of_rows, merge
-from megatron_runtime.backends.native.ranked.plan_codec import MalformedPlanError, pack, unpack
+from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.sampler import LogProbs
 
@@ -90,18 +91,18 @@ def test_a_result_arrives_as_it_was_sent() -> None:
 def test_nothing_but_plain_values_and_numbers_travels() -> None:
     with pytest.raises(TypeError, match="object cannot be sent"):
         pack(object())
-    with pytest.raises(MalformedPlanError, match=r"an array of \|O8 cannot be sent"):
+    with pytest.raises(MalformedMessageError, match=r"an array of \|O8 cannot be sent"):
         unpack(pack(np.zeros(2)).replace(b"<f8", b"|O8"))
-    with pytest.raises(MalformedPlanError, match="not a message between ranks"):
+    with pytest.raises(MalformedMessageError, match="is not msgpack"):
         unpack(b"\xc1")
-    with pytest.raises(MalformedPlanError, match="extension type 99 is unknown"):
+    with pytest.raises(MalformedMessageError, match="extension type 99 is unknown"):
         unpack(msgpack.packb(msgpack.ExtType(99, b"")))
-    with pytest.raises(MalformedPlanError, match="zip"):  # fields are missing
+    with pytest.raises(MalformedMessageError, match="zip"):  # fields are missing
         unpack(msgpack.packb(msgpack.ExtType(3, pack([1, 2]))))
     nested = b"\xc0"
     for _ in range(9):
         nested = msgpack.packb(msgpack.ExtType(3, nested))
-    with pytest.raises(MalformedPlanError, match="nested extensions"):
+    with pytest.raises(MalformedMessageError, match="nested extensions"):
         unpack(nested)
 
 

@@ -44,7 +44,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
             "which starts all ranks of one machine, or with torchrun"
         )
     # Only an engine of several ranks needs sockets and process groups.
-    from megatron_runtime.backends.native.ranked.process import lead
+    from megatron_runtime.backends.native.ranked.executor import lead
 
     ranks = lead(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
     return NativeBackend(EngineCore(ranks, config), controller, ranks=ranks)
@@ -52,7 +52,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     """Run a rank other than rank 0 until the engine ends. Raises RankError, and ValueError as build_native()."""
-    from megatron_runtime.backends.native.ranked.process import follow
+    from megatron_runtime.backends.native.ranked.executor import follow
 
     controller = ModelText.of_model(settings.model)
     follow(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
