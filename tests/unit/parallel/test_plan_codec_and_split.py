@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
-from megatron_runtime.backends.native.micro_batches import cut, expert_of_rows, merge
+from megatron_runtime.backends.native.micro_batches import cut, expert_of_pages, merge
 from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.protocol.codec import MalformedMessageError
@@ -124,7 +124,7 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
                 assert batch.plan.slot_mapping.tolist() == [DUMMY * PAGE]
                 assert not batch.plan.needs_sample.any()
                 continue
-            assert (expert_of_rows(plan, expert)[batch.rows] == rank).all()
+            assert (expert_of_pages(plan.block_tables[:, 0], expert)[batch.rows] == rank).all()
             # A stand-in for the model: the row's first token, and its targets.
             starts = batch.plan.query_lengths.cumsum() - batch.plan.query_lengths
             told = {
@@ -143,7 +143,7 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
 
 @given(plans(), st.integers(2, 4))
 def test_rows_that_share_their_first_page_meet_on_one_rank(plan: StepPlan, expert: int) -> None:
-    owners = expert_of_rows(plan, expert)
+    owners = expert_of_pages(plan.block_tables[:, 0], expert)
     assert owners.min() >= 0
     assert owners.max() < expert
     for page in set(plan.block_tables[:, 0].tolist()):
@@ -154,5 +154,5 @@ def test_requests_are_spread_over_expert_ranks() -> None:
     first_pages = np.arange(0, 4000, 4, dtype=np.int32)
     plan = StepPlan(*[np.zeros(0)] * 4, first_pages[:, None], *[np.zeros(0)] * 3)  # type: ignore[arg-type]
     for expert in (2, 3, 8):
-        counts = np.bincount(expert_of_rows(plan, expert))
+        counts = np.bincount(expert_of_pages(plan.block_tables[:, 0], expert))
         assert counts.min() > 0.8 * len(first_pages) / expert

@@ -11,7 +11,7 @@ from megatron_runtime.backends.native.micro_batches import (
     GPU,
     StepSizes,
     cut,
-    expert_of_rows,
+    expert_of_pages,
     warm_up_plans,
 )
 from megatron_runtime.distributed.shard import ParallelSizes
@@ -43,7 +43,7 @@ def test_every_rank_that_shares_experts_samples_prompts_and_decodes() -> None:
     sizes = ParallelSizes(expert=4)
     plans = warm_up_plans(sizes, CPU, num_pages=100, page_size=PAGE)
     for plan in plans[:2]:
-        assert set(expert_of_rows(plan, 4).tolist()) == {0, 1, 2, 3}
+        assert set(expert_of_pages(plan.block_tables[:, 0], 4).tolist()) == {0, 1, 2, 3}
     prompts, decodes, one = plans
     assert prompts.query_lengths.tolist() == [8] * 4
     assert {row: len(targets) for row, targets in prompts.sampling.prompt_targets.items()} == dict.fromkeys(range(4), 7)

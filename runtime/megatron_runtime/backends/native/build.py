@@ -92,7 +92,6 @@ def select_executor(
     controller: ModelText,
     config: InferenceConfig,
     *,
-    kv_cache_memory: int,
     device: str = "auto",
     dtype: str = "auto",
     local_rank: int = 0,
@@ -116,7 +115,6 @@ def select_executor(
         return CpuExecutor(
             source,
             controller,
-            kv_cache_memory=kv_cache_memory,
             dtype=dtype,
             batch_invariant=config.batch_invariant,
             make_forward=make_forward,
@@ -127,7 +125,6 @@ def select_executor(
     return CudaExecutor(
         source,
         controller,
-        kv_cache_memory=kv_cache_memory,
         dtype=dtype,
         max_rows=rows,
         max_tokens=config.step_tokens,

@@ -73,7 +73,9 @@ class EngineCore:
         )
         self._clock = clock
         self._arrivals = count()
-        self._admission = Admission(config, executor, longest=self.context.max_sequence_length, limit=limit)
+        self._admission = Admission(
+            config=config, executor=executor, longest=self.context.max_sequence_length, limit=limit
+        )
         self._scheduler = Scheduler(self.context, config)
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         self._last_step: float | None = None

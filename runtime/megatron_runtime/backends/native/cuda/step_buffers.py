@@ -102,12 +102,10 @@ class StepBuffers:
             self._sent.synchronize()
         is_prefill = plan.query_lengths != 1
         rows = np.argsort(is_prefill, kind="stable")
-        counts = plan.query_lengths[rows].astype(np.int64)
-        ends = counts.cumsum()
+        ends = plan.query_lengths[rows].cumsum(dtype=np.int64)
         decodes = len(rows) - int(is_prefill.sum())
         size, tokens = len(rows), int(ends[-1])
-        first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
-        order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(tokens)
+        order_T = plan.tokens_of(rows)
         batch, numbers = plan.sampling, self._numbers
         for name, values in (
             ("token_ids_T", plan.token_ids[order_T]),

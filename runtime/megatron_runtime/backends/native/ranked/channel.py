@@ -270,18 +270,19 @@ class LeaderChannel(_Channel):
         self.on_lost: Callable[[RankError], None] = lambda _error: None
         self.on_leave: Callable[[], object] = lambda: None
         self.failure: RankError | None = None
-        self._handlers |= {
+        self._missing = set(pushes)
+        """Ranks that have not said HELLO."""
+        self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        """Answers to the orders that wait for them, by number and rank."""
+        handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.HELLO: lambda message: self._missing.discard(message.rank),
             Kind.ANSWER: lambda message: self._answers[message.number].update({message.rank: message.body}),
             Kind.FAILED: self._note_failure,
             Kind.LEAVE: lambda _message: self.on_leave(),
         }
+        self._handlers |= handlers
         self._watch = StepWatch(step_timeout_seconds)
         self._last_step: tuple[int, Kind] = (0, Kind.STEP)
-        self._missing = set(pushes)
-        """Ranks that have not said HELLO."""
-        self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        """Answers to the orders that wait for them, by number and rank."""
         self._changed = threading.Condition()
         self._closing = False
         self._gone: set[int] = set()
