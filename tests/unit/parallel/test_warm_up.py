@@ -28,7 +28,9 @@ PAGE = 16
 def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
     expert: int, most: StepSizes, num_pages: int, usual: StepSizes
 ) -> None:
-    for plan in warm_up_plans(ParallelSizes(expert=expert), usual.at_most(most), num_pages=num_pages, page_size=PAGE):
+    for plan in warm_up_plans(
+        ParallelSizes(expert=expert), StepSizes(*map(min, usual, most)), num_pages=num_pages, page_size=PAGE
+    ):
         rows, tokens = len(plan.query_lengths), len(plan.token_ids)
         assert 1 <= rows <= most.rows
         assert 1 <= tokens <= most.tokens

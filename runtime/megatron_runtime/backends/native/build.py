@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -46,7 +47,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     # Only an engine of several ranks needs sockets and process groups.
     from megatron_runtime.backends.native.ranked.executor import lead
 
-    ranks = lead(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
+    ranks = lead(settings, identity, partial(_executor, settings, controller, identity))
     return NativeBackend(EngineCore(ranks, config), controller, ranks=ranks)
 
 
@@ -55,15 +56,14 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     from megatron_runtime.backends.native.ranked.executor import follow
 
     controller = ModelText.of_model(settings.model)
-    follow(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
+    follow(settings, identity, partial(_executor, settings, controller, identity))
 
 
 def _executor(
     settings: EngineSettings,
     controller: ModelText,
-    *,
-    groups: Groups | None = None,
     identity: RankIdentity | None = None,
+    groups: Groups | None = None,
 ) -> TorchExecutor:
     source = resolve(settings.model)
     if settings.model_format not in ("Auto", source.format):

@@ -125,9 +125,6 @@ class StepSizes(NamedTuple):
     rows: int
     length: int
 
-    def at_most(self, other: StepSizes) -> StepSizes:
-        return StepSizes(*map(min, self, other))
-
 
 CPU = StepSizes(tokens=32, rows=8, length=32)
 """These steps take a few seconds with a large model."""

@@ -131,6 +131,7 @@ class TorchExecutor(ABC):
         self._threads = threads
         self._reports_raw = logprobs_mode == "raw_logprobs"
         self._shard = shard = groups.shard if groups is not None else Shard()
+        self._sizes = shard.sizes
         self._store = WeightStore(
             source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard
         )
@@ -252,7 +253,7 @@ class TorchExecutor(ABC):
         """
         groups, shard, cache_LPXE, parts = self._groups, self._shard, self.cache_LPXE, Parts()
         for batch in cut(
-            plan, shard.sizes, expert_rank=shard.expert_rank, dummy_page=self.num_pages - 1, page_size=self.page_size
+            plan, self._sizes, expert_rank=shard.expert_rank, dummy_page=self.num_pages - 1, page_size=self.page_size
         ):
             step = self._forward(plan, batch, cache_LPXE)
             if step is None:

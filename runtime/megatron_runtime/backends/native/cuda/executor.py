@@ -159,46 +159,35 @@ class CudaExecutor(TorchExecutor):
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
-        groups, shard, tokens = self._groups, self._shard, batch.tokens_of_experts
+        assert self.model is not None, "execute_part() checks that the weights are loaded"
+        assert self._buffers is not None, "_use_model() allocates them with the model"
+        model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
         size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
+        staged = self._buffers.stage(batch.plan, decode_size=size)
         if groups is not None:
             groups.begin(tokens if size is None else (size,) * shard.expert_size)
-        if groups is None or shard.pipeline_size == 1:
-            return self._run(batch.plan, cache_LPXE, size=size)
-        model, buffers = self._loaded
-        staged = buffers.stage(batch.plan)
-        if shard.has_embedding:
+        if size is not None:
+            if self._graphs is None:
+                self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE))
+            return _forward_step(model, batch.plan, staged, self._graphs.replay(size))
+        if groups is None or shard.has_embedding:
             x_TD = model.embed(staged.step.token_ids_T)
         else:
             hidden = self.model_config.hidden_size
-            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=cache_LPXE.dtype)
+            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=self.dtype)
         x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
-        if shard.has_head:
+        if groups is None or shard.has_head:
             return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged))
         groups.send_to_next_stage(x_TD)
         return None
 
-    @property
-    def _loaded(self) -> tuple[KernelDecoder, StepBuffers]:
-        assert self.model is not None, "execute_part() checks that the weights are loaded"
-        assert self._buffers is not None, "_use_model() allocates them with the model"
-        return self.model, self._buffers
-
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
-        """Return the size of the graph for `rows` of the plan; None if it has prompts or no graph is large enough."""
+        """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
+        large enough: then each kernel is launched.
+        """
         is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
         return graph_size(rows, self._graph_sizes) if is_decodes else None
-
-    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> ForwardStep:
-        """size: size of the graph to replay, at least the plan's rows; None launches each kernel of the step."""
-        model, buffers = self._loaded
-        staged = buffers.stage(plan, decode_size=size)
-        if size is None:
-            return _forward_step(model, plan, staged, _sample(model, model(staged.step, cache_LPXE), staged))
-        if self._graphs is None:
-            self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
-        return _forward_step(model, plan, staged, self._graphs.replay(size))
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._graphs = None  # they were captured with the address of the KV cache

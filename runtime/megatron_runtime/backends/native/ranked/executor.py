@@ -333,7 +333,7 @@ def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) 
     channel.start(timeout_seconds=GREETING_SECONDS)
     logger.info("all %d ranks are connected", identity.world)
     limits = StepSizes(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
-    sizes = (GPU if groups.device.type == "cuda" else CPU).at_most(limits)
+    sizes = StepSizes(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
     warm_up = warm_up_plans(settings.parallel, sizes, num_pages=part.num_pages, page_size=part.page_size)
     return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
 
