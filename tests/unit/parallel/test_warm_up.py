@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_runtime.backends.native.micro_batches import (
     CPU,
     GPU,
-    StepSizes,
+    StepLimits,
     cut,
     expert_of_pages,
     warm_up_plans,
@@ -21,15 +21,15 @@ PAGE = 16
 
 @given(
     st.integers(1, 4),
-    st.builds(StepSizes, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),
+    st.builds(StepLimits, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),
     st.integers(2, 300),
     st.sampled_from([CPU, GPU]),
 )
 def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
-    expert: int, most: StepSizes, num_pages: int, usual: StepSizes
+    expert: int, most: StepLimits, num_pages: int, usual: StepLimits
 ) -> None:
     for plan in warm_up_plans(
-        ParallelSizes(expert=expert), StepSizes(*map(min, usual, most)), num_pages=num_pages, page_size=PAGE
+        ParallelSizes(expert=expert), StepLimits(*map(min, usual, most)), num_pages=num_pages, page_size=PAGE
     ):
         rows, tokens = len(plan.query_lengths), len(plan.token_ids)
         assert 1 <= rows <= most.rows

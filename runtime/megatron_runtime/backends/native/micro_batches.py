@@ -118,7 +118,7 @@ _MOST_TARGETS = 64
 """Prompt tokens of a warm-up row whose log-probabilities are computed."""
 
 
-class StepSizes(NamedTuple):
+class StepLimits(NamedTuple):
     """Limits of a step: its tokens, its rows, and the length of a row in tokens."""
 
     tokens: int
@@ -126,13 +126,13 @@ class StepSizes(NamedTuple):
     length: int
 
 
-CPU = StepSizes(tokens=32, rows=8, length=32)
+CPU = StepLimits(tokens=32, rows=8, length=32)
 """These steps take a few seconds with a large model."""
-GPU = StepSizes(tokens=512, rows=64, length=512)
+GPU = StepLimits(tokens=512, rows=64, length=512)
 """Enough to compile all variants of each kernel: some have one variant for few tokens and one for many."""
 
 
-def warm_up_plans(sizes: ParallelSizes, limits: StepSizes, *, num_pages: int, page_size: int) -> list[StepPlan]:
+def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
     """Return three plans: prompts, one for each expert rank; decodes; a single decode. All are sampled, with
     log-probabilities. They may read any page, and write to the dummy page only.
     """

@@ -120,14 +120,14 @@ class DynamicInferenceContext:
         return slot
 
     def has_room(
-        self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
+        self, request: OpenRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
     ) -> bool:
         """Return whether admit() can take `request` after a release of the slots `without`.
 
         spare_pages: pages that must be left.
         """
         available = self.prefix_cache.num_available(matched)
-        if without is not None and len(without):
+        if len(without):
             pages, owners = np.unique(
                 np.concatenate([self.block_tables[slot, : self.num_pages[slot]] for slot in without]),
                 return_counts=True,

@@ -24,7 +24,7 @@ import torch
 
 from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResult
-from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepSizes, merge, warm_up_plans
+from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
 from megatron_runtime.distributed.errors import RankError, RendezvousError
@@ -332,8 +332,8 @@ def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) 
     )
     channel.start(timeout_seconds=GREETING_SECONDS)
     logger.info("all %d ranks are connected", identity.world)
-    limits = StepSizes(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
-    sizes = StepSizes(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
+    limits = StepLimits(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
+    sizes = StepLimits(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
     warm_up = warm_up_plans(settings.parallel, sizes, num_pages=part.num_pages, page_size=part.page_size)
     return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
 
