@@ -119,7 +119,7 @@ class PrefixCache:
         return pages
 
     def release(self, pages: Pages) -> None:
-        """Remove an owner of `pages`: those that pin() and allocate() returned for a request, each once and in order."""
+        """Remove an owner of `pages`: all those that a request holds, each once and in order."""
         self.references[pages] -= 1
         owners = self.references[pages]
         if (owners < 0).any():
