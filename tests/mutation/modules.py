@@ -27,7 +27,6 @@ _COORDINATOR_TESTS = tuple(
 _ENGINE_TESTS = tuple(
     f"tests/unit/engine_core/test_{name}.py"
     for name in (
-        "block_allocator",
         "engine_machine",
         "lifecycle",
         "prefix_cache",

@@ -32,8 +32,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import executor as cuda_executor
 from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with
-from megatron_runtime.backends.native.ranked.process import follow, lead
+from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig

@@ -130,6 +130,9 @@ class CacheEvents:
     evicted: Sequence[bytes] = ()
     cleared: bool = False
 
+    def __bool__(self) -> bool:
+        return self.cleared or bool(self.stored) or bool(self.evicted)
+
 
 class BackendListener(Protocol):
     """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""

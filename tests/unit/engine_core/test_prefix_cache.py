@@ -1,4 +1,4 @@
-"""The prefix cache against its rules, and against a model of it under random use."""
+"""Pages are free, held or idle, each exactly once; the prefix cache follows its rules, also under random use."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from megatron_runtime.backends.native.kv.prefix_cache import BlockAllocator, PrefixCache
+from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 
+NO_PAGES = np.empty(0, np.int32)
 LRU = PrefixCachingEvictionPolicy.LRU
 REF_ZERO = PrefixCachingEvictionPolicy.REF_ZERO
 
 
 def make(pages: int = 9, policy: PrefixCachingEvictionPolicy = LRU, *, pages_per_block: int = 1) -> PrefixCache:
-    return PrefixCache(BlockAllocator(pages), policy, pages_per_block=pages_per_block)
+    return PrefixCache(pages, policy, pages_per_block=pages_per_block)
 
 
 def fill(cache: PrefixCache, *keys: bytes) -> np.ndarray:
@@ -27,6 +28,80 @@ def fill(cache: PrefixCache, *keys: bytes) -> np.ndarray:
         assert cache.register(key, pages)
         held.append(pages)
     return np.concatenate(held)
+
+
+def allocate(cache: PrefixCache, count: int) -> np.ndarray:
+    pages = cache.allocate(count)
+    assert pages is not None
+    return pages
+
+
+def test_the_last_page_is_a_dummy_that_is_never_allocated() -> None:
+    cache = make(pages=5)
+    assert (cache.dummy, cache.num_usable) == (4, 4)
+    assert cache.allocate(5) is None
+    assert sorted(allocate(cache, 4).tolist()) == [0, 1, 2, 3]
+
+
+def test_too_few_pages_in_total_are_rejected_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"num_pages=1.*kv_cache_memory"):
+        make(pages=1)
+
+
+def test_an_allocation_of_too_many_pages_changes_nothing() -> None:
+    cache = make(pages=5)
+    taken = allocate(cache, 3)
+    assert cache.allocate(2) is None
+    assert cache.num_free == 1
+    cache.check_integrity(taken)
+
+
+def test_free_pages_are_allocated_last_in_first_out() -> None:
+    cache = make(pages=10)
+    first = allocate(cache, 4)
+    cache.release(first)
+    assert allocate(cache, 4).tolist() == first.tolist()
+
+
+def test_a_page_of_several_owners_is_freed_by_the_last_and_the_order_of_release_is_kept() -> None:
+    cache = make(pages=10, policy=REF_ZERO)
+    held = fill(cache, b"a")
+    shared = cache.pin(cache.find([b"a"]))
+    others = allocate(cache, 2)
+    assert cache.num_held == 3
+    cache.release(np.concatenate([held, others[::-1]]))
+    assert (cache.num_held, cache.num_free) == (1, 8)
+    cache.release(shared)
+    assert cache.num_free == 9
+    cache.check_integrity(NO_PAGES)
+    assert allocate(cache, 3).tolist() == [*held, *others[::-1]]
+
+
+def test_a_cached_page_is_idle_without_owners_and_free_after_clear() -> None:
+    cache = make(pages=10)
+    cache.release(fill(cache, b"a", b"b", b"c"))
+    assert (cache.num_free, cache.num_idle, cache.num_held) == (6, 3, 0)
+    held = cache.pin(cache.find([b"a"]))
+    cache.check_integrity(held)
+    assert (cache.num_idle, cache.num_held) == (2, 1)
+    cache.clear()
+    assert (cache.num_free, cache.num_idle, cache.num_held) == (8, 0, 1)
+    cache.check_integrity(held)
+
+
+def test_a_page_released_more_often_than_held_is_an_error() -> None:
+    cache = make(pages=10)
+    taken = allocate(cache, 1)
+    cache.release(taken)
+    with pytest.raises(AssertionError, match="more often than held"):
+        cache.release(taken)
+
+
+def test_the_integrity_check_finds_a_leaked_page() -> None:
+    cache = make(pages=10)
+    taken = allocate(cache, 2)
+    with pytest.raises(AssertionError, match="owners"):
+        cache.check_integrity(taken[:1])
 
 
 def test_the_chain_breaks_at_the_first_miss() -> None:
@@ -43,10 +118,9 @@ def test_ref_zero_evicts_at_once_and_lru_keeps_idle_blocks() -> None:
         held = fill(cache, b"a", b"b")
         cache.release(held)
         assert len(cache) == kept
-        assert cache.allocator.num_held == 0
+        assert cache.num_held == 0
         assert cache.num_available() == 8
-        cache.check_integrity()
-        cache.allocator.check_integrity(np.empty(0, np.int32))
+        cache.check_integrity(NO_PAGES)
         assert sorted(cache.take_events().evicted) == ([b"a", b"b"] if policy is REF_ZERO else [])
 
 
@@ -66,7 +140,7 @@ def test_idle_blocks_stay_evictable_however_often_they_were_used() -> None:
     for _ in range(200):
         for key in (b"a", b"b", b"c"):
             cache.release(fill(cache, key))
-        cache.check_integrity()
+        cache.check_integrity(NO_PAGES)
     assert cache.allocate(3) is not None
     assert len(cache) == 0
 
@@ -78,11 +152,11 @@ def test_lru_evicts_the_block_idle_for_longest_and_never_a_block_before_its_cont
     cache.release(old)
     cache.release(new)
     cache.take_events()
-    order = []
+    order, taken = [], [NO_PAGES]
     for _ in range(4):
-        assert cache.allocate(1) is not None
+        taken.append(allocate(cache, 1))
         order += cache.take_events().evicted
-        cache.check_integrity()
+        cache.check_integrity(np.concatenate(taken))
     assert order == [b"b", b"a", b"y", b"x"]
 
 
@@ -153,7 +227,7 @@ def test_usage_counts_a_shared_block_once() -> None:
     cache = make(pages_per_block=2)
     fill(cache, b"a")
     cache.pin(cache.find([b"a"]))
-    assert cache.allocator.num_held == 2
+    assert cache.num_held == 2
 
 
 def test_clear_evicts_all_blocks_and_frees_the_pages_without_an_owner() -> None:
@@ -166,10 +240,10 @@ def test_clear_evicts_all_blocks_and_frees_the_pages_without_an_owner() -> None:
     assert events.cleared
     assert not events.evicted
     assert not cache.find([b"a"])
-    cache.allocator.check_integrity(held)
-    assert cache.allocator.num_idle == 0
+    cache.check_integrity(held)
+    assert cache.num_idle == 0
     cache.release(held)
-    assert cache.allocator.num_free == 8
+    assert cache.num_free == 8
 
 
 def test_a_stored_block_is_reported_once() -> None:
@@ -223,8 +297,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_and_events_agree_with_the_cached_blocks(self) -> None:
-        self.cache.check_integrity()
-        self.cache.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *self.held.values()]))
+        self.cache.check_integrity(np.concatenate([NO_PAGES, *self.held.values()]))
         events = self.cache.take_events()
         if events.cleared:
             self.findable.clear()

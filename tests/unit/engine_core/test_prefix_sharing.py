@@ -330,9 +330,9 @@ def test_a_reset_forgets_requests_and_the_cache_unless_that_is_kept(preserve: bo
     assert last.num_cached_tokens == (24 if preserve else 0)
     assert last.new_tokens == echo_answer(PROMPT, 4)
     if not preserve:
-        fresh = make_engine().context.allocator
+        fresh = make_engine().context.prefix_cache
         engine.reset()
-        assert engine.context.allocator.num_free == fresh.num_free
+        assert engine.context.prefix_cache.num_free == fresh.num_free
 
 
 async def test_an_engine_that_serves_a_coordinator_is_not_reset() -> None:

@@ -78,7 +78,7 @@ def test_preemption_takes_as_few_requests_as_needed() -> None:
     for number in range(6):
         add(engine, number, priority=1, length=4 * PAGE - 1, answer=30)
     step(engine, answers)
-    assert engine.context.allocator.num_free == 6
+    assert engine.context.prefix_cache.num_free == 6
     add(engine, 6, priority=0, length=10 * PAGE - 1)
     step(engine, answers)
     assert running(engine)[0] == 6

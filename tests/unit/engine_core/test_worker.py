@@ -184,4 +184,4 @@ def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
     engine = EchoBackend(settings).core
     engine.executor.load()
     assert isinstance(engine.executor, EchoExecutor)
-    assert 0 < engine.executor._cache.nbytes + engine.context.allocator.references.nbytes < 32 << 20
+    assert 0 < engine.executor._cache.nbytes + engine.context.prefix_cache.references.nbytes < 32 << 20

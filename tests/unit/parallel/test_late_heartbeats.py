@@ -120,8 +120,8 @@ def test_the_delay_of_the_watching_process_does_not_count_as_silence(end: End) -
 def test_a_command_announces_the_longer_heartbeat_timeout_and_its_end_revokes_it(end: End) -> None:
     assert end.hear(Kind.BEAT)[0] == HEARTBEAT_SECONDS
     if isinstance(end.channel, LeaderChannel):
-        number = end.channel.post(Kind.COMMAND, ["load", None], answers=[1])
-        finish: Callable[[], object] = partial(end.channel.collect, number)
+        number = end.channel.post(Kind.COMMAND, ["load", None])
+        finish: Callable[[], object] = partial(end.channel.collect, number, [1])
         end.say(Kind.ANSWER, None, number)
     else:
         end.say(Kind.COMMAND, ["load", None], 1)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
-from megatron_runtime.backends.native.micro_batches import cut, expert_of_rows, merge
-from megatron_runtime.backends.native.ranked.plan_codec import MalformedPlanError, pack, unpack
+from megatron_runtime.backends.native.micro_batches import cut, expert_of_pages, merge
+from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.sampler import LogProbs
 
@@ -90,18 +91,18 @@ def test_a_result_arrives_as_it_was_sent() -> None:
 def test_nothing_but_plain_values_and_numbers_travels() -> None:
     with pytest.raises(TypeError, match="object cannot be sent"):
         pack(object())
-    with pytest.raises(MalformedPlanError, match=r"an array of \|O8 cannot be sent"):
+    with pytest.raises(MalformedMessageError, match=r"an array of \|O8 cannot be sent"):
         unpack(pack(np.zeros(2)).replace(b"<f8", b"|O8"))
-    with pytest.raises(MalformedPlanError, match="not a message between ranks"):
+    with pytest.raises(MalformedMessageError, match="is not msgpack"):
         unpack(b"\xc1")
-    with pytest.raises(MalformedPlanError, match="extension type 99 is unknown"):
+    with pytest.raises(MalformedMessageError, match="extension type 99 is unknown"):
         unpack(msgpack.packb(msgpack.ExtType(99, b"")))
-    with pytest.raises(MalformedPlanError, match="zip"):  # fields are missing
+    with pytest.raises(MalformedMessageError, match="zip"):  # fields are missing
         unpack(msgpack.packb(msgpack.ExtType(3, pack([1, 2]))))
     nested = b"\xc0"
     for _ in range(9):
         nested = msgpack.packb(msgpack.ExtType(3, nested))
-    with pytest.raises(MalformedPlanError, match="nested extensions"):
+    with pytest.raises(MalformedMessageError, match="nested extensions"):
         unpack(nested)
 
 
@@ -123,7 +124,7 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
                 assert batch.plan.slot_mapping.tolist() == [DUMMY * PAGE]
                 assert not batch.plan.needs_sample.any()
                 continue
-            assert (expert_of_rows(plan, expert)[batch.rows] == rank).all()
+            assert (expert_of_pages(plan.block_tables[:, 0], expert)[batch.rows] == rank).all()
             # A stand-in for the model: the row's first token, and its targets.
             starts = batch.plan.query_lengths.cumsum() - batch.plan.query_lengths
             told = {
@@ -142,7 +143,7 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
 
 @given(plans(), st.integers(2, 4))
 def test_rows_that_share_their_first_page_meet_on_one_rank(plan: StepPlan, expert: int) -> None:
-    owners = expert_of_rows(plan, expert)
+    owners = expert_of_pages(plan.block_tables[:, 0], expert)
     assert owners.min() >= 0
     assert owners.max() < expert
     for page in set(plan.block_tables[:, 0].tolist()):
@@ -153,5 +154,5 @@ def test_requests_are_spread_over_expert_ranks() -> None:
     first_pages = np.arange(0, 4000, 4, dtype=np.int32)
     plan = StepPlan(*[np.zeros(0)] * 4, first_pages[:, None], *[np.zeros(0)] * 3)  # type: ignore[arg-type]
     for expert in (2, 3, 8):
-        counts = np.bincount(expert_of_rows(plan, expert))
+        counts = np.bincount(expert_of_pages(plan.block_tables[:, 0], expert))
         assert counts.min() > 0.8 * len(first_pages) / expert

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from megatron_runtime.backends.native.micro_batches import (
     CPU,
     GPU,
-    StepSizes,
+    StepLimits,
     cut,
-    expert_of_rows,
+    expert_of_pages,
     warm_up_plans,
 )
 from megatron_runtime.distributed.shard import ParallelSizes
@@ -21,14 +21,16 @@ PAGE = 16
 
 @given(
     st.integers(1, 4),
-    st.builds(StepSizes, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),
+    st.builds(StepLimits, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),
     st.integers(2, 300),
     st.sampled_from([CPU, GPU]),
 )
 def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
-    expert: int, most: StepSizes, num_pages: int, usual: StepSizes
+    expert: int, most: StepLimits, num_pages: int, usual: StepLimits
 ) -> None:
-    for plan in warm_up_plans(ParallelSizes(expert=expert), usual.at_most(most), num_pages=num_pages, page_size=PAGE):
+    for plan in warm_up_plans(
+        ParallelSizes(expert=expert), StepLimits(*map(min, usual, most)), num_pages=num_pages, page_size=PAGE
+    ):
         rows, tokens = len(plan.query_lengths), len(plan.token_ids)
         assert 1 <= rows <= most.rows
         assert 1 <= tokens <= most.tokens
@@ -43,7 +45,7 @@ def test_every_rank_that_shares_experts_samples_prompts_and_decodes() -> None:
     sizes = ParallelSizes(expert=4)
     plans = warm_up_plans(sizes, CPU, num_pages=100, page_size=PAGE)
     for plan in plans[:2]:
-        assert set(expert_of_rows(plan, 4).tolist()) == {0, 1, 2, 3}
+        assert set(expert_of_pages(plan.block_tables[:, 0], 4).tolist()) == {0, 1, 2, 3}
     prompts, decodes, one = plans
     assert prompts.query_lengths.tolist() == [8] * 4
     assert {row: len(targets) for row, targets in prompts.sampling.prompt_targets.items()} == dict.fromkeys(range(4), 7)

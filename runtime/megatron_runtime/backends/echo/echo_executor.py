@@ -91,10 +91,10 @@ class EchoExecutor:
     def load(self) -> None:
         self.has_weights = True
         if self._cache is None:
-            self._cache = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
+            self._cache = np.full((self.num_pages, self.page_size), -1, dtype=np.int32)
             if self._kept is not None:
                 pages, values = self._kept
-                self._pages()[pages] = values
+                self._cache[pages] = values
                 self._kept = None
 
     def release_weights(self) -> None:
@@ -103,7 +103,7 @@ class EchoExecutor:
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         if self._cache is not None and keep_pages is not None:
-            self._kept = keep_pages, self._pages()[keep_pages]
+            self._kept = keep_pages, self._cache[keep_pages]
         self._cache = None
 
     def use_source(self, source: str) -> None:
@@ -123,23 +123,17 @@ class EchoExecutor:
     def profile(self, active: bool) -> None:
         raise NoCudaProfilerError("the echo executor")
 
-    def _pages(self) -> np.ndarray:
-        assert self._cache is not None
-        return self._cache.reshape(self.num_pages, self.page_size)
-
     def execute(self, plan: StepPlan) -> StepResult:
         if self._cache is None or not self.has_weights:
             raise RuntimeError("execute() before load()")
         self._take_time()
-        self._cache[plan.slot_mapping] = plan.token_ids
+        self._cache.reshape(-1)[plan.slot_mapping] = plan.token_ids
         self._crash_if_poisoned(plan)
         tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
-        offsets = np.arange(self.page_size)
         for row in np.flatnonzero(plan.needs_sample):
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]
-            slots = (pages[:, None] * self.page_size + offsets).ravel()[:length]
-            tokens[row] = echo_token(self._cache[slots], self.vocab_size, self._weights)
+            tokens[row] = echo_token(self._cache[pages].reshape(-1)[:length], self.vocab_size, self._weights)
             edits = plan.sampling.edits.get(int(row))
             if edits is not None and edits.allowed is not None:
                 tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)
@@ -155,7 +149,7 @@ class EchoExecutor:
         """End the process if a row of this step is the request of a CrashOnToken fault."""
         assert self._cache is not None
         for fault in self._faults.of(CrashOnToken):
-            first = self._cache[plan.block_tables[:, 0] * self.page_size]
+            first = self._cache[plan.block_tables[:, 0], 0]
             if np.any((first == fault.token) & (plan.context_lengths >= fault.length)):
                 if fault.signal == "SIGKILL":
                     os.kill(os.getpid(), signal.SIGKILL)

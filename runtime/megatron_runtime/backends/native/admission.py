@@ -131,6 +131,7 @@ def _stamped(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
     return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
     """The limits of one engine for requests.
 
@@ -138,17 +139,16 @@ class Admission:
     limit:   tokens of prompt and answer that its model and configuration allow; at least `longest`.
     """
 
-    def __init__(self, config: InferenceConfig, executor: Executor, *, longest: int, limit: int) -> None:
-        self._config = config
-        self._executor = executor
-        self._longest = longest
-        self._limit = limit
+    config: InferenceConfig
+    executor: Executor
+    longest: int
+    limit: int
 
     def open(
         self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
     ) -> OpenRequest:
         """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
-        params, config = request.sampling_params, self._config
+        params, config = request.sampling_params, self.config
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)
         digests = []
@@ -171,7 +171,7 @@ class Admission:
         )
 
     def _check(self, request: EngineRequest, tokens: npt.NDArray[np.int32], *, has_grammar: bool) -> None:
-        prompt, params, vocabulary = len(request.prompt_tokens), request.sampling_params, self._executor.vocab_size
+        prompt, params, vocabulary = len(request.prompt_tokens), request.sampling_params, self.executor.vocab_size
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         if tokens.min() < 0 or tokens.max() >= vocabulary:
@@ -183,32 +183,32 @@ class Admission:
         total = params.num_tokens_total
         if total is not None and total <= prompt:
             raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
-        if prompt >= self._longest:
+        if prompt >= self.longest:
             message = (
                 f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
-                f"together may have {self._longest}: shorten the prompt"
+                f"together may have {self.longest}: shorten the prompt"
             )
-            if self._longest < self._limit:
+            if self.longest < self.limit:
                 raise BlockOverflowError(request.request_id, message + " or give the engine more kv_cache_memory")
             raise MaxSequenceLengthOverflowError(request.request_id, message)
-        if not self._config.enable_chunked_prefill and prompt > self._config.step_tokens:
+        if not self.config.enable_chunked_prefill and prompt > self.config.step_tokens:
             raise TokenOverflowError(
                 request.request_id,
-                f"the prompt has {prompt} tokens, a step takes {self._config.step_tokens}: shorten the prompt, raise "
+                f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: shorten the prompt, raise "
                 "max_tokens or enable chunked prefill",
             )
 
     def _max_total_tokens(self, params: SamplingParams, prompt: int) -> int:
         if params.num_tokens_total is not None:
-            return min(self._longest, params.num_tokens_total)
+            return min(self.longest, params.num_tokens_total)
         if params.num_tokens_to_generate is not None:
-            return min(self._longest, prompt + params.num_tokens_to_generate)
-        return self._longest
+            return min(self.longest, prompt + params.num_tokens_to_generate)
+        return self.longest
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = set(params.stop_token_ids or ())
         if params.termination_id is None:
-            stop_ids.update(self._executor.eos_ids)
+            stop_ids.update(self.executor.eos_ids)
         elif params.termination_id != IGNORE_EOS:
             stop_ids.add(params.termination_id)
-        return frozenset(token for token in stop_ids if 0 <= token < self._executor.vocab_size)
+        return frozenset(token for token in stop_ids if 0 <= token < self.executor.vocab_size)

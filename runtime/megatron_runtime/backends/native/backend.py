@@ -17,7 +17,6 @@ from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,
-    CacheEvents,
     Capability,
     Detokenizer,
     EngineBackend,
@@ -209,8 +208,7 @@ class NativeBackend(EngineBackend):
                 self._run_commands()
                 if self._running and core.has_work:
                     self._deliver(listener.on_outputs, core.step())
-                if blocks := core.take_block_events():
-                    events = CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
+                if events := core.take_block_events():
                     self._deliver(listener.on_cache_events, events)
         except Exception as error:
             logger.exception("the engine failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -44,26 +45,25 @@ def build_native(settings: EngineSettings) -> NativeBackend:
             "which starts all ranks of one machine, or with torchrun"
         )
     # Only an engine of several ranks needs sockets and process groups.
-    from megatron_runtime.backends.native.ranked.process import lead
+    from megatron_runtime.backends.native.ranked.executor import lead
 
-    ranks = lead(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
+    ranks = lead(settings, identity, partial(_executor, settings, controller, identity))
     return NativeBackend(EngineCore(ranks, config), controller, ranks=ranks)
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     """Run a rank other than rank 0 until the engine ends. Raises RankError, and ValueError as build_native()."""
-    from megatron_runtime.backends.native.ranked.process import follow
+    from megatron_runtime.backends.native.ranked.executor import follow
 
     controller = ModelText.of_model(settings.model)
-    follow(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
+    follow(settings, identity, partial(_executor, settings, controller, identity))
 
 
 def _executor(
     settings: EngineSettings,
     controller: ModelText,
-    *,
-    groups: Groups | None = None,
     identity: RankIdentity | None = None,
+    groups: Groups | None = None,
 ) -> TorchExecutor:
     source = resolve(settings.model)
     if settings.model_format not in ("Auto", source.format):
@@ -92,7 +92,6 @@ def select_executor(
     controller: ModelText,
     config: InferenceConfig,
     *,
-    kv_cache_memory: int,
     device: str = "auto",
     dtype: str = "auto",
     local_rank: int = 0,
@@ -116,7 +115,6 @@ def select_executor(
         return CpuExecutor(
             source,
             controller,
-            kv_cache_memory=kv_cache_memory,
             dtype=dtype,
             batch_invariant=config.batch_invariant,
             make_forward=make_forward,
@@ -127,7 +125,6 @@ def select_executor(
     return CudaExecutor(
         source,
         controller,
-        kv_cache_memory=kv_cache_memory,
         dtype=dtype,
         max_rows=rows,
         max_tokens=config.step_tokens,

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from megatron_runtime.backends.native.admission import Admission, OpenRequest
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
+from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
@@ -73,7 +73,9 @@ class EngineCore:
         )
         self._clock = clock
         self._arrivals = count()
-        self._admission = Admission(config, executor, longest=self.context.max_sequence_length, limit=limit)
+        self._admission = Admission(
+            config=config, executor=executor, longest=self.context.max_sequence_length, limit=limit
+        )
         self._scheduler = Scheduler(self.context, config)
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         self._last_step: float | None = None
@@ -338,7 +340,7 @@ class EngineCore:
 
     # --- introspection ------------------------------------------------------------------------------------------
 
-    def take_block_events(self) -> BlockEvents:
+    def take_block_events(self) -> CacheEvents:
         """Return the blocks that the prefix cache stored and evicted since the last call."""
         return self.context.prefix_cache.take_events()
 

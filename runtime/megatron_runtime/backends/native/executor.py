@@ -42,6 +42,14 @@ class StepPlan:
     needs_sample: Bool
     sampling: SamplingBatch
 
+    def tokens_of(self, rows: Int64) -> Int64:
+        """Return the indices in token_ids of the tokens of `rows`, one row after the other."""
+        counts = self.query_lengths[rows]
+        ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
+        # What to add to an index in the result: it differs by row.
+        shifts: Int64 = np.subtract(ends, counts.cumsum(dtype=np.int64))
+        return np.repeat(shifts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -18,10 +18,14 @@ class MemoryShortError(RuntimeError):
     """There is too little memory for a load. The message has both amounts and the remedy."""
 
 
-def require_memory(needed: int, *, what: str, available: int | None = None) -> None:
-    """Raise MemoryShortError unless `needed` bytes are available; `available` defaults to what the system reports."""
+def require_memory(needed: int, *, what: str, available: int | None = None, device: torch.device | None = None) -> None:
+    """Raise MemoryShortError unless `needed` bytes are available.
+
+    available: None means what `device` or, without a GPU, the system reports.
+    """
     if available is None:
-        available = available_bytes()
+        is_gpu = device is not None and device.type == "cuda"
+        available = torch.cuda.mem_get_info(device)[0] if is_gpu else available_bytes()
     if available is not None and needed > available:
         raise MemoryShortError(
             f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are available: free memory on "

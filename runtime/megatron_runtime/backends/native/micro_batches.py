@@ -45,7 +45,7 @@ def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: i
     """Return the micro-batches of `expert_rank`. Every expert rank has the same number of them."""
     if sizes.expert == 1 and sizes.pipeline == 1:
         return [MicroBatch(plan, np.arange(len(plan.query_lengths)), (len(plan.token_ids),))]
-    owners = expert_of_rows(plan, sizes.expert)
+    owners = expert_of_pages(plan.block_tables[:, 0], sizes.expert)
     of_experts = [np.flatnonzero(owners == rank) for rank in range(sizes.expert)]
     count = max(1, min(sizes.pipeline, max(map(len, of_experts))))
     parts = [_balanced(plan, rows, count) for rows in of_experts]
@@ -58,17 +58,12 @@ def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: i
     return batches
 
 
-def expert_of_rows(plan: StepPlan, expert_size: int) -> Rows:
-    """Return the expert rank that runs each row. It depends on the first page of the row.
+def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
+    """Return the expert rank that runs each row, given the first pages of the rows.
 
     Requests that share cached KV share their first page, so one rank runs all of them. A request keeps its first page
     while it runs, so its KV stays on one rank.
     """
-    return _expert_of_pages(plan.block_tables[:, 0], expert_size)
-
-
-def _expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
-    """Return the expert ranks of rows with these first pages."""
     spread = pages.astype(np.uint64) * np.uint64(_SPREAD) % np.uint64(1 << 32)
     return (spread >> np.uint64(16)).astype(np.int64) % expert_size
 
@@ -77,14 +72,12 @@ def take(plan: StepPlan, rows: Rows) -> StepPlan:
     """Return the plan of these rows."""
     if len(rows) == len(plan.query_lengths):
         return plan
-    lengths = plan.query_lengths
-    starts = lengths.cumsum() - lengths
-    tokens = np.concatenate([np.arange(starts[row], starts[row] + lengths[row]) for row in rows])
+    tokens = plan.tokens_of(rows)
     batch, places = plan.sampling, {int(row): index for index, row in enumerate(rows)}
     return StepPlan(
         token_ids=plan.token_ids[tokens],
         positions=plan.positions[tokens],
-        query_lengths=lengths[rows],
+        query_lengths=plan.query_lengths[rows],
         context_lengths=plan.context_lengths[rows],
         block_tables=plan.block_tables[rows],
         slot_mapping=plan.slot_mapping[tokens],
@@ -125,30 +118,27 @@ _MOST_TARGETS = 64
 """Prompt tokens of a warm-up row whose log-probabilities are computed."""
 
 
-class StepSizes(NamedTuple):
+class StepLimits(NamedTuple):
     """Limits of a step: its tokens, its rows, and the length of a row in tokens."""
 
     tokens: int
     rows: int
     length: int
 
-    def at_most(self, other: StepSizes) -> StepSizes:
-        return StepSizes(*map(min, self, other))
 
-
-CPU = StepSizes(tokens=32, rows=8, length=32)
+CPU = StepLimits(tokens=32, rows=8, length=32)
 """These steps take a few seconds with a large model."""
-GPU = StepSizes(tokens=512, rows=64, length=512)
+GPU = StepLimits(tokens=512, rows=64, length=512)
 """Enough to compile all variants of each kernel: some have one variant for few tokens and one for many."""
 
 
-def warm_up_plans(sizes: ParallelSizes, limits: StepSizes, *, num_pages: int, page_size: int) -> list[StepPlan]:
+def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
     """Return three plans: prompts, one for each expert rank; decodes; a single decode. All are sampled, with
     log-probabilities. They may read any page, and write to the dummy page only.
     """
     rows = min(limits.rows, limits.tokens)
     # One page for each expert rank, on which this rank's rows begin; fewer if there are too few pages.
-    owners = _expert_of_pages(np.arange(num_pages), sizes.expert)
+    owners = expert_of_pages(np.arange(num_pages), sizes.expert)
     pages = np.unique(owners, return_index=True)[1].astype(np.int32)[:rows]
     prompt = max(1, min(limits.length, limits.tokens // len(pages)))
     return [

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from functools import partial
+from typing import Required, TypedDict
 
 import torch
 
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
-from megatron_runtime.backends.native.memory import KVPool
-from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut
+from megatron_runtime.backends.native.memory import KVPool, require_memory
+from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut, merge
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import ModelSource
@@ -79,6 +80,7 @@ class ForwardStep:
 class TorchOptions(TypedDict, total=False):
     """Options of every TorchExecutor.
 
+    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system allocates them as they are written.
     max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
     threads:         torch threads; None means one for each CPU, within the container's limit.
@@ -86,6 +88,7 @@ class TorchOptions(TypedDict, total=False):
     logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
     """
 
+    kv_cache_memory: Required[int]
     max_sequence_length: int | None
     page_size: int
     threads: int | None
@@ -96,13 +99,11 @@ class TorchOptions(TypedDict, total=False):
 class TorchExecutor(ABC):
     """Implements Executor for one kind of device. The constructor reads the model's headers; load() reads the weights.
 
-    A rank that holds a part of the model (`groups`) runs execute_part(), all others execute().
+    If `groups` is given, this rank holds a part of the model, and all ranks must run execute_part().
 
     controller:      tokenizer and grammars; None uses the source's tokenizer.
     dtype, cache_dtype: of activations, and of keys and values.
     linears:         returns a new factory of the model's matrices.
-    require_memory:  called as require_memory(bytes, what=...) before a load; raises MemoryShortError.
-    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system allocates them as they are written.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -117,7 +118,6 @@ class TorchExecutor(ABC):
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
         linears: Callable[[], LinearFactory],
-        require_memory: Callable[..., None],
         kv_cache_memory: int,
         max_sequence_length: int | None = None,
         page_size: int = 16,
@@ -130,8 +130,11 @@ class TorchExecutor(ABC):
         self._groups = groups
         self._threads = threads
         self._reports_raw = logprobs_mode == "raw_logprobs"
-        shard = groups.shard if groups is not None else Shard()
-        self._store = WeightStore(source, dtype, linears, require_memory=require_memory, shard=shard)
+        self._shard = shard = groups.shard if groups is not None else Shard()
+        self._sizes = shard.sizes
+        self._store = WeightStore(
+            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard
+        )
         self.model_config = config = self._store.config
         require_divisible(config, shard)
         self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
@@ -160,14 +163,11 @@ class TorchExecutor(ABC):
         """Build the model of `weights`; None releases the model. Raises ValueError if the device cannot run it."""
 
     @abstractmethod
-    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        """Compute the plan's tokens and write their keys and values to the cache."""
+    def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
+        """Compute this rank's part of one micro-batch of `plan`, and write the keys and values to the cache.
 
-    @abstractmethod
-    def _forward_part(
-        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
-    ) -> ForwardStep | None:
-        """Compute this rank's part of one micro-batch of `plan`. Return None in all pipeline stages but the last."""
+        Returns None in all pipeline stages but the last.
+        """
 
     @abstractmethod
     def _trim_memory(self) -> None:
@@ -241,45 +241,36 @@ class TorchExecutor(ABC):
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._sample(self._forward(plan, self.cache_LPXE), plan)
+        return merge(self.execute_part(plan), len(plan.query_lengths))
 
     @torch.inference_mode()
     def execute_part(self, plan: StepPlan) -> Parts:
-        """Compute this rank's part of a step that all ranks of `groups` run.
+        """Compute this rank's part of a step, which all ranks of `groups` run.
 
         Return the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
         pipeline stage samples the rows of its expert rank; all other ranks sample none.
         """
-        groups, cache_LPXE = self._groups, self.cache_LPXE
-        if groups is None:
-            raise RuntimeError("execute_part() needs the other ranks of the engine: construct with groups=")
-        shard, parts = groups.shard, Parts()
+        groups, shard, cache_LPXE, parts = self._groups, self._shard, self.cache_LPXE, Parts()
         for batch in cut(
-            plan,
-            shard.sizes,
-            expert_rank=shard.expert_rank,
-            dummy_page=self.num_pages - 1,
-            page_size=self.page_size,
+            plan, self._sizes, expert_rank=shard.expert_rank, dummy_page=self.num_pages - 1, page_size=self.page_size
         ):
-            step = self._forward_part(plan, batch, cache_LPXE, groups)
+            step = self._forward(plan, batch, cache_LPXE)
             if step is None:
                 continue
-            groups.progress.reach("sampling")
+            if groups is not None:
+                groups.progress.reach("sampling")
             if shard.tensor_rank != 0:
                 step.share_logits()
                 continue
-            result = self._sample(step, batch.plan)
-            if not len(step.sampled_rows):
+            result = StepResult(*sample_step(step, batch.plan.sampling, reports_raw=self._reports_raw))
+            if groups is not None and not len(step.sampled_rows):
                 step.draw()  # wait for the device: a step must be computed before it is reported as done
             if len(batch.rows):
                 parts.append((batch.rows, result))
-        groups.flush()
+        if groups is not None:
+            groups.flush()
         return parts
-
-    def _sample(self, step: ForwardStep, plan: StepPlan) -> StepResult:
-        return StepResult(*sample_step(step, plan.sampling, reports_raw=self._reports_raw))
 
 
 def _on_host(logits_NV: torch.Tensor) -> Float32:

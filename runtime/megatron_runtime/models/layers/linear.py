@@ -65,19 +65,23 @@ class LinearFactory:
 
     quantized_kinds: frozenset[int] = frozenset()
 
+    def dense(self, weight: Weight) -> torch.Tensor:
+        """Return a weight as one dense matrix, where and of which type the step needs it."""
+        return dense(weight)
+
     def linear(self, weight_NK: Weight) -> Linear:
-        return Linear(dense(weight_NK))
+        return Linear(self.dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         """Return `count` matrices of one shape, the experts of a layer, which a device may keep in one tensor."""
         return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
-        return Embedding(dense(weight_VD))
+        return Embedding(self.dense(weight_VD))
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
         """Return a table that is also the head."""
-        table_VD = dense(weight_VD)
+        table_VD = self.dense(weight_VD)
         return Embedding(table_VD), Linear(table_VD, packed=False)
 
 

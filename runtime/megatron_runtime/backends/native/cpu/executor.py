@@ -18,12 +18,10 @@ import torch
 
 from megatron_kernels.cpu.sizes import UNIT
 from megatron_runtime.backends.native.executor import Int64, StepPlan
-from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
 from megatron_runtime.checkpoints.source import ModelSource
-from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import select_numbers
@@ -51,7 +49,6 @@ class CpuExecutor(TorchExecutor):
         source: ModelSource,
         controller: ModelText | None = None,
         *,
-        kv_cache_memory: int,
         dtype: str = "auto",
         batch_invariant: bool = False,
         make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
@@ -71,8 +68,6 @@ class CpuExecutor(TorchExecutor):
             dtype=numbers.activations,
             cache_dtype=numbers.cache,
             linears=BatchInvariantLinears if batch_invariant else numbers.linears,
-            require_memory=require_memory,
-            kv_cache_memory=kv_cache_memory,
             **options,
         )
 
@@ -84,25 +79,22 @@ class CpuExecutor(TorchExecutor):
         if self._is_batch_invariant:
             self.model = BatchInvariantDecoder(config, weights)
         else:
-            shard = groups.shard if groups is not None else None
-            self.model = build_decoder(config, weights, shard=shard, collectives=groups)
+            self.model = build_decoder(config, weights, shard=self._shard, collectives=groups)
         make_forward = self._make_forward or (lambda model, dtype: partial(forward, model, dtype=dtype))
         self._run = make_forward(self.model, self.dtype)
 
-    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        assert self._run is not None, "execute() checks that the weights are loaded"
-        return self._run(plan, cache_LPXE)
-
-    def _forward_part(
-        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
-    ) -> ForwardStep | None:
-        model, shard, hidden = self.model, groups.shard, self.model_config.hidden_size
-        assert model is not None, "execute() checks that the weights are loaded"
+    def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
+        model, groups, shard = self.model, self._groups, self._shard
+        assert model is not None, "execute_part() checks that the weights are loaded"
+        assert self._run is not None, "_use_model() sets it with the model"
+        if groups is None:
+            return self._run(plan, cache_LPXE)
         layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
         groups.begin(batch.tokens_of_experts)
         if shard.has_embedding:
             x_TD = model.embed(layout.token_ids_T)
         else:
+            hidden = self.model_config.hidden_size
             x_TD = groups.receive_from_previous_stage(len(layout.token_ids_T), hidden, dtype=self.dtype)
         x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
         if not shard.has_head:
@@ -182,8 +174,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     rows = np.concatenate([decodes, np.flatnonzero(~is_decode)])
     counts = plan.query_lengths[rows].astype(np.int64)
     ends = counts.cumsum()
-    first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
-    order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(len(plan.token_ids))
+    order_T = plan.tokens_of(rows)
     groups = [slice(start, stop) for start, stop in _decode_groups(-(-lengths[decodes] // page_size), page_size)]
 
     def attention(masks: _Masks, local: AttentionBatch | None) -> AttentionBatch:

@@ -21,7 +21,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
@@ -41,26 +41,17 @@ class DeviceLinears(LinearFactory):
         self._dtype = dtype
         self._device = device
 
-    def linear(self, weight_NK: Weight) -> Linear:
-        return super().linear(self._moved(weight_NK))
+    def dense(self, weight: Weight) -> torch.Tensor:
+        return super().dense(weight).to(self._device, self._dtype)
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         stack_YNK: torch.Tensor | None = None
-        for number, weight_NK in enumerate(map(_dense, weights)):
+        for number, weight_NK in enumerate(map(super().dense, weights)):
             if stack_YNK is None:
                 stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self._dtype, device=self._device)
             stack_YNK[number].copy_(weight_NK)
         assert stack_YNK is not None, "a layer has experts"
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
-
-    def embedding(self, weight_VD: Weight) -> Embedding:
-        return super().embedding(self._moved(weight_VD))
-
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        return super().tied(self._moved(weight_VD))
-
-    def _moved(self, weight: Weight) -> torch.Tensor:
-        return _dense(weight).to(self._device, self._dtype)
 
 
 class DeviceMixture:
@@ -223,11 +214,6 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
     first = linears[0]
     assert isinstance(first, StackedLinear), "DeviceLinears.several() returns these"
     return first.stack_YNK
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    assert isinstance(weight, torch.Tensor), "quantized_kinds is empty"
-    return weight
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:

@@ -16,12 +16,10 @@ from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int64, StepPlan
-from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
 from megatron_runtime.checkpoints.source import ModelSource
-from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.models.decoder import DecoderWeights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -110,7 +108,6 @@ class CudaExecutor(TorchExecutor):
         source: ModelSource,
         controller: ModelText | None = None,
         *,
-        kv_cache_memory: int,
         max_rows: int,
         max_tokens: int,
         graph_rows: int,
@@ -136,8 +133,6 @@ class CudaExecutor(TorchExecutor):
             dtype=type_,
             cache_dtype=type_,
             linears=partial(DeviceLinears, type_, device),
-            require_memory=partial(_require_memory, device),
-            kv_cache_memory=kv_cache_memory,
             **options,
         )
 
@@ -151,7 +146,7 @@ class CudaExecutor(TorchExecutor):
             select_kernels(self._kernel_config, self.device),
             device=self.device,
             max_length=self.max_sequence_length,
-            shard=self._groups.shard if self._groups is not None else None,
+            shard=self._shard,
             collectives=self._groups,
         )
         self._buffers = StepBuffers(
@@ -161,52 +156,38 @@ class CudaExecutor(TorchExecutor):
             device=self.device,
         )
 
-    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        return self._run(plan, cache_LPXE, size=self._graph_size(plan, len(plan.query_lengths)))
-
-    def _forward_part(
-        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
-    ) -> ForwardStep | None:
+    def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
-        shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
+        assert self.model is not None, "execute_part() checks that the weights are loaded"
+        assert self._buffers is not None, "_use_model() allocates them with the model"
+        model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
         size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
-        groups.begin(tokens if size is None else (size,) * shard.expert_size)
-        if shard.pipeline_size == 1:
-            return self._run(batch.plan, cache_LPXE, size=size)
-        model, buffers = self._loaded
-        staged = buffers.stage(batch.plan)
-        if shard.has_embedding:
+        staged = self._buffers.stage(batch.plan, decode_size=size)
+        if groups is not None:
+            groups.begin(tokens if size is None else (size,) * shard.expert_size)
+        if size is not None:
+            if self._graphs is None:
+                self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE))
+            return _forward_step(model, batch.plan, staged, self._graphs.replay(size))
+        if groups is None or shard.has_embedding:
             x_TD = model.embed(staged.step.token_ids_T)
         else:
-            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=cache_LPXE.dtype)
+            hidden = self.model_config.hidden_size
+            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=self.dtype)
         x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
-        if shard.has_head:
+        if groups is None or shard.has_head:
             return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged))
         groups.send_to_next_stage(x_TD)
         return None
 
-    @property
-    def _loaded(self) -> tuple[KernelDecoder, StepBuffers]:
-        assert self.model is not None, "execute() checks that the weights are loaded"
-        assert self._buffers is not None, "_use_model() allocates them with the model"
-        return self.model, self._buffers
-
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
-        """Return the size of the graph for `rows` of the plan; None if it has prompts or no graph is large enough."""
+        """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
+        large enough: then each kernel is launched.
+        """
         is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
         return graph_size(rows, self._graph_sizes) if is_decodes else None
-
-    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> ForwardStep:
-        """size: size of the graph to replay, at least the plan's rows; None launches each kernel of the step."""
-        model, buffers = self._loaded
-        staged = buffers.stage(plan, decode_size=size)
-        if size is None:
-            return _forward_step(model, plan, staged, _sample(model, model(staged.step, cache_LPXE), staged))
-        if self._graphs is None:
-            self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
-        return _forward_step(model, plan, staged, self._graphs.replay(size))
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._graphs = None  # they were captured with the address of the KV cache
@@ -248,8 +229,3 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         first = end - int(plan.query_lengths[row])
         targets.append((row, slice(first, first + len(tokens))))
     return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model.logits, output.x_TD, targets)
-
-
-def _require_memory(device: torch.device, needed: int, *, what: str) -> None:
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    require_memory(needed, what=what, available=available)

@@ -13,20 +13,19 @@ import torch
 
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 
-_ALIGNMENT = 8
 _PADDING_SLOT = -1
 """Keys and values of padding tokens are not written to the cache."""
 _BY_TOKEN = dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), torch.int64)
 _BY_ROW = {
+    "seeds_B": torch.int64,
+    "sample_positions_B": torch.int64,
     "lengths_B": torch.int32,
     "temperature_B": torch.float32,
     "top_k_B": torch.int32,
     "top_p_B": torch.float32,
     "min_p_B": torch.float32,
-    "seeds_B": torch.int64,
-    "sample_positions_B": torch.int64,
 }
-"""Types of the tensors of DeviceStep."""
+"""Types of the tensors of DeviceStep. The types of 8 bytes come first, so that all parts of one buffer are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class StepBuffers:
     def __init__(self, *, max_tokens: int, max_rows: int, max_pages: int, device: torch.device) -> None:
         counts = dict.fromkeys(_BY_TOKEN, max_tokens) | dict.fromkeys(_BY_ROW, max_rows) | {"starts": max_rows + 1}
         kinds = _BY_TOKEN | _BY_ROW | {"starts": torch.int32}
-        sizes = {name: _aligned(count * kinds[name].itemsize) for name, count in counts.items()}
+        sizes = {name: count * kinds[name].itemsize for name, count in counts.items()}
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros_like(self._host, device=device)
@@ -86,7 +85,7 @@ class StepBuffers:
         self._tensors: dict[str, torch.Tensor] = {}
         start = 0
         for name, size in sizes.items():
-            part = slice(start, start + counts[name] * kinds[name].itemsize)
+            part = slice(start, start + size)
             self._numbers[name] = self._host[part].view(kinds[name]).numpy()
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
@@ -102,12 +101,10 @@ class StepBuffers:
             self._sent.synchronize()
         is_prefill = plan.query_lengths != 1
         rows = np.argsort(is_prefill, kind="stable")
-        counts = plan.query_lengths[rows].astype(np.int64)
-        ends = counts.cumsum()
+        ends = plan.query_lengths[rows].cumsum(dtype=np.int64)
         decodes = len(rows) - int(is_prefill.sum())
         size, tokens = len(rows), int(ends[-1])
-        first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
-        order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(tokens)
+        order_T = plan.tokens_of(rows)
         batch, numbers = plan.sampling, self._numbers
         for name, values in (
             ("token_ids_T", plan.token_ids[order_T]),
@@ -151,7 +148,3 @@ class StepBuffers:
         for name in ("token_ids_T", "positions_T", "lengths_B", "temperature_B"):
             self._numbers[name][start:stop] = 0
         self._numbers["slots_T"][start:stop] = _PADDING_SLOT
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

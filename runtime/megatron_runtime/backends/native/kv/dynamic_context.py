@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import OpenRequest
-from megatron_runtime.backends.native.kv.prefix_cache import BlockAllocator, CachedBlock, PrefixCache
+from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.sampling.batch import SamplingColumns
 
@@ -44,24 +44,21 @@ class DynamicInferenceContext:
         self.page_size = page_size
         self.block_size = config.block_size_tokens
         self.max_requests = slots = config.request_slots
-        self.allocator = BlockAllocator(num_pages)
         if config.enable_prefix_caching and self.block_size % page_size:
             raise InvalidConfigError(
                 "block_size_tokens", self.block_size, f"want a multiple of {page_size}, the tokens of a KV page"
             )
         self.prefix_cache = PrefixCache(
-            self.allocator,
-            config.prefix_caching_eviction_policy,
-            pages_per_block=max(1, self.block_size // page_size),
+            num_pages, config.prefix_caching_eviction_policy, pages_per_block=max(1, self.block_size // page_size)
         )
-        self.max_sequence_length = min(max_sequence_length, self.allocator.num_usable * page_size)
+        self.max_sequence_length = min(max_sequence_length, self.prefix_cache.num_usable * page_size)
         pages = -(-self.max_sequence_length // page_size)
         self.tokens = np.zeros((slots, self.max_sequence_length), dtype=np.int32)
         self.num_tokens = np.zeros(slots, dtype=np.int32)
         self.num_computed = np.zeros(slots, dtype=np.int32)
         self.num_pages = np.zeros(slots, dtype=np.int32)
         self.prompt_length = np.zeros(slots, dtype=np.int32)
-        self.block_tables = np.full((slots, pages), self.allocator.dummy, dtype=np.int32)
+        self.block_tables = np.full((slots, pages), self.prefix_cache.dummy, dtype=np.int32)
         self.sampling = SamplingColumns(slots)
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
@@ -77,7 +74,7 @@ class DynamicInferenceContext:
     @property
     def usage(self) -> float:
         """Fraction of the usable pages that requests hold, 0 to 1; a shared page counts once."""
-        return self.allocator.num_held / self.allocator.num_usable
+        return self.prefix_cache.num_held / self.prefix_cache.num_usable
 
     def taken_slots(self) -> list[int]:
         return sorted(self._chains)
@@ -123,19 +120,19 @@ class DynamicInferenceContext:
         return slot
 
     def has_room(
-        self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
+        self, request: OpenRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
     ) -> bool:
         """Return whether admit() can take `request` after a release of the slots `without`.
 
         spare_pages: pages that must be left.
         """
         available = self.prefix_cache.num_available(matched)
-        if without is not None and len(without):
+        if len(without):
             pages, owners = np.unique(
                 np.concatenate([self.block_tables[slot, : self.num_pages[slot]] for slot in without]),
                 return_counts=True,
             )
-            freed = pages[self.allocator.references[pages] == owners]
+            freed = pages[self.prefix_cache.references[pages] == owners]
             # A matched block that only these slots hold is either pinned, or evicted and computed again.
             kept = [block.pages for block in matched]
             available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
@@ -170,7 +167,7 @@ class DynamicInferenceContext:
         del self._chains[slot]
         self.sampling.release(slot)
         self.prefix_cache.release(self.block_tables[slot, :held].copy())
-        self.block_tables[slot, :held] = self.allocator.dummy
+        self.block_tables[slot, :held] = self.prefix_cache.dummy
         self.num_pages[slot] = 0
         self.num_computed[slot] = 0
         self.num_tokens[slot] = 0
@@ -220,15 +217,14 @@ class DynamicInferenceContext:
 
     def held_pages(self) -> npt.NDArray[np.int64]:
         """Return the pages whose KV may be read again: those of slots and of cached blocks."""
-        return np.flatnonzero((self.allocator.references > 0) | self.allocator.kept)
+        return np.flatnonzero((self.prefix_cache.references > 0) | self.prefix_cache.is_cached)
 
     # --- introspection ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Compare pages, slots and the prefix cache. Raises AssertionError."""
         held = [self.block_tables[slot, : self.num_pages[slot]] for slot in self._chains]
-        self.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))
-        self.prefix_cache.check_integrity()
+        self.prefix_cache.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))
         slots = sorted([*self._free_slots, *self._chains])
         if slots != list(range(self.max_requests)):
             raise AssertionError(f"slots not held exactly once: {slots}")

@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -97,7 +98,6 @@ class _Peer:
     monitor: zmq.Socket[bytes]
     heartbeat: HeartbeatTimer = field(default_factory=HeartbeatTimer)
     report: Report = field(default_factory=Report)
-    has_said_hello: bool = False
 
 
 class _Channel:
@@ -126,7 +126,8 @@ class _Channel:
         self._number = 0
         self._sending = threading.RLock()
         """Held while a message is sent: it keeps messages in order and makes the sockets safe to use on any thread."""
-        self._welcomed = False
+        self._welcomed = threading.Event()
+        """Set when all ranks are connected: from then on, a lost peer ends the engine."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
@@ -147,7 +148,7 @@ class _Channel:
         """Find lost peers. Called with each heartbeat."""
         for rank, peer in self._peers.items():
             cause = peer.heartbeat.expired(now)
-            if cause is not None and self._welcomed:
+            if cause is not None and self._welcomed.is_set():
                 self._lose(rank, cause, by_silence=True)
 
     # --- sending ---
@@ -167,7 +168,7 @@ class _Channel:
             self._send(Kind.BEAT, 0, [allowed, self._progress.report().to_wire()])
             now, (was_allowed, set_at) = time.monotonic(), self._watchdog_set
             is_due = allowed != was_allowed or now - set_at > WATCHDOG_RENEWAL_SECONDS
-            if self._has_watchdog and self._welcomed and is_due:
+            if self._has_watchdog and self._welcomed.is_set() and is_due:
                 faulthandler.dump_traceback_later(allowed + WATCHDOG_MARGIN_SECONDS, exit=True)
                 self._watchdog_set = (allowed, now)
 
@@ -183,7 +184,7 @@ class _Channel:
                 self._commands.discard(number)
                 self._beat()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         """End the thread and close the sockets."""
         self._ended = True
         self._thread.join()
@@ -245,12 +246,6 @@ class _Channel:
         peer.report = Report.from_wire(report)
 
 
-@dataclass(slots=True)
-class _Pending:
-    missing: set[int]
-    answers: dict[int, Any] = field(default_factory=dict)
-
-
 class LeaderChannel(_Channel):
     """Rank 0's end. All public methods may be called on any thread.
 
@@ -275,15 +270,19 @@ class LeaderChannel(_Channel):
         self.on_lost: Callable[[RankError], None] = lambda _error: None
         self.on_leave: Callable[[], object] = lambda: None
         self.failure: RankError | None = None
-        self._handlers |= {
-            Kind.HELLO: self._note_hello,
-            Kind.ANSWER: self._note_answer,
+        self._missing = set(pushes)
+        """Ranks that have not said HELLO."""
+        self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        """Answers to the orders that wait for them, by number and rank."""
+        handlers: dict[Kind, Callable[[Message], object]] = {
+            Kind.HELLO: lambda message: self._missing.discard(message.rank),
+            Kind.ANSWER: lambda message: self._answers[message.number].update({message.rank: message.body}),
             Kind.FAILED: self._note_failure,
-            Kind.LEAVE: self._note_leave,
+            Kind.LEAVE: lambda _message: self.on_leave(),
         }
+        self._handlers |= handlers
         self._watch = StepWatch(step_timeout_seconds)
         self._last_step: tuple[int, Kind] = (0, Kind.STEP)
-        self._pending: dict[int, _Pending] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._gone: set[int] = set()
@@ -293,53 +292,46 @@ class LeaderChannel(_Channel):
 
     def start(self, *, timeout_seconds: float) -> None:
         """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError naming a rank that is missing."""
-
-        def missing() -> list[int]:
-            return [rank for rank, peer in self._peers.items() if not peer.has_said_hello]
-
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or not missing(), timeout_seconds)
+            self._changed.wait_for(lambda: self.failure is not None or not self._missing, timeout_seconds)
             if self.failure is not None:
                 raise self.failure
-            if missing():
+            if self._missing:
                 cause = f"connected to rank 0, but sent no message within {timeout_seconds:g} s"
-                raise RendezvousError(missing()[0], cause)
+                raise RendezvousError(min(self._missing), cause)
             for peer in self._peers.values():
                 peer.heartbeat.restart(time.monotonic())
-            self._welcomed = True
+            self._welcomed.set()
         self._send(Kind.WELCOME, 0, None)
         self._beat()
 
-    def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = ()) -> int:
-        """Send an order to every rank, in the order of calls. Return its number.
-
-        answers: ranks that will answer; if there are any, collect() must be called for the order.
-        """
-        missing = set(answers) - {0}
+    def post(self, kind: Kind, body: Any) -> int:
+        """Send an order to every rank, in the order of calls. Return its number."""
         with self._sending:
             self._number += 1
             number = self._number
-            with self._changed:
-                if missing:
-                    self._pending[number] = _Pending(missing)
-                if kind in STEPS:
+            if kind in STEPS:
+                with self._changed:
                     self._last_step = (number, kind)
             if kind is Kind.COMMAND:
                 self._begin_command(number)
             self._send(kind, number, body)
         return number
 
-    def collect(self, number: int) -> dict[int, Any]:
-        """Wait for the answers to order `number`; return them by rank. Raises the RankError that ends the engine."""
+    def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
+        """Wait for the answers of `ranks` to order `number`; rank 0 sends none. Return them by rank.
+
+        Raises the RankError that ends the engine.
+        """
+        wanted = set(ranks) - {0}
         with self._changed:
-            pending = self._pending.get(number, _Pending(set()))
-            self._changed.wait_for(lambda: not pending.missing or self.failure is not None)
-            self._pending.pop(number, None)
-            if pending.missing and self.failure is not None:
+            self._changed.wait_for(lambda: self._answers[number].keys() >= wanted or self.failure is not None)
+            answers = self._answers.pop(number)
+            if self.failure is not None and not answers.keys() >= wanted:
                 raise self.failure
         self._end_command(number)
-        return pending.answers
+        return answers
 
     def blame(self, number: int) -> RankError:
         """Return the error of the rank that made a collective of order `number` fail: the rank that is lost within
@@ -370,7 +362,7 @@ class LeaderChannel(_Channel):
         self._closing = True
         self._send(Kind.END, 0, None)
         self._wait_until_all_are_gone(CLOSE_SECONDS)
-        self._stop()
+        super().close()
 
     def _wait_until_all_are_gone(self, seconds: float) -> None:
         with self._changed:
@@ -386,18 +378,6 @@ class LeaderChannel(_Channel):
             super()._dispatch(message)
             self._changed.notify_all()
 
-    def _note_leave(self, _message: Message) -> None:
-        self.on_leave()
-
-    def _note_hello(self, message: Message) -> None:
-        self._peers[message.rank].has_said_hello = True
-
-    def _note_answer(self, message: Message) -> None:
-        pending = self._pending.get(message.number)
-        if pending is not None:
-            pending.missing.discard(message.rank)
-            pending.answers[message.rank] = message.body
-
     def _note_failure(self, message: Message) -> None:
         is_consequence, cause = message.body
         if not is_consequence:
@@ -408,7 +388,7 @@ class LeaderChannel(_Channel):
     def _disconnected(self, rank: int) -> None:
         with self._changed:
             self._gone.add(rank)
-            if self._welcomed and not self._closing:
+            if self._welcomed.is_set() and not self._closing:
                 self._lose(rank, DISCONNECTED)
             self._changed.notify_all()
 
@@ -454,9 +434,8 @@ class FollowerChannel(_Channel):
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._on_lost = on_lost
         self._is_leaving = self._has_said_leave = False
-        self._has_welcome = threading.Event()
         self._handlers |= {
-            Kind.WELCOME: self._note_welcome,
+            Kind.WELCOME: lambda _message: self._welcomed.set(),
             Kind.FAILED: lambda message: self._lose(*message.body),
             Kind.END: self._note_end,
             **dict.fromkeys((*STEPS, Kind.COMMAND), self._note_order),
@@ -466,8 +445,9 @@ class FollowerChannel(_Channel):
         """Send HELLO, and wait for WELCOME. Raises RendezvousError."""
         self._thread.start()
         self._send(Kind.HELLO, 0, None)
-        if not self._has_welcome.wait(timeout_seconds):
+        if not self._welcomed.wait(timeout_seconds):
             raise RendezvousError(self._rank, f"connected to rank 0, but received no message in {timeout_seconds:g} s")
+        self._beat()  # starts the watchdog
 
     def answer(self, order: Message, body: Any) -> None:
         self._send(Kind.ANSWER, order.number, body)
@@ -483,19 +463,11 @@ class FollowerChannel(_Channel):
         """
         self._is_leaving = True
 
-    def close(self) -> None:
-        self._stop()
-
     def _check_peers(self, now: float) -> None:
         if self._is_leaving and not self._has_said_leave:
             self._has_said_leave = True
             self._send(Kind.LEAVE, 0, None)
         super()._check_peers(now)
-
-    def _note_welcome(self, _message: Message) -> None:
-        self._welcomed = True
-        self._beat()  # starts the watchdog before start() returns
-        self._has_welcome.set()
 
     def _note_end(self, message: Message) -> None:
         self._ended = True
@@ -510,6 +482,6 @@ class FollowerChannel(_Channel):
         self.orders.put(order)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        if not self._ended and self._welcomed:
+        if not self._ended and self._welcomed.is_set():
             self._ended = True
             self._on_lost(RankLostError(rank, cause, by_silence=by_silence))

@@ -1,30 +1,51 @@
-"""Many ranks as one executor: rank 0 sends every step and every order to all ranks, numbered and in order."""
+"""An engine of many ranks: rank 0 sends every step and every order to all ranks, numbered and in order.
+
+lead() and follow() connect the processes: each builds its part of the model, and all follow the orders of rank 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
 import hashlib
+import logging
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
+
+import torch
 
 from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResult
-from megatron_runtime.backends.native.micro_batches import merge
-from megatron_runtime.backends.native.ranked.channel import Kind, LeaderChannel
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.distributed.errors import RankError
-from megatron_runtime.distributed.groups import GroupError
-from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.distributed.watch import StepProgress
+from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
+from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
+from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
+from megatron_runtime.distributed.errors import RankError, RendezvousError
+from megatron_runtime.distributed.groups import GroupError, Groups
+from megatron_runtime.distributed.rendezvous import LOOPBACK, Meeting, open_store
+from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
+from megatron_runtime.distributed.watch import WARM_UP_SECONDS, StepProgress
 from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
+from megatron_runtime.process.health import HealthServer
 from megatron_runtime.protocol.headers import Header
 
+logger = logging.getLogger(__name__)
+
+MakePart = Callable[[Groups], TorchExecutor]
+
+GREETING_SECONDS = 60.0
+"""From the rendezvous to the first message of the slowest rank: it reads the model's headers."""
+FAILED_SECONDS = 3.0
+"""How long a failed rank waits for rank 0 to end the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 """Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
@@ -175,7 +196,7 @@ class RankedExecutor(Ranks):
         channel = self._channel
         if channel.failure is not None:
             raise channel.failure
-        number = channel.post(kind, plan, answers=self._samplers)
+        number = channel.post(kind, plan)
         self._progress.begin(number)
         try:
             parts = self._local.execute_part(plan)
@@ -185,7 +206,7 @@ class RankedExecutor(Ranks):
         except RuntimeError as error:
             raise RankError(0, str(error)) from error
         self._progress.end(number)
-        for answer in channel.collect(number).values():
+        for answer in channel.collect(number, self._samplers).values():
             parts += answer
         return merge(parts, len(plan.query_lengths))
 
@@ -226,14 +247,14 @@ class RankedExecutor(Ranks):
 
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Have every rank perform an order. Return the answers by rank; raise the first error, naming its rank."""
-        number = self._channel.post(Kind.COMMAND, [name, *arguments], answers=range(self.count))
+        number = self._channel.post(Kind.COMMAND, [name, *arguments])
         failure: Exception | None = None
         answers: dict[int, Any] = {}
         try:
             answers[0] = self._part.perform(name, *arguments)
         except Exception as error:
             failure = error
-        for rank, (error_text, answer) in sorted(self._channel.collect(number).items()):
+        for rank, (error_text, answer) in sorted(self._channel.collect(number, range(self.count)).items()):
             answers[rank] = answer
             if error_text is not None and failure is None:
                 failure = RankError(rank, error_text)
@@ -244,3 +265,133 @@ class RankedExecutor(Ranks):
     def _update_digest(self) -> None:
         digests = self._everywhere("digest")
         self.digest = hashlib.sha256("".join(digests[rank] for rank in range(self.count)).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """A rank other than rank 0: performs orders until rank 0 sends END."""
+
+    rank: int
+    part: EnginePart
+    channel: FollowerChannel
+    groups: Groups
+
+    def run(self) -> None:
+        """Block until the engine ends. On SIGTERM or SIGINT, ask rank 0 to end the engine in order."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: self.channel.leave())
+        while (order := self.channel.orders.get()).kind is not Kind.END:
+            if order.kind in STEPS:
+                self._step(order)
+            elif order.body[0] == "stage_weights":
+                # On another thread, so that steps continue.
+                threading.Thread(target=self._perform, args=(order,), name="stage", daemon=True).start()
+            else:
+                self._perform(order)
+            self.groups.progress.end(order.number)
+        self.channel.close()
+
+    def _step(self, order: Message) -> None:
+        self.groups.progress.begin(order.number)
+        try:
+            parts = self.part.executor.execute_part(order.body)
+        except Exception as error:
+            logger.exception("step %d failed", order.number)
+            self.channel.fail(str(error), is_consequence=isinstance(error, GroupError))
+            # If this rank ended at once, rank 0 could report it as the cause.
+            time.sleep(FAILED_SECONDS)
+            end_with(RankError(self.rank, str(error)))
+        if self.groups.shard.has_head and self.groups.shard.tensor_rank == 0:  # this rank has sampled
+            self.channel.answer(order, parts)
+
+    def _perform(self, order: Message) -> None:
+        name, *arguments = order.body
+        try:
+            answer = self.part.perform(name, *arguments)
+        except Exception as error:
+            logger.exception("%s failed", name)
+            self.channel.answer(order, [f"{name}: {error}", None])
+        else:
+            self.channel.answer(order, [None, answer])
+
+
+def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> RankedExecutor:
+    """Start rank 0. Return the executor of all ranks, which wait for its orders.
+
+    Raises RendezvousError naming the missing rank, RankError, and the errors of `make_part`.
+    """
+    meeting, groups = _connect(settings, identity)
+    part = make_part(groups)
+    pushes = {rank: meeting.connect(rank) for rank in range(1, identity.world)}
+    channel = LeaderChannel(
+        meeting.pull,
+        pushes,
+        progress=groups.progress,
+        step_timeout_seconds=settings.step_timeout_seconds,
+        has_watchdog=True,
+    )
+    channel.start(timeout_seconds=GREETING_SECONDS)
+    logger.info("all %d ranks are connected", identity.world)
+    limits = StepLimits(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
+    sizes = StepLimits(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
+    warm_up = warm_up_plans(settings.parallel, sizes, num_pages=part.num_pages, page_size=part.page_size)
+    return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
+
+
+def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> None:
+    """Run another rank: perform the orders of rank 0 until the engine ends. Raises the errors of lead()."""
+    missing = ["the other ranks of the engine"]
+    if settings.health_port is not None and identity.local_rank == 0:
+        _serve_probes(missing, port=settings.health_port)
+    meeting, groups = _connect(settings, identity)
+    part = make_part(groups)
+    channel = FollowerChannel(
+        identity.rank,
+        pull=meeting.pull,
+        push=meeting.connect(0),
+        progress=groups.progress,
+        on_lost=partial(end_with, own_rank=identity.rank),
+        has_watchdog=True,
+    )
+    channel.start(timeout_seconds=GREETING_SECONDS)
+    missing.clear()
+    _Follower(identity.rank, EnginePart(part), channel, groups).run()
+    meeting.close()
+
+
+def _connect(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
+    """Connect this rank to all other ranks, by sockets and process groups. Raises RendezvousError."""
+    if identity.address in (LOOPBACK, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch_device(settings.device, local_rank=identity.local_rank)
+    until = time.monotonic() + settings.rendezvous_seconds
+    store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    store.set(f"device/{identity.rank}", device.type)
+    meeting = Meeting(identity, store, keys_dir=settings.keys_dir)
+    meeting.wait_for_all(until=until)
+    for rank in range(identity.world):
+        other = store.get(f"device/{rank}").decode()
+        if other != device.type:
+            raise RendezvousError(
+                rank, f"it runs on {other}, rank {identity.rank} on {device.type}: give all ranks the same --device"
+            )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        groups = Groups(
+            store,
+            settings.parallel,
+            rank=identity.rank,
+            device=device,
+            timeout=timedelta(seconds=max(WARM_UP_SECONDS, settings.step_timeout_seconds)),
+        )
+    except RuntimeError as error:
+        raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
+    return meeting, groups
+
+
+def _serve_probes(missing: list[str], *, port: int) -> None:
+    """Answer the probes of this pod on a thread until the process ends. Raises OSError if the port is in use."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(HealthServer(missing=lambda: missing, port=port).start())
+    threading.Thread(target=loop.run_forever, name="probes", daemon=True).start()

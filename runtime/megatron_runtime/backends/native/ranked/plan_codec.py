@@ -34,10 +34,6 @@ _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
 """Limits of a message between ranks: a step has some values and arrays per row, and the arrays are bytes."""
 
 
-class MalformedPlanError(ValueError):
-    """The bytes are not a message between ranks. The text has the cause."""
-
-
 def pack(value: Any) -> bytes:
     """Encode plain values, arrays, plans and results. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
@@ -46,12 +42,9 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
     """Decode the bytes of pack(); arrays are read-only.
 
-    levels: the most nested extensions. Raises MalformedPlanError.
+    levels: the most nested extensions. Raises MalformedMessageError.
     """
-    try:
-        return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
-    except MalformedMessageError as error:
-        raise MalformedPlanError(f"{len(data)} bytes are not a message between ranks: {error}") from error
+    return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
 
 
 def _pack_object(value: Any) -> Any:
@@ -70,15 +63,15 @@ def _pack_object(value: Any) -> Any:
 
 def _unpack_extension(code: int, data: bytes, *, levels: int) -> Any:
     if levels == 0:
-        raise MalformedPlanError(f"more than {_LEVELS} nested extensions")
+        raise MalformedMessageError(f"more than {_LEVELS} nested extensions")
     if code in _CLASSES:
         cls, values = _CLASSES[code], unpack(data, levels=levels - 1)
         return cls(**dict(zip((field.name for field in fields(cls)), values, strict=True)))
     if code != _ARRAY:
-        raise MalformedPlanError(f"extension type {code} is unknown")
+        raise MalformedMessageError(f"extension type {code} is unknown")
     start = 1 + data[0] if data else 0
     name, shape = codec.unpack(data[1:start])
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
-        raise MalformedPlanError(f"an array of {name} cannot be sent between ranks")
+        raise MalformedMessageError(f"an array of {name} cannot be sent between ranks")
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
