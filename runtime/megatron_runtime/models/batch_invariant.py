@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight, dense
 from megatron_runtime.models.layers.paged_attention import DecodeGroup, PagedAttention, PrefillChunk
 
 ROWS = (64, 32, 16, 8, 4, 2, 1)
@@ -37,26 +37,22 @@ _VECTORS = 64
 class BatchInvariantLinear(Linear):
     """A Linear whose products use only numbers of rows that gave equal bits when it was created."""
 
-    def __init__(self, linear: Linear) -> None:
-        self.out_features, self.in_features = linear.out_features, linear.in_features
-        self._linear = linear
-        self._rows = equal_rows(linear, linear.in_features)
+    def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
+        super().__init__(weight_NK, packed=packed)
+        self._rows = equal_rows(super().__call__, self.in_features)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         count = len(x_TK)
         if count in self._rows:
-            return self._linear(x_TK)
+            return super().__call__(x_TK)
         smallest = self._rows[-1]
         x_RK = F.pad(x_TK, (0, 0, 0, -count % smallest))
         parts, start = [], 0
         while start < len(x_RK):
             rows = next(rows for rows in self._rows if rows <= len(x_RK) - start)
-            parts.append(self._linear(x_RK[start : start + rows]))
+            parts.append(super().__call__(x_RK[start : start + rows]))
             start += rows
         return torch.cat(parts)[:count]
-
-    def dense(self) -> torch.Tensor:
-        return self._linear.dense()
 
 
 def equal_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int) -> tuple[int, ...]:
@@ -76,11 +72,10 @@ class BatchInvariantLinears(LinearFactory):
     """Creates dense matrices of type float32."""
 
     def linear(self, weight_NK: Weight) -> Linear:
-        return BatchInvariantLinear(super().linear(weight_NK))
+        return BatchInvariantLinear(dense(weight_NK))
 
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        embedding, head_VD = super().tied(weight_VD)
-        return embedding, BatchInvariantLinear(head_VD)
+    def tied(self, weight_VD: Weight) -> Linear:
+        return BatchInvariantLinear(dense(weight_VD), packed=False)
 
 
 def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x_TF: torch.Tensor) -> torch.Tensor:
@@ -122,9 +117,9 @@ class BatchInvariantAttention(PagedAttention):
 class _Sums:
     """The sums softmax(scale q k^T) v of every token, over the positions added so far."""
 
-    def __init__(self, q_THD: torch.Tensor, *, kv_heads: int, scale: float | None) -> None:
+    def __init__(self, q_THD: torch.Tensor, *, kv_heads: int, scale: float) -> None:
         tokens, heads, size = q_THD.shape
-        scaled_THD = q_THD * (size**-0.5 if scale is None else scale)
+        scaled_THD = q_THD * scale
         self._q_KTGD = scaled_THD.view(tokens, kv_heads, heads // kv_heads, size).transpose(0, 1).contiguous()
         self._values_KTGD = torch.zeros_like(self._q_KTGD)
         # As wide as a head: elementwise functions are applied to whole rows.

@@ -17,7 +17,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.compiled_linear import NativeLinear
+from megatron_runtime.models.layers.cpu import NativeLinear
 
 Float32 = npt.NDArray[np.float32]
 _WORDS = {name: number for number, name in enumerate(STEP.names or ())}

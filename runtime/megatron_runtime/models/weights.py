@@ -15,7 +15,7 @@ from megatron_runtime.distributed.shard import IndivisibleError, Shard
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
 NamedPart = tuple[str, Part]
@@ -115,11 +115,12 @@ class _Loader:
             head_WD=head,
         )
 
-    def _tables(self) -> tuple[Embedding | None, Linear | None]:
+    def _tables(self) -> tuple[Linear | None, Linear | None]:
         shard, config = self.shard, self.config
         rows = (_slice(shard.vocabulary(config.vocab_size)),)
         if config.tie_embeddings and shard.has_embedding and shard.has_head:
-            return self.linears.tied(self._weight(("embedding", rows)))
+            tied = self.linears.tied(self._weight(("embedding", rows)))
+            return tied, tied
         head_name = "embedding" if config.tie_embeddings else "head"
         embedding = self.linears.embedding(self._weight(("embedding", rows))) if shard.has_embedding else None
         head = self.linears.linear(self._weight((head_name, rows))) if shard.has_head else None

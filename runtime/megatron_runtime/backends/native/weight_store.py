@@ -20,7 +20,7 @@ from megatron_runtime.checkpoints.checkpoint import (
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.layers.compiled_linear import NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import num_expert_parameters, num_parameters
 from megatron_runtime.models.weights import load_weights

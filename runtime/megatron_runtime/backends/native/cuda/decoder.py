@@ -21,7 +21,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
@@ -53,11 +53,8 @@ class DeviceLinears(LinearFactory):
         assert stack_YNK is not None, "a layer has experts"
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
 
-    def embedding(self, weight_VD: Weight) -> Embedding:
+    def embedding(self, weight_VD: Weight) -> Linear:
         return super().embedding(self._moved(weight_VD))
-
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        return super().tied(self._moved(weight_VD))
 
     def _moved(self, weight: Weight) -> torch.Tensor:
         return _dense(weight).to(self._device, self._dtype)
