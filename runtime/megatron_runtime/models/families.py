@@ -432,7 +432,7 @@ def _gguf(fields: Mapping[str, tuple[str, str]]) -> dict[str, str]:
 
 
 def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True, **others: Any) -> MoEConfig:
-    sizes = {ours: fields.size(name) for ours, name in names.items()}
+    sizes: dict[str, Any] = {ours: fields.size(name) for ours, name in names.items()}
     return MoEConfig(**sizes, normalize=normalize, **others)
 
 

@@ -83,8 +83,8 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
     if config.moe is not None:
         shard.experts(config.moe.num_experts)
         shard.feed_forward(config.moe.intermediate_size)
-    elif shard.expert_size > 1:
-        raise IndivisibleError(f"expert_parallel_size={shard.expert_size}: this model has no experts: use 1")
+    elif shard.sizes.expert > 1:
+        raise IndivisibleError(f"expert_parallel_size={shard.sizes.expert}: this model has no experts: use 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +179,14 @@ class _Loader:
 
     def _weight(self, *parts: NamedPart) -> Weight:
         """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense."""
-        kinds = self.linears.quantized_kinds
-        if kinds:
-            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=kinds) for name, part in parts]
+        wanted = self.linears.quantized_kinds
+        if wanted:
+            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
             blocks = [block for block in found if block is not None]
             if len(blocks) == len(parts) and len({block.kind for block in blocks}) == 1:
                 return blocks
-        shapes = [self._part_shape(name, part) for name, part in parts]
+        kinds = self.checkpoint.kinds
+        shapes = [torch.empty(kinds[self._hf_name(name)].shape, device="meta")[part].shape for name, part in parts]
         weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
             self._copy(name, part, target)
@@ -206,11 +207,6 @@ class _Loader:
     def _dense(self, name: str, part: Part = ()) -> torch.Tensor:
         # A copy: read() may return a view of the file.
         return self.checkpoint.read(self._hf_name(name), part).to(self.dtype, copy=True)
-
-    def _part_shape(self, name: str, part: Part) -> tuple[int, int]:
-        rows, columns = self.checkpoint.kinds[self._hf_name(name)].shape
-        extents = [len(range(*one.indices(size))) for one, size in zip(part, (rows, columns), strict=False)]
-        return (extents[0] if extents else rows), (extents[1] if len(extents) > 1 else columns)
 
     def _hf_name(self, name: str) -> str:
         return FAMILIES[self.config.family].hf_name(name)

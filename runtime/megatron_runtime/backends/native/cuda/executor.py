@@ -171,9 +171,9 @@ class CudaExecutor(TorchExecutor):
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
         shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
-        size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
-        groups.begin(tokens if size is None else (size,) * shard.expert_size)
-        if shard.pipeline_size == 1:
+        size = self._graph_size(plan, max(tokens)) if shard.sizes.pipeline == 1 else None
+        groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
+        if shard.sizes.pipeline == 1:
             return self._run(batch.plan, cache_LPXE, size=size)
         model, buffers = self._loaded
         staged = buffers.stage(batch.plan)
