@@ -44,11 +44,9 @@ class UnbatchedLink(PeerLink):
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(address, connect=self._connect_dealer, **options)
 
-    def _connect_dealer(self, _keys: object, _attempt: int) -> Dealer:
+    def _connect_dealer(self, _keys: object) -> Dealer:
         most = limits.MAX_ENGINE_MESSAGE_BYTES
-        dealer = UnbatchedDealer(self.address, self.receive, on_open=self.say_hello, max_message_bytes=most)
-        dealer.start()
-        return dealer
+        return UnbatchedDealer(self.address, self.receive, on_open=self.say_hello, max_message_bytes=most)
 
 
 async def measure(*, rate: int, **load: int) -> list[Figure]:

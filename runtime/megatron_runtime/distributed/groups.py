@@ -6,14 +6,14 @@ logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.distributed.shard import ParallelSizes, Shard
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.watch import StepProgress
 
 
@@ -74,21 +74,18 @@ class Groups(Collectives):
             timeout=timeout,
             device_id=device if is_gpu else None,
         )
-        shards = [sizes.shard(number) for number in range(sizes.world)]
+        numbers = torch.arange(sizes.world).view(sizes.pipeline, sizes.expert, sizes.tensor)  # as Shard.rank
 
-        def group(key: Callable[[Shard], tuple[int, int]]) -> dist.ProcessGroup | None:
-            """Create the group of the ranks with each key. Return this rank's group; None if it has no other rank."""
-            own = None
-            for each in sorted({key(shard) for shard in shards}):
-                ranks = [shard.rank for shard in shards if key(shard) == each]
-                created = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
-                if each == key(self.shard) and isinstance(created, dist.ProcessGroup):
-                    own = created
+        def group(dimension: int) -> dist.ProcessGroup | None:
+            """Create the groups of ranks along a dimension. Return this rank's group; None if it has no other rank."""
+            ranks = numbers.movedim(dimension, -1).flatten(0, 1).tolist()
+            if len(ranks[0]) == 1:
+                return None
+            own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+            assert isinstance(own, dist.ProcessGroup), "every rank is in one group of each dimension"
             return own
 
-        self._tensor = group(lambda shard: (shard.pipeline_rank, shard.expert_rank))
-        self._expert = group(lambda shard: (shard.pipeline_rank, shard.tensor_rank))
-        self._pipeline = group(lambda shard: (shard.expert_rank, shard.tensor_rank))
+        self._pipeline, self._expert, self._tensor = map(group, range(3))
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
         """Begin a forward pass with these numbers of tokens on the expert ranks, which each rank has from the plan."""
@@ -126,10 +123,10 @@ class Groups(Collectives):
         rows = logits_NW.shape[0]
         if logits_NW.shape[1] < width:
             logits_NW = torch.nn.functional.pad(logits_NW, (0, width - logits_NW.shape[1]))
-        gathered = logits_NW.new_empty(self.shard.tensor_size * rows, width)
+        gathered = logits_NW.new_empty(self.shard.sizes.tensor * rows, width)
         with self._exchange():
             dist.all_gather_into_tensor(gathered, logits_NW.contiguous(), group=self._tensor)
-        logits_NV = gathered.view(self.shard.tensor_size, rows, width).transpose(0, 1).flatten(1)
+        logits_NV = gathered.view(self.shard.sizes.tensor, rows, width).transpose(0, 1).flatten(1)
         return logits_NV[:, :vocab_size]
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -173,4 +170,4 @@ class Groups(Collectives):
                 self._sending.pop(0)[0].wait()
 
     def _neighbour(self, step: int) -> int:
-        return self.shard.rank + step * self.shard.tensor_size * self.shard.expert_size
+        return self.shard.rank + step * self.shard.sizes.tensor * self.shard.sizes.expert

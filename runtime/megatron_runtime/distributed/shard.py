@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 RENDEZVOUS_PORT = 29500
 
@@ -40,14 +41,7 @@ class ParallelSizes:
             raise IndivisibleError(f"rank {rank}: tensor x pipeline x expert is {self.world} ranks, counted from 0")
         rest, tensor_rank = divmod(rank, self.tensor)
         pipeline_rank, expert_rank = divmod(rest, self.expert)
-        return Shard(
-            tensor_rank=tensor_rank,
-            tensor_size=self.tensor,
-            pipeline_rank=pipeline_rank,
-            pipeline_size=self.pipeline,
-            expert_rank=expert_rank,
-            expert_size=self.expert,
-        )
+        return Shard(sizes=self, tensor_rank=tensor_rank, pipeline_rank=pipeline_rank, expert_rank=expert_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +51,15 @@ class Shard:
     Every method takes a size of the whole model and returns the half-open range of it that this rank holds.
     """
 
+    sizes: ParallelSizes = ParallelSizes()
     tensor_rank: int = 0
-    tensor_size: int = 1
     pipeline_rank: int = 0
-    pipeline_size: int = 1
     expert_rank: int = 0
-    expert_size: int = 1
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        return ParallelSizes(tensor=self.tensor_size, pipeline=self.pipeline_size, expert=self.expert_size)
 
     @property
     def rank(self) -> int:
         """Number of this rank in the engine."""
-        return (self.pipeline_rank * self.expert_size + self.expert_rank) * self.tensor_size + self.tensor_rank
+        return (self.pipeline_rank * self.sizes.expert + self.expert_rank) * self.sizes.tensor + self.tensor_rank
 
     @property
     def has_embedding(self) -> bool:
@@ -81,36 +69,36 @@ class Shard:
     @property
     def has_head(self) -> bool:
         """Whether this is the last pipeline stage, which turns hidden states into logits."""
-        return self.pipeline_rank == self.pipeline_size - 1
+        return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's stage. If they do not divide evenly, the first stages have one more."""
-        if num_layers < self.pipeline_size:
+        if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
-                f"pipeline_parallel_size={self.pipeline_size}: the model has {num_layers} layers: use at most that"
+                f"pipeline_parallel_size={self.sizes.pipeline}: the model has {num_layers} layers: use at most that"
             )
-        return _part(num_layers, self.pipeline_rank, self.pipeline_size)
+        return _part(num_layers, self.pipeline_rank, self.sizes.pipeline)
 
     def heads(self, num_heads: int) -> range:
         """Query heads."""
-        return self._even(num_heads, "query heads")
+        return self._even(num_heads, "query heads", "tensor")
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """Key-value heads. If there are fewer heads than ranks, several ranks hold each."""
-        if num_kv_heads >= self.tensor_size:
-            return self._even(num_kv_heads, "key-value heads")
-        if self.tensor_size % num_kv_heads:
-            multiple = self.tensor_size // num_kv_heads * num_kv_heads
+        if num_kv_heads >= self.sizes.tensor:
+            return self._even(num_kv_heads, "key-value heads", "tensor")
+        if self.sizes.tensor % num_kv_heads:
+            multiple = self.sizes.tensor // num_kv_heads * num_kv_heads
             raise IndivisibleError(
-                f"tensor_parallel_size={self.tensor_size} is not a multiple of the model's {num_kv_heads} key-value "
+                f"tensor_parallel_size={self.sizes.tensor} is not a multiple of the model's {num_kv_heads} key-value "
                 f"heads: use {multiple} or {multiple + num_kv_heads}"
             )
-        head = self.tensor_rank * num_kv_heads // self.tensor_size
+        head = self.tensor_rank * num_kv_heads // self.sizes.tensor
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
         """Rows of gate and up, columns of down."""
-        return self._even(intermediate_size, "feed-forward size")
+        return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
         """Rows of embedding and head: `vocabulary_width`, fewer on the last ranks."""
@@ -120,24 +108,19 @@ class Shard:
 
     def vocabulary_width(self, vocab_size: int) -> int:
         """Return the largest number of rows of embedding and head that a rank has."""
-        return -(-vocab_size // self.tensor_size)
+        return -(-vocab_size // self.sizes.tensor)
 
     def experts(self, num_experts: int) -> range:
         """Experts of each layer. Each is divided among the tensor ranks, as a dense feed-forward."""
-        if num_experts % self.expert_size:
-            raise IndivisibleError(
-                f"expert_parallel_size={self.expert_size} does not divide the model's {num_experts} experts: "
-                f"use {_divisors(num_experts)}"
-            )
-        return _part(num_experts, self.expert_rank, self.expert_size)
+        return self._even(num_experts, "experts", "expert")
 
-    def _even(self, size: int, what: str) -> range:
-        if size % self.tensor_size:
+    def _even(self, size: int, what: str, dimension: Literal["tensor", "expert"]) -> range:
+        rank, ranks = getattr(self, f"{dimension}_rank"), getattr(self.sizes, dimension)
+        if size % ranks:
             raise IndivisibleError(
-                f"tensor_parallel_size={self.tensor_size} does not divide the model's {size} {what}: "
-                f"use {_divisors(size)}"
+                f"{dimension}_parallel_size={ranks} does not divide the model's {size} {what}: use {_divisors(size)}"
             )
-        return _part(size, self.tensor_rank, self.tensor_size)
+        return _part(size, rank, ranks)
 
 
 def _part(size: int, index: int, parts: int) -> range:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Phase(IntEnum):
     EXCHANGING = 2  # in a collective: it may wait for other ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """The progress of a rank at one moment.
 
     done:      number of the last order that the rank completed.
@@ -72,11 +70,9 @@ class Report:
     phase: Phase = Phase.IDLE
     place: str = "no step"
 
-    def to_wire(self) -> list[Any]:
-        return [self.done, self.marks, self.exchanges, int(self.phase), self.place]
-
     @classmethod
     def from_wire(cls, items: list[Any]) -> Report:
+        """Return the report that was sent as a list of its fields."""
         done, marks, exchanges, phase, place = items
         return cls(done, marks, exchanges, Phase(phase), place)
 

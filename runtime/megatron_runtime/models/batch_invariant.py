@@ -11,7 +11,7 @@ page, E = 2 K D.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight, dense
 from megatron_runtime.models.layers.paged_attention import DecodeGroup, PagedAttention, PrefillChunk
 
 ROWS = (64, 32, 16, 8, 4, 2, 1)
@@ -37,26 +37,22 @@ _VECTORS = 64
 class BatchInvariantLinear(Linear):
     """A Linear whose products use only numbers of rows that gave equal bits when it was created."""
 
-    def __init__(self, linear: Linear) -> None:
-        self.out_features, self.in_features = linear.out_features, linear.in_features
-        self._linear = linear
-        self._rows = equal_rows(linear, linear.in_features)
+    def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
+        super().__init__(weight_NK, packed=packed)
+        self._rows = equal_rows(super().__call__, self.in_features)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         count = len(x_TK)
         if count in self._rows:
-            return self._linear(x_TK)
+            return super().__call__(x_TK)
         smallest = self._rows[-1]
         x_RK = F.pad(x_TK, (0, 0, 0, -count % smallest))
         parts, start = [], 0
         while start < len(x_RK):
             rows = next(rows for rows in self._rows if rows <= len(x_RK) - start)
-            parts.append(self._linear(x_RK[start : start + rows]))
+            parts.append(super().__call__(x_RK[start : start + rows]))
             start += rows
         return torch.cat(parts)[:count]
-
-    def dense(self) -> torch.Tensor:
-        return self._linear.dense()
 
 
 def equal_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int) -> tuple[int, ...]:
@@ -76,11 +72,10 @@ class BatchInvariantLinears(LinearFactory):
     """Creates dense matrices of type float32."""
 
     def linear(self, weight_NK: Weight) -> Linear:
-        return BatchInvariantLinear(super().linear(weight_NK))
+        return BatchInvariantLinear(dense(weight_NK))
 
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        embedding, head_VD = super().tied(weight_VD)
-        return embedding, BatchInvariantLinear(head_VD)
+    def tied(self, weight_VD: Weight) -> Linear:
+        return BatchInvariantLinear(dense(weight_VD), packed=False)
 
 
 def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x_TF: torch.Tensor) -> torch.Tensor:
@@ -98,12 +93,14 @@ class BatchInvariantAttention(PagedAttention):
         q_BHD = q_THD[group.rows]
         pages_BP = group.pages.view(len(q_BHD), -1)
         mask_BS = group.mask_B11S[:, 0, 0]
-        split = SPLIT // cache_PXE.shape[1]
-        sums = _Sums(q_BHD, kv_heads=self._kv_heads, scale=self._scale)
-        for pages, mask in zip(pages_BP.split(split, 1), mask_BS.split(SPLIT, 1), strict=True):
-            kv_BSE = cache_PXE.index_select(0, pages.reshape(-1)).view(len(q_BHD), -1, cache_PXE.shape[2])
-            sums.add(kv_BSE, mask)
-        return sums.result()
+        pages_of_splits, masks = pages_BP.split(SPLIT // cache_PXE.shape[1], 1), mask_BS.split(SPLIT, 1)
+        return self._sum(
+            q_BHD,
+            (
+                (cache_PXE.index_select(0, pages.reshape(-1)).view(len(q_BHD), -1, cache_PXE.shape[2]), mask)
+                for pages, mask in zip(pages_of_splits, masks, strict=True)
+            ),
+        )
 
     def _prefill(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: PrefillChunk
@@ -113,45 +110,36 @@ class BatchInvariantAttention(PagedAttention):
         mask_TS = chunk.mask_TS
         if mask_TS is None:
             mask_TS = torch.full((len(q_THD), len(kv_SE)), -math.inf).triu_(1)
-        sums = _Sums(q_THD, kv_heads=self._kv_heads, scale=self._scale)
-        for kv, mask in zip(kv_SE.split(SPLIT), mask_TS.split(SPLIT, 1), strict=True):
-            sums.add(kv[None], mask)
-        return sums.result()
+        return self._sum(q_THD, zip(kv_SE[None].split(SPLIT, 1), mask_TS.split(SPLIT, 1), strict=True))
 
+    def _sum(self, q_THD: torch.Tensor, splits: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the attention of every token, [T, H * D].
 
-class _Sums:
-    """The sums softmax(scale q k^T) v of every token, over the positions added so far."""
-
-    def __init__(self, q_THD: torch.Tensor, *, kv_heads: int, scale: float | None) -> None:
-        tokens, heads, size = q_THD.shape
-        scaled_THD = q_THD * (size**-0.5 if scale is None else scale)
-        self._q_KTGD = scaled_THD.view(tokens, kv_heads, heads // kv_heads, size).transpose(0, 1).contiguous()
-        self._values_KTGD = torch.zeros_like(self._q_KTGD)
+        splits: keys and values [T, S, E] of each token, or [1, S, E] of all, and masks [T, S] at up to SPLIT positions.
+                Every token attends to a position of the first split.
+        """
+        tokens, _, size = q_THD.shape
+        kv_heads = self._kv_heads
+        q_KTGD = (q_THD * self._scale).view(tokens, kv_heads, -1, size).transpose(0, 1).contiguous()
+        values_KTGD = torch.zeros_like(q_KTGD)
         # As wide as a head: elementwise functions are applied to whole rows.
-        self._weight_KTGD = torch.zeros_like(self._q_KTGD)
-        self._largest_KTGD = torch.full_like(self._q_KTGD, -math.inf)
-
-    def add(self, kv_BSE: torch.Tensor, mask_TS: torch.Tensor) -> None:
-        """Add keys and values of each token, or of all, at up to SPLIT positions; every token sees the first split."""
-        missing = SPLIT - mask_TS.shape[1]
-        mask_TS = F.pad(mask_TS, (0, missing), value=-math.inf)
-        kv_heads, tokens, _, size = self._q_KTGD.shape
-        kv_JKBSD = F.pad(kv_BSE, (0, 0, 0, missing)).unflatten(2, (2, kv_heads, size)).permute(2, 3, 0, 1, 4)
-        k_KTSD, v_KTSD = kv_JKBSD.contiguous().expand(-1, -1, tokens, -1, -1)
-        heads = range(kv_heads)
-        scores_KTGS = torch.stack([torch.bmm(self._q_KTGD[head], k_KTSD[head].transpose(1, 2)) for head in heads])
-        scores_KTGS += mask_TS[:, None]
-        largest_KTGD = torch.maximum(self._largest_KTGD, scores_KTGS.amax(-1, keepdim=True))
-        weights_KTGS = _exp(scores_KTGS - largest_KTGD[..., :1])
-        kept_KTGD = _exp(self._largest_KTGD - largest_KTGD)
-        self._weight_KTGD.mul_(kept_KTGD).add_(weights_KTGS.sum(-1, keepdim=True))
-        self._values_KTGD.mul_(kept_KTGD)
-        self._values_KTGD += torch.stack([torch.bmm(weights_KTGS[head], v_KTSD[head]) for head in heads])
-        self._largest_KTGD = largest_KTGD
-
-    def result(self) -> torch.Tensor:
-        """[T, H * D]."""
-        return (self._values_KTGD / self._weight_KTGD).transpose(0, 1).flatten(1)
+        weight_KTGD = torch.zeros_like(q_KTGD)
+        largest_KTGD = torch.full_like(q_KTGD, -math.inf)
+        for kv_BSE, mask_TS in splits:
+            missing = SPLIT - mask_TS.shape[1]
+            kv_JKBSD = F.pad(kv_BSE, (0, 0, 0, missing)).unflatten(2, (2, kv_heads, size)).permute(2, 3, 0, 1, 4)
+            k_KTSD, v_KTSD = kv_JKBSD.contiguous().expand(-1, -1, tokens, -1, -1)
+            scores_KTGS = torch.stack(
+                [torch.bmm(q_TGD, k_TSD.transpose(1, 2)) for q_TGD, k_TSD in zip(q_KTGD, k_KTSD, strict=True)]
+            )
+            scores_KTGS += F.pad(mask_TS, (0, missing), value=-math.inf)[:, None]
+            before_KTGD, largest_KTGD = largest_KTGD, torch.maximum(largest_KTGD, scores_KTGS.amax(-1, keepdim=True))
+            weights_KTGS = _exp(scores_KTGS - largest_KTGD[..., :1])
+            kept_KTGD = _exp(before_KTGD - largest_KTGD)
+            weight_KTGD.mul_(kept_KTGD).add_(weights_KTGS.sum(-1, keepdim=True))
+            values_KTGD.mul_(kept_KTGD)
+            values_KTGD += torch.stack(list(map(torch.bmm, weights_KTGS, v_KTSD)))
+        return (values_KTGD / weight_KTGD).transpose(0, 1).flatten(1)
 
 
 def _exp(x_KTGN: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Model configurations in files: checked fields of config.json and of GGUF metadata.
 
-Here are the rotary embedding, sliding windows and experts, which several families have in common.
+Here are the rotary embedding and sliding windows, which several families have in common.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from megatron_runtime.models.config import (
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
-    MoEConfig,
     RopeScaling,
     SlidingWindow,
     UnsupportedModelError,
@@ -153,29 +152,14 @@ def layer_types(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding.window, "layer_types": kinds}
 
 
-def mixture(fields: Fields, experts: str, per_token: str, size: str, **others: Any) -> Traits:
-    """Return the experts of a family.
-
-    experts, per_token, size: fields with the number of experts, of experts per token, and of rows of an expert.
-    others: further fields of MoEConfig.
-    """
-    values = {
-        "num_experts": fields.size(experts),
-        "experts_per_token": fields.size(per_token),
-        "intermediate_size": fields.size(size),
-        "normalize": True,
-    }
-    return {"moe": MoEConfig(**values | others)}
-
-
-def rope_of_hf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
+def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
     """Return base and scaling of the layers without a window. theta: the base if the file has none."""
     # transformers 5 writes rope_parameters, by kind of layer if they differ; 4 wrote rope_theta and rope_scaling.
     values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if "full_attention" in values.values:
         values = values.below("full_attention")
     base = values if values.get("rope_theta") else fields
-    return base.constant("rope_theta", theta), _scaling(values)
+    return {"rope_theta": base.constant("rope_theta", theta), "rope_scaling": _scaling(values)}
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -187,15 +171,14 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": config.rope_theta, "rope_scaling": values}
 
 
-def rope_of_gguf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
+def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
     """Return base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
     kind = fields.get("rope.scaling.type", "none")
     base = fields.constant("rope.freq_base", theta)
-    if kind == "none":
-        return base, None
-    if kind != "linear":
+    if kind not in ("none", "linear"):
         raise UnsupportedModelError(f"{fields.where} has rope scaling {shown(kind)}: supported are 'none' and 'linear'")
-    return base, LinearScaling(factor=fields.constant("rope.scaling.factor"))
+    scaling = LinearScaling(factor=fields.constant("rope.scaling.factor")) if kind == "linear" else None
+    return {"rope_theta": base, "rope_scaling": scaling}
 
 
 def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:

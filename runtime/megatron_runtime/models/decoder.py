@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
-from megatron_runtime.models.layers.linear import Embedding, Linear
+from megatron_runtime.models.layers.linear import Linear
 from megatron_runtime.models.layers.paged_attention import (
     AttentionBatch,
     PagedAttention,
@@ -64,7 +64,7 @@ class LayerWeights:
 class DecoderWeights:
     """The weights of one rank. Only the first pipeline stage has `embedding`, only the last `norm_D` and `head_WD`."""
 
-    embedding: Embedding | None
+    embedding: Linear | None
     layers: tuple[LayerWeights, ...]
     norm_D: torch.Tensor | None
     head_WD: Linear | None
@@ -124,10 +124,10 @@ class Decoder:
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(vocab_size)
         if len(held) == vocab_size:
-            x_TD = embedding(token_ids_T)
+            x_TD = embedding.look_up(token_ids_T)
         else:  # the other tensor ranks hold the other rows of the table
             is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
-            x_TD = embedding((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
+            x_TD = embedding.look_up((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
             x_TD = self._collectives.all_reduce(x_TD)
         if self.config.embedding_scale == 1.0:
             return x_TD

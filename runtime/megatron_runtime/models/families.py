@@ -6,16 +6,15 @@ To add a family, add a `Family` with its names and traits to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.config import ModelConfig, MoEConfig, UnsupportedModelError
 from megatron_runtime.models.config_fields import (
     MAX_ALL_EXPERTS,
     Fields,
     Traits,
     layer_types,
-    mixture,
     rope_of_gguf,
     rope_of_hf,
     rope_to_hf,
@@ -37,12 +36,13 @@ class Family:
     layer_names:       of a layer's tensors, short name -> name in transformers; `{expert}` stands for a number.
     activation_field:  field of config.json with the activation, and its only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
-    from_hf, to_hf:    read and write the family's traits in config.json.
-    from_gguf:         reads the traits in a GGUF file's metadata, whose keys lack the architecture's prefix here.
+    traits:            of all models of the family.
+    from_hf, to_hf:    read and write further traits in config.json.
+    from_gguf:         reads them in a GGUF file's metadata, whose keys lack the architecture's prefix here.
     tied:              the head is the embedding unless config.json has the field.
     rope_theta:        the base if a file has none.
     pairs_rotary_rows: in GGUF files the two rows of q and k that rotate together are adjacent.
-    is_mixture:        has experts; distinguishes two families with the same GGUF architecture.
+    expert_fields:     as _FIELDS, for sizes in MoEConfig; empty for a family without experts.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Family:
     layer_names: Mapping[str, str]
     activation_field: tuple[str, str] = ("hidden_act", "silu")
     unsupported: tuple[str, ...] = ()
+    traits: Traits = field(default_factory=dict)
     from_hf: Callable[[Fields], Traits] = lambda fields: {}
     to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     from_gguf: Callable[[Fields], Traits] = lambda fields: {}
@@ -57,7 +58,7 @@ class Family:
     tied: bool = False
     rope_theta: float = 10000.0
     pairs_rotary_rows: bool = False
-    is_mixture: bool = False
+    expert_fields: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def hf_name(self, name: str) -> str:
         """Return the name in transformers of the tensor with the short name `name`."""
@@ -84,21 +85,17 @@ _LLAMA_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_MIXTRAL_FIELDS = {
+    "num_experts": ("num_local_experts", "expert_count"),
+    "experts_per_token": ("num_experts_per_tok", "expert_used_count"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+}
 _MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate.weight",
     "experts.gate": "block_sparse_moe.experts.{expert}.w1.weight",
     "experts.up": "block_sparse_moe.experts.{expert}.w3.weight",
     "experts.down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
-
-
-def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    assert config.moe is not None
-    return {
-        "num_local_experts": config.moe.num_experts,
-        "num_experts_per_tok": config.moe.experts_per_token,
-        **layer_types(config),
-    }
 
 
 # Touvron et al. 2023, arXiv:2302.13971; also SmolLM2 and Llama 3.
@@ -124,20 +121,21 @@ _MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     gguf_architecture="llama",
     layer_names={**_LLAMA_NAMES, **_MIXTRAL_NAMES},
-    from_hf=lambda fields: {
-        **window_everywhere(fields),
-        **mixture(fields, "num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    },
-    to_hf=_mixtral_to_hf,
-    from_gguf=lambda fields: mixture(fields, "expert_count", "expert_used_count", "feed_forward_length"),
+    from_hf=lambda fields: {**window_everywhere(fields), "moe": _experts(fields, _hf(_MIXTRAL_FIELDS))},
+    to_hf=layer_types,
     rope_theta=1_000_000.0,
     pairs_rotary_rows=True,
-    is_mixture=True,
+    expert_fields=_MIXTRAL_FIELDS,
 )
 
 # --- Qwen -------------------------------------------------------------------------------------------------------------
 
 _QK_NORM_NAMES = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+_QWEN_EXPERT_FIELDS = {
+    "num_experts": ("num_experts", "expert_count"),
+    "experts_per_token": ("num_experts_per_tok", "expert_used_count"),
+    "intermediate_size": ("moe_intermediate_size", "expert_feed_forward_length"),
+}
 _QWEN_EXPERT_NAMES = {
     "router": "mlp.gate.weight",
     "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
@@ -163,26 +161,23 @@ def _qwen3_moe_of_hf(fields: Fields) -> Traits:
     every = fields.size("decoder_sparse_step", 1)
     listed = set(fields.listed("mlp_only_layers", int))
     layers = range(fields.size("num_hidden_layers"))
-    moe = mixture(
+    names = _hf(_QWEN_EXPERT_FIELDS)
+    if "num_experts" not in fields.values:
+        names["num_experts"] = "num_local_experts"  # in transformers 5
+    moe = _experts(
         fields,
-        # transformers 5 names the field num_local_experts.
-        "num_experts" if "num_experts" in fields.values else "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
+        names,
         normalize=fields.flag("norm_topk_prob"),
         dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
     )
     window = window_everywhere(fields) if fields.flag("use_sliding_window") else {}
-    return {"qk_norm": True, **moe, **window}
+    return {"moe": moe, **window}
 
 
 def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
     assert config.moe is not None
     return {
         **_qwen_window_to_hf(config),
-        "num_experts": config.moe.num_experts,
-        "num_experts_per_tok": config.moe.experts_per_token,
-        "moe_intermediate_size": config.moe.intermediate_size,
         "norm_topk_prob": config.moe.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.moe.dense_layers),
@@ -195,9 +190,9 @@ _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     gguf_architecture="qwen2",
     layer_names={**_LLAMA_NAMES, **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}},
-    from_hf=lambda fields: {"qkv_bias": True, **_qwen_window(fields)},
+    traits={"qkv_bias": True},
+    from_hf=_qwen_window,
     to_hf=_qwen_window_to_hf,
-    from_gguf=lambda fields: {"qkv_bias": True},
 )
 # arXiv:2505.09388. It has norms of q and k.
 _QWEN3 = Family(
@@ -206,9 +201,9 @@ _QWEN3 = Family(
     gguf_architecture="qwen3",
     layer_names={**_LLAMA_NAMES, **_QK_NORM_NAMES},
     unsupported=("attention_bias",),
-    from_hf=lambda fields: {"qk_norm": True, **_qwen_window(fields)},
+    traits={"qk_norm": True},
+    from_hf=_qwen_window,
     to_hf=_qwen_window_to_hf,
-    from_gguf=lambda fields: {"qk_norm": True},
 )
 _QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -216,14 +211,10 @@ _QWEN3_MOE = Family(
     gguf_architecture="qwen3moe",
     layer_names={**_LLAMA_NAMES, **_QK_NORM_NAMES, **_QWEN_EXPERT_NAMES},
     unsupported=("attention_bias",),
+    traits={"qk_norm": True},
     from_hf=_qwen3_moe_of_hf,
     to_hf=_qwen3_moe_to_hf,
-    # The GGUF converter rejects models with dense layers, and every released model normalizes.
-    from_gguf=lambda fields: {
-        "qk_norm": True,
-        **mixture(fields, "expert_count", "expert_used_count", "expert_feed_forward_length"),
-    },
-    is_mixture=True,
+    expert_fields=_QWEN_EXPERT_FIELDS,
 )
 
 # --- Gemma 3 ----------------------------------------------------------------------------------------------------------
@@ -239,16 +230,6 @@ _GEMMA_NAMES = {
 }
 
 
-def _gemma_traits(hidden_size: int) -> Traits:
-    return {
-        "qk_norm": True,
-        "output_norms": True,
-        "norm_weight_offset": 1.0,
-        "activation": "gelu_tanh",
-        "embedding_scale": hidden_size**0.5,
-    }
-
-
 def _is_local(num_layers: int, period: int) -> list[bool]:
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 
@@ -261,7 +242,7 @@ def _gemma_of_hf(fields: Fields) -> Traits:
     key = "sliding_window_pattern" if fields.get("sliding_window_pattern") else "_sliding_window_pattern"
     is_local = _is_local(fields.size("num_hidden_layers"), fields.size(key, _GEMMA_PERIOD))
     return {
-        **_gemma_traits(fields.size("hidden_size")),
+        "embedding_scale": fields.size("hidden_size") ** 0.5,
         "query_scale": fields.constant("query_pre_attn_scalar", 256) ** -0.5,
         **sliding_traits(fields, is_local=is_local, rope_theta=theta),
     }
@@ -299,7 +280,7 @@ def _gemma_of_gguf(fields: Fields) -> Traits:
         is_local=is_local,
         rope_theta=fields.constant("rope.freq_base_swa", _GEMMA_LOCAL_THETA),
     )
-    return {**_gemma_traits(hidden), "query_scale": per_head**-0.5, **sliding}
+    return {"embedding_scale": hidden**0.5, "query_scale": per_head**-0.5, **sliding}
 
 
 # The text model (Gemma Team 2025, arXiv:2503.19786). It has norms before and after each block, whose weights are stored
@@ -316,6 +297,7 @@ _GEMMA3 = Family(
         "final_logit_softcapping",
         "use_bidirectional_attention",
     ),
+    traits={"qk_norm": True, "output_norms": True, "norm_weight_offset": 1.0, "activation": "gelu_tanh"},
     from_hf=_gemma_of_hf,
     to_hf=_gemma_to_hf,
     from_gguf=_gemma_of_gguf,
@@ -363,15 +345,12 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
     fields.only(*family.activation_field)
     for name in family.unsupported:
         fields.only(name)
-    traits = family.from_hf(fields)
-    theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
+    traits = family.from_hf(fields) | rope_of_hf(fields, theta=family.rope_theta)
     return _config(
+        family,
         fields,
-        {ours: hf for ours, (hf, _) in _FIELDS.items()},
-        family=family.name,
+        _hf(_FIELDS),
         vocab_size=fields.size("vocab_size"),
-        rope_theta=theta,
-        rope_scaling=scaling,
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         eos_token_ids=ends,
         bos_token_id=fields.token("bos_token_id"),
@@ -387,7 +366,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "model_type": family.name,
         family.activation_field[0]: family.activation_field[1],
         "vocab_size": config.vocab_size,
-        **{hf: getattr(config, ours) for ours, (hf, _) in _FIELDS.items()},
+        **{hf: getattr(config, ours) for ours, hf in _hf(_FIELDS).items()},
+        **{hf: getattr(config.moe, ours) for ours, hf in _hf(family.expert_fields).items()},
         **rope_to_hf(config),
         "tie_word_embeddings": config.tie_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,
@@ -399,7 +379,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def family_of_gguf(architecture: object, *, is_mixture: bool, where: str) -> Family:
     """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and those supported."""
     for family in FAMILIES.values():
-        if architecture is not None and (family.gguf_architecture, family.is_mixture) == (architecture, is_mixture):
+        is_same = family.gguf_architecture == architecture and bool(family.expert_fields) == is_mixture
+        if architecture is not None and is_same:
             return family
     kind = f"architecture {shown(architecture)}" + (" with experts" if is_mixture else "")
     raise UnsupportedModelError(f"{where} has {kind}: supported are {', '.join(GGUF_ARCHITECTURES)}")
@@ -420,38 +401,54 @@ def config_from_gguf(
 
     Raises UnsupportedModelError.
     """
-    theta, scaling = rope_of_gguf(fields, theta=family.rope_theta)
-    names = {ours: gguf for ours, (_, gguf) in _FIELDS.items()}
+    traits = rope_of_gguf(fields, theta=family.rope_theta) | family.from_gguf(fields)
+    if family.expert_fields:
+        # The GGUF converter rejects models with dense layers, and every released model normalizes.
+        traits["moe"] = _experts(fields, _gguf(family.expert_fields))
+    names = _gguf(_FIELDS)
     if not fields.get("feed_forward_length"):
         names["intermediate_size"] = "expert_feed_forward_length"
     config = _config(
+        family,
         fields,
         names,
-        family=family.name,
         vocab_size=vocab_size,
-        rope_theta=theta,
-        rope_scaling=scaling,
         tie_embeddings=tie_embeddings,
         eos_token_ids=ends,
         bos_token_id=bos,
-        **family.from_gguf(fields),
+        **traits,
     )
     if fields.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise UnsupportedModelError(f"{fields.where} rotates a part of each head: only whole heads are supported")
     return config
 
 
-def _config(fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
+def _hf(fields: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {ours: hf for ours, (hf, _) in fields.items()}
+
+
+def _gguf(fields: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {ours: gguf for ours, (_, gguf) in fields.items()}
+
+
+def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True, **others: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {ours: fields.size(name) for ours, name in names.items()}
+    return MoEConfig(**sizes, normalize=normalize, **others)
+
+
+def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
     """Read the sizes under their `names` in the file, and check them against each other."""
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers", "max_position_embeddings"):
         others[name] = fields.size(names[name])
     config = ModelConfig(
+        family=family.name,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=fields.size(names["num_kv_heads"], heads),
         head_dim=fields.size(names["head_dim"], hidden // heads),
         rms_norm_eps=fields.constant(names["rms_norm_eps"]),
+        **family.traits,
         **others,
     )
     where, moe = fields.where, config.moe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.compiled_linear import NativeLinear
+from megatron_runtime.models.layers.cpu import NativeLinear
 
 Float32 = npt.NDArray[np.float32]
 _WORDS = {name: number for number, name in enumerate(STEP.names or ())}
@@ -42,15 +42,6 @@ class PlannedTokens(Protocol):
     def slot_mapping(self) -> npt.NDArray[np.int64]: ...
 
 
-class _BufferSizes(NamedTuple):
-    """Sizes of a step's workspace: tokens, rows of inputs, and the longest sequence in whole units."""
-
-    tokens: int
-    rows: int
-    context: int
-    has_prompts: bool
-
-
 def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
     """Return whether every matrix is packed and the compiled step supports every size."""
     is_packed = all(isinstance(linear, NativeLinear) for linear in weights.linears)
@@ -64,7 +55,7 @@ class NativeDecoder(DecoderModel):
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         assert runs_natively(config, weights)
         super().__init__(config, weights)
-        self._team = shared_thread_pool()
+        self._thread_pool = shared_thread_pool()
         self._tuning = tuning()
         self._buffers = Buffers()
         self._kept: list[torch.Tensor] = []
@@ -74,7 +65,7 @@ class NativeDecoder(DecoderModel):
         self._counters = np.zeros(config.num_layers, dtype=np.int64)
         self._step = np.zeros(1, dtype=STEP)
         self._words: npt.NDArray[np.int64] = self._step.view(np.int64)
-        self._sizes: _BufferSizes | None = None
+        self._sizes: tuple[int, ...] = ()
         self._rotations: dict[str, npt.NDArray[np.float32]] = {}
         self._set_constants()
 
@@ -105,7 +96,7 @@ class NativeDecoder(DecoderModel):
             "logit_rows": logit_rows_N,
         }
         context = -(-int(lengths.max()) // UNIT) * UNIT
-        self._resize_workspace(_BufferSizes(tokens, max(tokens, logits), context, has_prompts=len(counts) < tokens))
+        self._resize_workspace(tokens, max(tokens, logits), context, has_prompts=len(counts) < tokens)
         self._extend_rotations(int(plan.positions.max()) + 1)
         size = cache_LPXE.element_size()
         self._set(
@@ -123,7 +114,7 @@ class NativeDecoder(DecoderModel):
             }
         )
         self._counters[:] = 0
-        self._team.run_step(self._step)
+        self._thread_pool.run_step(self._step)
         return x_TD, logits_NV
 
     def _set(self, values: dict[str, int]) -> None:
@@ -131,8 +122,13 @@ class NativeDecoder(DecoderModel):
         for name, value in values.items():
             self._words[_WORDS[name]] = value
 
-    def _resize_workspace(self, sizes: _BufferSizes) -> None:
-        """Provide the workspace of a step. A step of the same sizes as the previous one uses the same memory."""
+    def _resize_workspace(self, tokens: int, rows: int, context: int, *, has_prompts: bool) -> None:
+        """Provide the workspace of a step. A step of the same sizes as the previous one uses the same memory.
+
+        rows:    of inputs of a product.
+        context: tokens of the longest sequence, in whole units.
+        """
+        sizes = (tokens, rows, context, has_prompts)
         if sizes == self._sizes:
             return
         config, floats = self.config, self._buffers.floats
@@ -140,24 +136,24 @@ class NativeDecoder(DecoderModel):
         width = max(config.hidden_size, query, config.intermediate_size)
         group = config.num_heads // config.num_kv_heads
         scratch = least_scratch(
-            sizes.context,
+            context,
             group=group,
             head_dim=config.head_dim,
             inputs=config.hidden_size,
-            has_prompts=sizes.has_prompts,
+            has_prompts=has_prompts,
         )
         # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
         arrays = {
-            "qkv": floats("qkv", sizes.tokens, query + 2 * config.num_kv_heads * config.head_dim),
-            "attended": floats("attended", sizes.tokens, query),
-            "gated": floats("gated", sizes.tokens, config.intermediate_size),
-            "added": floats("added", sizes.rows, config.hidden_size),
-            "shared_inputs": floats("shared_inputs", sizes.rows, row),
-            "scratch": floats("scratch", self._team.threads, scratch),
+            "qkv": floats("qkv", tokens, query + 2 * config.num_kv_heads * config.head_dim),
+            "attended": floats("attended", tokens, query),
+            "gated": floats("gated", tokens, config.intermediate_size),
+            "added": floats("added", rows, config.hidden_size),
+            "shared_inputs": floats("shared_inputs", rows, row),
+            "scratch": floats("scratch", self._thread_pool.threads, scratch),
         }
         self._set({name: _address(array) for name, array in arrays.items()})
-        self._set({"width": width, "context": sizes.context, "scratch_stride": scratch * 4})
+        self._set({"width": width, "context": context, "scratch_stride": scratch * 4})
         self._sizes = sizes
 
     def _extend_rotations(self, positions: int) -> None:

@@ -83,14 +83,10 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     return shapes
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Return the number of values of all tensors."""
-    return sum(map(prod, tensor_shapes(config).values()))
-
-
-def num_expert_parameters(config: ModelConfig) -> int:
-    """Return the number of values of the experts, which expert ranks divide among themselves."""
-    return sum(prod(shape) for name, shape in tensor_shapes(config).items() if ".experts." in name)
+def num_parameters(config: ModelConfig, *, expert_ranks: int = 1) -> int:
+    """Return the number of values of all tensors. expert_ranks: ranks that divide the experts among themselves."""
+    shapes = tensor_shapes(config).items()
+    return sum(prod(shape) // (expert_ranks if ".experts." in name else 1) for name, shape in shapes)
 
 
 def _feed_forward(prefix: str, hidden: int, size: int) -> dict[str, Shape]:

@@ -15,7 +15,7 @@ from megatron_runtime.distributed.shard import IndivisibleError, Shard
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
 NamedPart = tuple[str, Part]
@@ -83,8 +83,8 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
     if config.moe is not None:
         shard.experts(config.moe.num_experts)
         shard.feed_forward(config.moe.intermediate_size)
-    elif shard.expert_size > 1:
-        raise IndivisibleError(f"expert_parallel_size={shard.expert_size}: this model has no experts: use 1")
+    elif shard.sizes.expert > 1:
+        raise IndivisibleError(f"expert_parallel_size={shard.sizes.expert}: this model has no experts: use 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,12 @@ class _Loader:
             head_WD=head,
         )
 
-    def _tables(self) -> tuple[Embedding | None, Linear | None]:
+    def _tables(self) -> tuple[Linear | None, Linear | None]:
         shard, config = self.shard, self.config
         rows = (_slice(shard.vocabulary(config.vocab_size)),)
         if config.tie_embeddings and shard.has_embedding and shard.has_head:
-            return self.linears.tied(self._weight(("embedding", rows)))
+            tied = self.linears.tied(self._weight(("embedding", rows)))
+            return tied, tied
         head_name = "embedding" if config.tie_embeddings else "head"
         embedding = self.linears.embedding(self._weight(("embedding", rows))) if shard.has_embedding else None
         head = self.linears.linear(self._weight((head_name, rows))) if shard.has_head else None
@@ -178,13 +179,14 @@ class _Loader:
 
     def _weight(self, *parts: NamedPart) -> Weight:
         """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense."""
-        kinds = self.linears.quantized_kinds
-        if kinds:
-            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=kinds) for name, part in parts]
+        wanted = self.linears.quantized_kinds
+        if wanted:
+            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
             blocks = [block for block in found if block is not None]
             if len(blocks) == len(parts) and len({block.kind for block in blocks}) == 1:
                 return blocks
-        shapes = [self._part_shape(name, part) for name, part in parts]
+        kinds = self.checkpoint.kinds
+        shapes = [torch.empty(kinds[self._hf_name(name)].shape, device="meta")[part].shape for name, part in parts]
         weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
             self._copy(name, part, target)
@@ -205,11 +207,6 @@ class _Loader:
     def _dense(self, name: str, part: Part = ()) -> torch.Tensor:
         # A copy: read() may return a view of the file.
         return self.checkpoint.read(self._hf_name(name), part).to(self.dtype, copy=True)
-
-    def _part_shape(self, name: str, part: Part) -> tuple[int, int]:
-        rows, columns = self.checkpoint.kinds[self._hf_name(name)].shape
-        extents = [len(range(*one.indices(size))) for one, size in zip(part, (rows, columns), strict=False)]
-        return (extents[0] if extents else rows), (extents[1] if len(extents) > 1 else columns)
 
     def _hf_name(self, name: str) -> str:
         return FAMILIES[self.config.family].hf_name(name)

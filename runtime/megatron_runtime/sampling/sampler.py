@@ -100,17 +100,16 @@ def sample_step(
     tokens = np.full(len(batch.temperature), -1, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
     rows = step.sampled_rows
+    drawn = step.draw() if len(rows) else None
+    on_host: Int64 | None = None
+    if drawn is not None:
+        tokens[rows] = drawn
+        # The device draws from the model's own logits and returns no log-probabilities.
+        is_edited = np.array([row in batch.edits for row in rows.tolist()])
+        on_host = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
+        rows = rows[on_host]
     if len(rows):
-        drawn = step.draw()
-        if drawn is None:
-            reported = _sample_rows(step.sampled_logits(), rows, batch, tokens, reports_raw=reports_raw)
-        else:
-            tokens[rows] = drawn
-            # The device draws from the model's own logits and returns no log-probabilities.
-            is_edited = np.array([row in batch.edits for row in rows.tolist()])
-            here = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
-            if len(here):
-                reported = _sample_rows(step.sampled_logits(here), rows[here], batch, tokens, reports_raw=reports_raw)
+        reported = _sample_rows(step.sampled_logits(on_host), rows, batch, tokens, reports_raw=reports_raw)
     of_prompts: dict[int, list[LogProbs]] = {}
     for row, first, logits_NV in step.prompt_logits():
         targets = batch.prompt_targets[row][first : first + len(logits_NV)]

@@ -10,8 +10,7 @@ from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.switches import Switch
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.models.layers.compiled_linear import NativeLinear
-from megatron_runtime.models.layers.cpu import select_numbers
+from megatron_runtime.models.layers.cpu import NativeLinear, select_numbers
 
 MODEL = "builtin:smollm2-135m"
 

@@ -86,7 +86,7 @@ class Group(Collectives):
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
         total_AD = torch.stack(self._expert.exchange(self._shard.expert_rank, y_AD)).sum(dim=0)
-        return total_AD.chunk(self._shard.expert_size)[self._shard.expert_rank]
+        return total_AD.chunk(self._shard.sizes.expert)[self._shard.expert_rank]
 
 
 def make(family: str) -> Checkpoint:

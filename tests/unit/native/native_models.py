@@ -13,7 +13,7 @@ from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.compiled_linear import NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
@@ -79,7 +79,7 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
         for _ in range(config.num_layers)
     )
     table = random(config.vocab_size, hidden)
-    embedding, head = linears.tied(table)
+    embedding = head = linears.tied(table)
     if not config.tie_embeddings:
         head = linears.linear(random(config.vocab_size, hidden))
     return DecoderWeights(embedding=embedding, layers=layers, norm_D=norm(hidden), head_WD=head)

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 
 from megatron_kernels.cpu.memory import PAGES_THREAD, WeightMemory
 from megatron_kernels.cpu.switches import Switch
-from megatron_runtime.models.layers.compiled_linear import NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinears
 
 _MIB = 1 << 20
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -12,8 +12,7 @@ from megatron_kernels.cpu.compiled import is_supported
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.models.layers.compiled_linear import NativeLinears
-from megatron_runtime.models.layers.cpu import select_numbers
+from megatron_runtime.models.layers.cpu import NativeLinears, select_numbers
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.tokenization import load_tokenizer

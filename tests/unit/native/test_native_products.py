@@ -7,7 +7,7 @@ import torch
 from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.packing import fits, pack
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, QuantizedTensor
-from megatron_runtime.models.layers.compiled_linear import NativeLinear, NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
@@ -85,9 +85,9 @@ def test_a_row_has_the_same_bits_in_every_batch(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
-    embedding, head = NativeLinears(format).tied(random(96, 64))
+    table = NativeLinears(format).tied(random(96, 64))
     ids = torch.tensor([0, 95, 17, 17])
-    assert torch.equal(embedding(ids), head.dense()[ids])
+    assert torch.equal(table.look_up(ids), table.dense()[ids])
 
 
 def test_sizes_that_cannot_be_packed_stay_dense() -> None:

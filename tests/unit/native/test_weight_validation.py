@@ -8,7 +8,7 @@ from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.packing import pack
 from megatron_kernels.cpu.weight_validation import sum_and_finiteness
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
-from megatron_runtime.models.layers.compiled_linear import NativeLinear
+from megatron_runtime.models.layers.cpu import NativeLinear
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

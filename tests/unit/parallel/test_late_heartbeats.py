@@ -44,7 +44,7 @@ class End:
     hears: zmq.Socket[bytes]
 
     def beat(self, allowed: float = SHORT_SECONDS, report: Report | None = None) -> None:
-        self.say(Kind.BEAT, [allowed, (report or Report()).to_wire()])
+        self.say(Kind.BEAT, [allowed, report or Report()])
 
     def say(self, kind: Kind, body: Any, number: int = 0) -> None:
         self.speaks.send_multipart([pack([int(kind), self.peer, number]), pack(body)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.watch import (
@@ -141,4 +142,4 @@ def test_each_block_of_logits_is_progress() -> None:
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:
-    assert Report.from_wire(WAITS.to_wire()) == WAITS
+    assert Report.from_wire(unpack(pack(WAITS))) == WAITS

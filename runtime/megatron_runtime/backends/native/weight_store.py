@@ -20,9 +20,9 @@ from megatron_runtime.checkpoints.checkpoint import (
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.layers.compiled_linear import NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
-from megatron_runtime.models.tensors import num_expert_parameters, num_parameters
+from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.models.weights import load_weights
 
 
@@ -59,10 +59,9 @@ class WeightStore:
     @property
     def num_bytes(self) -> int:
         """Approximate size of this rank's weights."""
-        config, shard = self.config, self._shard
-        experts = num_expert_parameters(config)
-        values = num_parameters(config) - experts + experts // shard.expert_size
-        return values * self._dtype.itemsize // (shard.tensor_size * shard.pipeline_size)
+        sizes = self._shard.sizes
+        values = num_parameters(self.config, expert_ranks=sizes.expert)
+        return values * self._dtype.itemsize // (sizes.tensor * sizes.pipeline)
 
     @property
     def digest(self) -> str | None:

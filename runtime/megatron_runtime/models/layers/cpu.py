@@ -1,18 +1,97 @@
-"""The number formats that a CPU supports, determined by its instruction sets and never by its name."""
+"""Packed matrices for compiled code on the CPU, and the number formats that a CPU supports.
+
+The instruction sets of a CPU determine its number formats, never its name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
+from megatron_kernels.cpu.compiled import entry, is_supported
+from megatron_kernels.cpu.entry_points import LOOK_UP
+from megatron_kernels.cpu.memory import WeightMemory
+from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
-from megatron_runtime.models.layers.compiled_linear import Format, NativeLinears
-from megatron_runtime.models.layers.linear import LinearFactory
+from megatron_kernels.cpu.thread_pool import shared_thread_pool
+from megatron_kernels.quantized import QuantizedTensor
+from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class NativeLinear(Linear):
+    """A matrix that is packed for compiled code; activations are float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.outputs, matrix.inputs
+        self._record = matrix.record
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        x_TK = x_TK.to(torch.float32).contiguous()
+        count, width = x_TK.shape
+        y_TN = torch.empty(count, self.out_features)
+        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
+        job = np.zeros(1, dtype=PRODUCT)
+        job["matrix"] = self._record.ctypes.data
+        job["tokens"], job["width"] = count, width
+        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
+        shared_thread_pool().run_product(job)
+        return y_TN
+
+    def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
+        x_TK = np.empty((len(ids_T), self.in_features), dtype=np.float32)
+        ids = ids_T.to(torch.int64).numpy()
+        entry()(LOOK_UP, self._record.ctypes.data, ids.ctypes.data, len(ids), x_TK.ctypes.data)
+        return torch.from_numpy(x_TK)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.data.nbytes
+
+    def dense(self) -> torch.Tensor:
+        """Return weight_NK in float32, as it was rounded."""
+        return self.look_up(torch.arange(self.out_features))
+
+
+class NativeLinears(LinearFactory):
+    """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
+
+    format: of dense weights. Quantized weights keep their blocks if the format is an integer one, else they are
+            unpacked into the format.
+    """
+
+    def __init__(self, format: Format) -> None:
+        # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
+        self._format, self._table_format = format, "int8" if format == "int4" else format
+        self.quantized_kinds = QUANTIZED_KINDS
+        self._memory = WeightMemory()
+
+    def settle(self) -> None:
+        """Join the pages of the weights into larger ones, after the last matrix."""
+        if is_on(Switch.LARGE_PAGES):
+            self._memory.join_pages()
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        matrix = self._pack(weight_NK, self._format)
+        return super().linear(weight_NK) if matrix is None else NativeLinear(matrix)
+
+    def embedding(self, weight_VD: Weight) -> Linear:
+        matrix = self._pack(weight_VD, self._table_format)
+        return super().embedding(weight_VD) if matrix is None else NativeLinear(matrix)
+
+    def _pack(self, weight: Weight, format: str) -> PackedMatrix | None:
+        parts: Sequence[torch.Tensor | QuantizedTensor] = [weight] if isinstance(weight, torch.Tensor) else weight
+        return pack(weight, format, self._memory) if all(fits(*part.shape) for part in parts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +146,9 @@ def select_numbers(name: str) -> Numbers:
 
 
 def default_threads(quota: Path = _QUOTA) -> int:
-    """Return torch's number of threads, but at most the whole CPUs that a container's limit allows: the kernel would
-    stop further threads in turn while the others wait for them.
+    """Return torch's number of threads, but at most the whole CPUs that a container's limit allows.
+
+    The kernel would suspend any further thread in each period, while the other threads wait for it.
 
     quota: the file `cpu.max` of control groups v2; absent without a limit.
     """

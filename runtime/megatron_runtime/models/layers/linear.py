@@ -1,4 +1,4 @@
-"""Linear layers without bias, embeddings, and the factory that creates a model's matrices."""
+"""The matrices of a model: linear layers without bias and embedding tables, and the factory that creates them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Weight = torch.Tensor | Sequence[QuantizedTensor]
 class Linear:
     """y_TN = x_TK @ weight_NK.T
 
-    On the CPU the weight is packed once for oneDNN's matrix product. packed: False keeps the dense weight, for a weight
-    that is also an embedding table.
+    On the CPU the weight is packed once for oneDNN's matrix product. packed: False keeps the dense weight, for an
+    embedding table.
     """
 
     def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
@@ -31,6 +31,10 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x_TK, self._weight, None, "none", [], "")
         return F.linear(x_TK, self._weight)
 
+    def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return rows of the matrix, which must not be packed: x_TK = weight_NK[ids_T]."""
+        return F.embedding(ids_T, self._weight)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that a product reads."""
@@ -39,20 +43,6 @@ class Linear:
     def dense(self) -> torch.Tensor:
         """Return weight_NK; a copy if it is packed."""
         return self._weight.to_dense() if self._packed else self._weight
-
-
-class Embedding:
-    """x_TD = weight_VD[ids_T]"""
-
-    def __init__(self, weight_VD: torch.Tensor) -> None:
-        self._weight = weight_VD
-
-    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids_T, self._weight)
-
-    def dense(self) -> torch.Tensor:
-        """Return weight_VD."""
-        return self._weight
 
 
 class LinearFactory:
@@ -76,13 +66,13 @@ class LinearFactory:
         """Return `count` matrices of one shape, the experts of a layer, which a device may keep in one tensor."""
         return tuple(map(self.linear, weights))
 
-    def embedding(self, weight_VD: Weight) -> Embedding:
-        return Embedding(self.dense(weight_VD))
+    def embedding(self, weight_VD: Weight) -> Linear:
+        """Return an embedding table."""
+        return Linear(self.dense(weight_VD), packed=False)
 
-    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        """Return a table that is also the head."""
-        table_VD = self.dense(weight_VD)
-        return Embedding(table_VD), Linear(table_VD, packed=False)
+    def tied(self, weight_VD: Weight) -> Linear:
+        """Return an embedding table that is also the head."""
+        return self.embedding(weight_VD)
 
 
 def dense(weight: Weight) -> torch.Tensor:

@@ -97,10 +97,10 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """softmax(scale q k^T) v for grouped query heads. scale: None means 1 / sqrt(D)."""
+    """softmax(scale q k^T) v for grouped query heads."""
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float | None = None) -> None:
-        self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        self._kv_heads, self._head_dim = num_kv_heads, head_dim
         self._groups = num_heads // num_kv_heads
         self._scale = scale
 

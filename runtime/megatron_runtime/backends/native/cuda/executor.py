@@ -163,10 +163,10 @@ class CudaExecutor(TorchExecutor):
         assert self._buffers is not None, "_use_model() allocates them with the model"
         model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
-        size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
+        size = self._graph_size(plan, max(tokens)) if shard.sizes.pipeline == 1 else None
         staged = self._buffers.stage(batch.plan, decode_size=size)
         if groups is not None:
-            groups.begin(tokens if size is None else (size,) * shard.expert_size)
+            groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
         if size is not None:
             if self._graphs is None:
                 self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE))

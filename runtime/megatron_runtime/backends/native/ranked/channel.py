@@ -165,7 +165,7 @@ class _Channel:
         """Send a heartbeat, and renew the watchdog, which needs no interpreter to end this process."""
         with self._sending:
             allowed = LONG_ORDER_SECONDS if self._commands else HEARTBEAT_SECONDS
-            self._send(Kind.BEAT, 0, [allowed, self._progress.report().to_wire()])
+            self._send(Kind.BEAT, 0, [allowed, self._progress.report()])
             now, (was_allowed, set_at) = time.monotonic(), self._watchdog_set
             is_due = allowed != was_allowed or now - set_at > WATCHDOG_RENEWAL_SECONDS
             if self._has_watchdog and self._welcomed.is_set() and is_due:
