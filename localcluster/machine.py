@@ -111,6 +111,7 @@ def prepare(settings: Settings) -> None:
     network.create_bridge(settings)
     _sysctl("net/ipv4/ip_forward").write_text("1")
     network.admit(settings)
+    network.keep_service_traffic(settings)
     for cgroup in (settings.cgroup, cgroups.of_node(settings.cgroup)):
         cgroups.create(cgroup)
         cgroups.weigh(cgroup, len(os.sched_getaffinity(0)))

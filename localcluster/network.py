@@ -37,10 +37,23 @@ def create_bridge(settings: Settings) -> None:
 def admit(settings: Settings) -> None:
     """Allow traffic between pods and to this node if a firewall's policy is to drop."""
     bridge = settings.bridge
-    for chain, match in (("FORWARD", ["-i", bridge, "-o", bridge]), ("INPUT", ["-i", bridge])):
-        rule = [chain, *match, "-j", "ACCEPT"]
-        if run(["iptables", "-w", "-C", *rule], check=False).returncode != 0:
-            run(["iptables", "-w", "-I", *rule])
+    for rule in (["FORWARD", "-i", bridge, "-o", bridge], ["INPUT", "-i", bridge]):
+        _insert_rule([*rule, "-j", "ACCEPT"])
+
+
+def keep_service_traffic(settings: Settings) -> None:
+    """Reject connections to a Service that kube-proxy has not translated yet.
+
+    They would leave this machine by its default route, and another host may answer.
+    """
+    for chain in ("OUTPUT", "FORWARD"):
+        _insert_rule([chain, "-d", settings.service_subnet, "!", "-o", settings.bridge, "-j", "REJECT"])
+
+
+def _insert_rule(rule: list[str]) -> None:
+    """Insert a rule unless it is there."""
+    if run(["iptables", "-w", "-C", *rule], check=False).returncode != 0:
+        run(["iptables", "-w", "-I", *rule])
 
 
 def remove_bridge(bridge: str) -> bool:

@@ -1,5 +1,7 @@
 """From `kubectl apply` to a chat answer, every verb, and deletion: on a real node with real weights."""
 
+import ipaddress
+import socket
 import subprocess
 
 import pytest
@@ -25,6 +27,12 @@ def test_every_verb_with_open_streams(kube: Kubectl) -> None:
     selector = "app.kubernetes.io/instance=demo"
     kube("wait", "pod", "-l", selector, "--for=delete", "--timeout=60s")
     assert kube.json("statefulset,deployment,service", "-l", selector)["items"] == []
+
+
+def test_a_connection_to_an_unknown_service_is_refused_on_this_machine(kube: Kubectl) -> None:
+    known = ipaddress.ip_address(kube.json("service", "kubernetes", "--namespace=default")["spec"]["clusterIP"])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((str(known + 250), 80), timeout=10)
 
 
 def ask_with_the_openai_sdk(url: str) -> None:

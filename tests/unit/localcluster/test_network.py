@@ -21,6 +21,7 @@ SAVED = """\
 -A INPUT -p tcp -m comment --comment "mentions mlc0 and KUBE-SERVICES" -j ACCEPT
 -A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD
 -A FORWARD -i mlc0 -o mlc0 -j ACCEPT
+-A FORWARD -d 10.96.0.0/16 ! -o mlc0 -j REJECT
 -A FORWARD -o docker0 -j DOCKER
 -A KUBE-FORWARD -i mlc0 -j ACCEPT
 COMMIT
@@ -45,6 +46,7 @@ def test_only_the_clusters_rules_and_chains_are_removed() -> None:
         "-D INPUT -i mlc0 -j ACCEPT",
         '-D FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD',
         "-D FORWARD -i mlc0 -o mlc0 -j ACCEPT",
+        "-D FORWARD -d 10.96.0.0/16 ! -o mlc0 -j REJECT",
         "-F KUBE-FORWARD",
         "-F KUBE-SERVICES",
         "-X KUBE-FORWARD",

@@ -145,7 +145,7 @@ class Bench:
         for _ in range(size):
             await window.acquire()
         seconds, after = time.perf_counter() - begun, process.cpu_times()
-        return seconds, after.user + after.system - before.user - before.system
+        return seconds, (after.user + after.system) - (before.user + before.system)
 
 
 async def run(**load: int) -> list[Figure]:
