@@ -29,7 +29,7 @@ def test_every_verb_with_open_streams(kube: Kubectl) -> None:
     assert kube.json("statefulset,deployment,service", "-l", selector)["items"] == []
 
 
-def test_a_connection_to_an_unknown_service_is_refused_on_this_machine(kube: Kubectl) -> None:
+def test_a_connection_to_an_unknown_service_stays_on_this_machine(kube: Kubectl) -> None:
     known = ipaddress.ip_address(kube.json("service", "kubernetes", "--namespace=default")["spec"]["clusterIP"])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((str(known + 250), 80), timeout=10)
