@@ -16,8 +16,8 @@ CLUSTER ?= embedded
 DOCKER ?= docker
 # A machine with a GPU usually has a Python with a matching torch: nothing else is installed.
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
-# Each worker loads the models of its tests: at most four.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# Tests often wait, so there is one worker more than CPUs. Each loads the models of its tests: at most four.
+WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
 # The output of `make test` shows the start time of each part.
 BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
