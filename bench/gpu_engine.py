@@ -26,7 +26,7 @@ import torch
 from bench.gpu_kernels import Ceilings, measure_ceilings
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest

@@ -159,7 +159,7 @@ class FakeNode:
         for index, argument in enumerate(found[:-1]):
             if argument in local:
                 found[index + 1] = local[argument]
-        return [*found, "--executor", "echo", *self.engine_arguments] if found[0] == ENGINE else found
+        return [*found, "--backend", "echo", *self.engine_arguments] if found[0] == ENGINE else found
 
     def keys_folder(self, instance: str) -> Path:
         """Return the folder with a resource's keys, for its processes and for the test's client."""

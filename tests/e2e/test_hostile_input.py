@@ -21,7 +21,7 @@ MOST_EXITS = 3
 """The request is replayed after the first two crashes and fails after the third."""
 
 ECHO = [
-    {"name": "MEGATRON_ENGINE_EXECUTOR", "value": "echo"},
+    {"name": "MEGATRON_ENGINE_BACKEND", "value": "echo"},
     {"name": "MEGATRON_ENGINE_FAULTS", "value": f"crash-on-token:token={POISON_TOKEN} slow-step:seconds=0.05"},
 ]
 

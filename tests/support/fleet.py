@@ -96,13 +96,13 @@ class Fleet:
         return self._start(command, self._health_port, warm=False)
 
     async def engine(self, name: str, *arguments: str, warm: bool = True) -> Process:
-        """Start an echo engine, unless `arguments` name another executor.
+        """Start an echo engine, unless `arguments` name another backend.
 
         warm: forked from a process that has imported torch.
         """
         (health_port,) = free_ports(1)
-        executor = () if "--executor" in arguments else ("--executor", "echo")
-        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *executor)
+        backend = () if "--backend" in arguments else ("--backend", "echo")
+        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *backend)
         command = self._command("engine", health_port, *options, *arguments)
         self.engines[name] = self._start(command, health_port, warm=warm)
         return self.engines[name]

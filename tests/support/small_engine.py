@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
-from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest

@@ -51,7 +51,7 @@ class Stage:
         settings = EngineSettings(
             coordinator=self.coordinator.transport.addresses[Role.ENGINE],
             name=name,
-            executor="echo",
+            backend="echo",
             echo_faults=faults,
             echo_ranks=ranks,
             kv_cache_memory=1 << 20,
@@ -127,15 +127,15 @@ def test_the_documented_faults_exist() -> None:
     "options", [{"echo_faults": ("ignore-aborts",)}, {"echo_ranks": 2}, {"echo_step_seconds": 0.1}], ids=str
 )
 def test_a_real_executor_rejects_fault_options(options) -> None:
-    with pytest.raises(ValueError, match="--executor echo"):
-        build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
+    with pytest.raises(ValueError, match="--backend echo"):
+        build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="native", **options))
 
 
 def test_a_fault_of_a_missing_rank_is_rejected() -> None:
     faults = ("fail-verb:verb=PAUSE,rank=2",)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         build_backend(
-            EngineSettings(coordinator="tcp://h:1", name="e", executor="echo", echo_ranks=2, echo_faults=faults)
+            EngineSettings(coordinator="tcp://h:1", name="e", backend="echo", echo_ranks=2, echo_faults=faults)
         )
 
 

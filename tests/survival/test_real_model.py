@@ -8,7 +8,7 @@ from fleet import Fleet, Load, until_serving
 from soak import repeated
 
 REQUESTS = 50
-MODEL_OPTIONS = ("--executor", "torch", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "128Mi")
+MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "128Mi")
 
 
 @pytest.mark.timeout(600)

@@ -117,7 +117,7 @@ async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> Non
         ControlRejectedError, match="UPDATE_WEIGHTS needs weight updates, which backend 'toy'"
     ) as failed:
         await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
-    assert "--executor" in str(failed.value)
+    assert "--backend" in str(failed.value)
     await until_serving(pool.admin, ENGINES)
     reply = await pool.client.add_request([3], SamplingParams(num_tokens_to_generate=4))
     assert reply["generated_tokens"] == toy_answer([3], 4)

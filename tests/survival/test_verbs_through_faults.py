@@ -96,7 +96,7 @@ class Scene:
         settings = EngineSettings(
             coordinator=self.proxies[0].address,
             name=name,
-            executor="echo",
+            backend="echo",
             echo_ranks=RANKS,
             kv_cache_memory=1 << 18,
             max_requests=8,

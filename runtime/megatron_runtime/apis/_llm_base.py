@@ -20,7 +20,7 @@ from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManage
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.client.inference_client import InferenceClient

@@ -1,4 +1,4 @@
-"""Builds the backend that `--executor` names. This module alone imports backends, each when it is chosen.
+"""Builds the backend that `--backend` names. This module alone imports backends, each when it is chosen.
 
 A backend from outside is passed to worker.run() as a factory.
 """
@@ -23,10 +23,21 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
     Raises:
         ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
     """
-    if settings.executor == "echo":
+    if settings.backend == "echo":
         from megatron_runtime.backends.echo.backend import EchoBackend
 
         return EchoBackend(settings)
+    if settings.backend == "vllm":
+        try:
+            from megatron_runtime.backends.vllm.backend import VllmBackend
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "vllm":
+                raise
+            raise ValueError(
+                "backend vllm: vLLM is not installed: use an image that has it, or --backend native"
+            ) from error
+
+        return VllmBackend(settings)
     # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would use the CPUs of
     # the coordinator, the server and other engines on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

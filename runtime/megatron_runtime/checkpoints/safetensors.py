@@ -89,10 +89,10 @@ def read_config(directory: Path) -> ModelConfig:
     if file is None:
         raise ModelFileError(f"{path} is missing: complete the directory")
     values = file.read_json()
-    return config_from_hf(values, ends=_end_tokens(place, values), where=str(path))
+    return config_from_hf(values, ends=end_tokens(place, values), where=str(path))
 
 
-def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
+def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end an answer: generation_config.json has all of them, config.json often only one."""
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}

@@ -120,15 +120,15 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     default=60,
     help="An engine of several ranks ends if no rank makes progress in a step for so long.",
 )
-@click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo executor takes.")
-@click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo executor.")
+@click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo backend takes.")
+@click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo backend.")
 @click.option(
     "--fault",
     "echo_faults",
     multiple=True,
     envvar="MEGATRON_ENGINE_FAULTS",
     metavar="SPEC",
-    help="A fault of the echo executor, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
+    help="A fault of the echo backend, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
 @log_level
@@ -149,7 +149,7 @@ def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
     def run_worker() -> None:
         worker.run(settings, build_backend, link=link_for(settings))
 
-    if sizes.world == 1:
+    if sizes.world == 1 or settings.backend == "vllm":  # vLLM starts its ranks itself
         run_worker()
     else:
         _run_ranks(settings, run_worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -115,6 +116,16 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON ({error}): give an object.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not an object: write {{...}}.")
+    return value
+
+
 MEMORY = Parsed("size", _memory)
 """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)
@@ -125,6 +136,8 @@ API_KEYS_FILE = Parsed("file", _api_keys_file)
 """A file of API keys, one a line. Empty lines and lines that begin with # are ignored."""
 COUNTS = Parsed("n,n,…", _counts)
 """Numbers from 1 up: `1,8,32`."""
+JSON_OBJECT = Parsed("json", _json_object)
+"""A JSON object: `{"quantization": "fp8"}`."""
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
@@ -155,11 +168,22 @@ sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens
 engine_options = together(
     model,
     click.option(
-        "--executor",
-        type=click.Choice(["torch", "echo"]),
-        default="torch",
-        envvar="MEGATRON_ENGINE_EXECUTOR",
-        help="echo answers with a hash of the prompt, without a model: for tests and benchmarks.",
+        "--backend",
+        type=click.Choice(["native", "vllm", "echo"]),
+        default="native",
+        envvar="MEGATRON_ENGINE_BACKEND",
+        help="vllm runs vLLM, which must be installed. echo answers with a hash of the prompt, without a model: for "
+        "tests and benchmarks.",
+    ),
+    click.option(
+        "--vllm-arguments",
+        type=JSON_OBJECT,
+        default="{}",
+        envvar="MEGATRON_VLLM_ARGUMENTS",
+        help='Engine arguments of vLLM, such as {"quantization": "fp8"}.',
+    ),
+    click.option(
+        "--vllm-allow-code/--no-vllm-allow-code", default=False, help="Accept arguments of vLLM that can load code."
     ),
     click.option(
         "--dtype",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -123,8 +124,9 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
         health_port="off",
     )
     engine = arguments(
-        *("model", "executor", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
-        *("batch_invariant", "prefix_caching", "threads", "drain_seconds"),
+        *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
+        *("batch_invariant", "prefix_caching", "threads", "vllm_allow_code", "drain_seconds"),
+        vllm_arguments=json.dumps(options.vllm_arguments),
         coordinator=f"{_LOOPBACK}:{engine_port}",
         health_port="off",
     )

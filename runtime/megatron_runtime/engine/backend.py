@@ -37,7 +37,7 @@ class UnsupportedByBackendError(RuntimeError):
     """A verb needs a capability that the backend does not declare. The message names verb, backend and remedy."""
 
     reason = "UnsupportedByBackend"
-    remedy = "choose a backend that has it with --executor"
+    remedy = "choose a backend that has it with --backend"
 
     def __init__(self, verb: str, capability: Capability, backend: str) -> None:
         super().__init__(f"{verb} needs {capability.value}, which backend {backend!r} does not have: {self.remedy}")

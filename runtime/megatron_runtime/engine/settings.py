@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
@@ -18,7 +19,8 @@ class EngineSettings:
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
     model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
-    executor:          the backend: "torch" runs the model; "echo" answers with a hash of the tokens, for tests.
+    backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed; "echo" answers with
+                       a hash of the tokens, for tests.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
     max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model.
@@ -40,8 +42,10 @@ class EngineSettings:
     parallel:          number of ranks by dimension.
     rendezvous_seconds: timeout of the ranks' rendezvous at the start.
     step_timeout_seconds: watchdog of an engine of several ranks: it fails if no rank makes progress for so long.
-    echo_step_seconds: duration of a step of the echo executor.
-    echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
+    vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
+    vllm_allow_code:   accept arguments with which vLLM loads code.
+    echo_step_seconds: duration of a step of the echo backend.
+    echo_ranks:        simulated ranks of the echo backend; each acknowledges every verb.
     echo_faults:       injected faults of an echo engine; see backends/echo/faults.py.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
     """
@@ -50,7 +54,7 @@ class EngineSettings:
     name: str
     model: str = "builtin:smollm2-135m"
     model_format: Literal["Auto", "GGUF", "SafeTensors", "TorchDist"] = "Auto"
-    executor: Literal["torch", "echo"] = "torch"
+    backend: Literal["native", "vllm", "echo"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"
     max_sequence_length: int | None = None
@@ -71,6 +75,8 @@ class EngineSettings:
     parallel: ParallelSizes = field(default_factory=ParallelSizes)
     rendezvous_seconds: float = 300.0
     step_timeout_seconds: float = 60.0
+    vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
+    vllm_allow_code: bool = False
     echo_step_seconds: float = 0.0
     echo_ranks: int = 1
     echo_faults: tuple[str, ...] = ()

@@ -57,9 +57,18 @@ def block_hashes(
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches."""
+    return digests_after(root_digest(salt), tokens, block_size)
+
+
+def root_digest(salt: bytes = b"") -> bytes:
+    """Return d(-1)."""
+    return hashlib.sha256(salt).digest() if salt else bytes(32)
+
+
+def digests_after(digest: bytes, tokens: Sequence[int] | npt.NDArray[Any], block_size: int) -> list[bytes]:
+    """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`."""
     data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256
-    digest = sha256(salt).digest() if salt else bytes(32)
     width = block_size * _INT64.itemsize
     digests = []
     for end in range(width, len(data) + 1, width):

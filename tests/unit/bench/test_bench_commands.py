@@ -111,7 +111,7 @@ async def test_serve(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--executor", "echo", "--port", str(port))
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", str(port))
     )
     try:
 

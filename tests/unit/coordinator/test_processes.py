@@ -49,7 +49,7 @@ class Processes:
 
     async def engine(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         address = ("--coordinator", f"127.0.0.1:{self.ports[1]}", "--name", name)
-        return await self.start("engine", *address, "--executor", "echo", "--health-port", "off", *arguments)
+        return await self.start("engine", *address, "--backend", "echo", "--health-port", "off", *arguments)
 
     async def client(self) -> InferenceClient:
         client = InferenceClient(self.ports[0], deserialize=False)

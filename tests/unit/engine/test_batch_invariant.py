@@ -17,7 +17,7 @@ from torch import nn
 from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.backends.native.build import build_native, select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.distributed.shard import ParallelSizes

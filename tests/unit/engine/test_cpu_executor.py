@@ -10,7 +10,7 @@ from torch import nn
 
 from bench.random_model import RandomCheckpoint
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSourceError, resolve
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.layers.cpu import default_threads

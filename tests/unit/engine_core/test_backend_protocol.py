@@ -17,7 +17,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.transport.peer_link import PeerLink
 
-SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 20)
+SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 20)
 USES = {
     "structured_output": ({"structured_output": {"type": "json_object"}}, Capability.STRUCTURED_OUTPUT),
     "logit_bias": ({"logit_bias": {7: 1.0}}, Capability.LOGIT_BIAS),
@@ -54,7 +54,7 @@ async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:
         backend.unload_adapter("tune"),
         backend.profile(True),
     ):
-        with pytest.raises(UnsupportedByBackendError, match=r"backend 'minimal' does not have: .*--executor"):
+        with pytest.raises(UnsupportedByBackendError, match=r"backend 'minimal' does not have: .*--backend"):
             await verb
 
 

@@ -197,7 +197,7 @@ async def test_a_signal_that_the_backend_lacks_is_rejected_with_the_remedy(
     await rig.reach(state)
     ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=1))
     assert not ack.ok
-    for word in (kind.name, needs.value, "'native'", "--executor"):
+    for word in (kind.name, needs.value, "'native'", "--backend"):
         assert word in (ack.error or "")
     assert rig.lifecycle.state is state
     assert kind not in rig.lifecycle.acted

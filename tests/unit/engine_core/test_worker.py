@@ -180,7 +180,7 @@ def test_the_termination_message_has_the_cause(tmp_path: Path) -> None:
 
 
 def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
-    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 40)
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 40)
     engine = EchoBackend(settings).core
     engine.executor.load()
     assert isinstance(engine.executor, EchoExecutor)

@@ -155,7 +155,7 @@ async def test_a_real_engine_loads_its_new_key_while_it_serves(tmp_path: Path) -
     settings = EngineSettings(
         coordinator=site.address(Role.ENGINE),
         name="engine-0",
-        executor="echo",
+        backend="echo",
         echo_step_seconds=0.01,
         max_requests=8,
         kv_cache_memory=1 << 20,

@@ -35,7 +35,7 @@ async def test_every_rank_confirms_every_verb_and_a_killed_rank_loses_no_request
     fleet: Fleet, llama: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = llama(4, 2)
-    options = ("--executor", "torch", "--model", model, "--dtype", "float32", "--threads", "1")
+    options = ("--backend", "native", "--model", model, "--dtype", "float32", "--threads", "1")
     memory = ("--kv-cache-memory", "4Mi", "--block-size-tokens", "16")
     await fleet.coordinator()
     ranked = await fleet.engine("engine-0", *options, *memory, "--tensor-parallel", "2", warm=False)
@@ -88,7 +88,7 @@ async def test_every_rank_confirms_every_verb_and_a_killed_rank_loses_no_request
 @pytest.mark.timeout(280)
 async def test_an_engine_of_ranks_ends_in_order_at_sigterm(fleet: Fleet, llama: Callable[..., str]) -> None:
     await fleet.coordinator()
-    options = ("--executor", "torch", "--model", llama(4, 2), "--dtype", "float32", "--threads", "1")
+    options = ("--backend", "native", "--model", llama(4, 2), "--dtype", "float32", "--threads", "1")
     ranked = await fleet.engine(
         "engine-0", *options, "--kv-cache-memory", "4Mi", "--pipeline-parallel", "2", warm=False
     )

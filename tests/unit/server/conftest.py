@@ -203,7 +203,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--executor", "echo", "--port", "0"),
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
         *("--kv-cache-memory", "16Mi"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

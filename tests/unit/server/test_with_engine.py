@@ -43,7 +43,7 @@ class Stack:
         engine_settings = EngineSettings(
             coordinator=addresses[Role.ENGINE],
             name="engine-0",
-            executor="echo",
+            backend="echo",
             echo_step_seconds=self.step_seconds,
             max_requests=8,
             kv_cache_memory=1 << 20,

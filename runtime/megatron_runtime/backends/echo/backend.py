@@ -10,7 +10,7 @@ from megatron_runtime.backends.echo.echo_executor import EchoExecutor
 from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, parse_faults
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import Header
@@ -30,7 +30,7 @@ class EchoBackend(NativeBackend):
 
     def __init__(self, settings: EngineSettings) -> None:
         if settings.parallel.world != 1:
-            raise ValueError("executor 'echo' runs in one process: use --echo-ranks for simulated ranks")
+            raise ValueError("backend 'echo' runs in one process: use --echo-ranks for simulated ranks")
         faults = parse_faults(settings.echo_faults)
         memory = min(settings.kv_cache_memory, MAX_CACHE_BYTES)
         executor = EchoExecutor(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
-from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,

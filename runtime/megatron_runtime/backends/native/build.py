@@ -12,8 +12,8 @@ from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor, ForwardPass
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, torch_device
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, rank_identity
 from megatron_runtime.engine.settings import EngineSettings
@@ -32,8 +32,8 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     """
     if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
         raise ValueError(
-            f"executor {settings.executor!r} has no faults, simulated ranks or step time: "
-            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --executor echo"
+            f"backend {settings.backend!r} has no faults, simulated ranks or step time: "
+            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --backend echo"
         )
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:

@@ -13,8 +13,8 @@ import torch
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.backends.native.memory import KVPool, require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut, merge
-from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard

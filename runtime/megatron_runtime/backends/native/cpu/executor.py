@@ -19,8 +19,8 @@ import torch
 from megatron_kernels.cpu.sizes import UNIT
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
-from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights

@@ -1,0 +1,83 @@
+"""Maps the settings of an engine to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import vllm
+from vllm.config import KVEventsConfig, StructuredOutputsConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from megatron_runtime.backends.vllm.forced_tokens import ForcedTokens
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.protocol.vllm_arguments import problem_of
+from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
+
+SUPPORTED = ((0, 32), (0, 33))
+"""Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events: str) -> AsyncEngineArgs:
+    """Return vLLM's engine arguments.
+
+    directory:    of the model.
+    cache_events: endpoint at which vLLM publishes changes of its prefix cache.
+
+    Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
+    """
+    require_version(vllm.__version__)
+    if settings.dtype not in _DTYPES:
+        raise ValueError(
+            f"dtype {settings.dtype}: vLLM quantizes by its argument quantization; use one of {', '.join(_DTYPES)}"
+        )
+    if settings.batch_invariant:
+        raise ValueError("batch_invariant is not supported by the vLLM backend: leave it out or use the native backend")
+    if settings.threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    # The process has threads and sockets, which a fork would copy.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    problem = problem_of(settings.vllm_arguments, allow_code=settings.vllm_allow_code)
+    if problem is not None:
+        raise ValueError(f"vLLM argument {problem}")
+    sizes = settings.parallel
+    fixed = {
+        "model": str(directory),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_sequence_length,
+        "max_num_seqs": settings.max_requests,
+        "max_num_batched_tokens": max(settings.max_tokens, settings.max_requests),
+        "enable_chunked_prefill": settings.chunked_prefill,
+        "enable_prefix_caching": settings.prefix_caching,
+        "kv_cache_memory_bytes": settings.kv_cache_memory,
+        "tensor_parallel_size": sizes.tensor * sizes.expert,
+        "enable_expert_parallel": sizes.expert > 1,
+        "pipeline_parallel_size": sizes.pipeline,
+        "scheduling_policy": "priority",
+        "generation_config": "vllm",
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "logits_processors": [ForcedTokens],
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=settings.prefix_caching, endpoint=cache_events),
+        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+        "enable_log_requests": False,
+    }
+    known = {name: value for name, value in fixed.items() if value is not None}
+    try:
+        return AsyncEngineArgs(**{**known, **settings.vllm_arguments})
+    except TypeError as error:
+        raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
+
+
+def require_version(version: str) -> None:
+    """Raise ValueError if this version of vLLM is not supported."""
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    least, below = SUPPORTED
+    if not least <= found < below:
+        raise ValueError(
+            f"vLLM {version} is not supported: install vLLM >={least[0]}.{least[1]},<{below[0]}.{below[1]}, or use the "
+            "native backend"
+        )

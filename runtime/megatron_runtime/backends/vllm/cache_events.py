@@ -1,0 +1,79 @@
+"""Translates vLLM's KV cache events to digests of our blocks. vLLM publishes them on a ZeroMQ socket.
+
+vLLM names a block by a hash of its own. The coordinator routes by requests.hashing: the digest of a block covers its
+tokens and all blocks before it. `BlockStored` has the tokens and the name of the block before, so the digest follows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+from megatron_runtime.engine.backend import CacheEvents
+from megatron_runtime.requests.hashing import digests_after, root_digest
+
+logger = logging.getLogger(__name__)
+
+
+class CacheEventTranslator:
+    """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Any, bytes] = {}
+        self._next_number: int | None = None
+
+    def translate(self, number: int, batch: KVEventBatch) -> CacheEvents:
+        """Return the changes of one batch.
+
+        number: of the batch. A gap means that batches were lost: then all blocks count as evicted.
+        """
+        stored: list[bytes] = []
+        evicted: list[bytes] = []
+        cleared = self._next_number is not None and number != self._next_number
+        if cleared:
+            logger.warning("KV cache events %s to %d are lost: the prefix table is cleared", self._next_number, number)
+            self._digests.clear()
+        self._next_number = number + 1
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                stored += self._store(event)
+            elif isinstance(event, BlockRemoved):
+                known = (self._digests.pop(name, None) for name in event.block_hashes)
+                evicted += [digest for digest in known if digest is not None]
+            elif isinstance(event, AllBlocksCleared):
+                self._digests.clear()
+                stored, evicted, cleared = [], [], True
+        return CacheEvents(stored, evicted, cleared=cleared)
+
+    def _store(self, event: BlockStored) -> list[bytes]:
+        if event.parent_block_hash is None:
+            first_keys = (event.extra_keys or [None])[0] or ()
+            salt = next((key for key in first_keys if isinstance(key, str)), "")
+            before = root_digest(salt.encode())
+        elif (known := self._digests.get(event.parent_block_hash)) is not None:
+            before = known
+        else:
+            return []  # the block before was stored in a batch that is lost
+        digests = digests_after(before, event.token_ids, event.block_size)
+        self._digests.update(zip(event.block_hashes, digests, strict=True))
+        return digests
+
+
+async def follow_cache_events(endpoint: str, deliver: Callable[[CacheEvents], None]) -> None:
+    """Deliver the changes that vLLM publishes at `endpoint`, until the task is cancelled."""
+    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+    translator = CacheEventTranslator()
+    context = zmq.asyncio.Context.instance()
+    with context.socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.subscribe(b"")
+        while True:
+            _, number, payload = await socket.recv_multipart()
+            if events := translator.translate(int.from_bytes(number, "big"), decoder.decode(payload)):
+                deliver(events)

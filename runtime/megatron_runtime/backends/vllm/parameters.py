@@ -1,0 +1,124 @@
+"""Converts sampling parameters to vLLM's, and vLLM's outputs to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import SamplingParams as VllmParams
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from megatron_runtime.backends.vllm.forced_tokens import FORCED
+from megatron_runtime.engine.engine_request import EngineRequest, TopLogProbs
+from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+
+MAX_SEED = (1 << 63) - 1
+_STRUCTURES = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+"""Fields of StructuredOutputsParams by the type of our structured output."""
+
+
+def max_total_tokens(request: EngineRequest, *, limit: int) -> int:
+    """Return the number of tokens of prompt and answer together after which the request ends.
+
+    limit: of the engine, in tokens.
+
+    Raises MaxSequenceLengthOverflowError, InvalidSamplingParamsError, ValueError.
+    """
+    prompt, params = len(request.prompt_tokens), request.sampling_params
+    if prompt == 0:
+        raise ValueError("prompt is empty: give at least one token")
+    if prompt >= limit:
+        raise MaxSequenceLengthOverflowError(
+            request.request_id,
+            f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
+            f"together may have {limit}: shorten the prompt",
+        )
+    if params.num_tokens_total is not None:
+        if params.num_tokens_total <= prompt:
+            raise InvalidSamplingParamsError(
+                "num_tokens_total", params.num_tokens_total, f"more than the prompt's {prompt} tokens"
+            )
+        return min(limit, params.num_tokens_total)
+    return limit if params.num_tokens_to_generate is None else min(limit, prompt + params.num_tokens_to_generate)
+
+
+def must_force(params: SamplingParams) -> bool:
+    """Return whether tokens that were generated earlier must be generated again instead of joining the prompt.
+
+    Penalties on generated tokens and grammars depend on which tokens are the answer. All other parameters do not.
+    """
+    return params.structured_output is not None or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def to_vllm(params: SamplingParams, *, max_tokens: int, generated: Sequence[int]) -> VllmParams:
+    """Return vLLM's sampling parameters for a request that continues after `generated`.
+
+    max_tokens: number of tokens after the prompt at which the request ends, `generated` included.
+
+    Raises ValueError: vLLM supports no such value; its message names the parameter.
+    """
+    forced = list(generated) if must_force(params) else []
+    in_prompt = 0 if forced else len(generated)
+    stop_ids = set(params.stop_token_ids or ())
+    if params.termination_id not in (None, IGNORE_EOS):
+        stop_ids.add(params.termination_id)
+    return VllmParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=None if params.seed is None or params.is_greedy else params.seed & MAX_SEED,
+        logit_bias=dict(params.logit_bias) if params.logit_bias else None,
+        stop_token_ids=sorted(stop_ids),
+        ignore_eos=params.termination_id is not None,
+        max_tokens=max_tokens - in_prompt,
+        min_tokens=max(0, min(params.min_tokens, max_tokens) - in_prompt),
+        logprobs=params.top_n_logprobs if params.wants_log_probs else None,
+        prompt_logprobs=params.top_n_logprobs if params.wants_prompt_log_probs and not generated else None,
+        structured_outputs=_structure(params.structured_output),
+        extra_args={FORCED: forced} if forced else None,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,
+    )
+
+
+def _structure(structure: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if structure is None:
+        return None
+    kind = structure["type"]
+    return StructuredOutputsParams(**{_STRUCTURES[kind]: True if kind == "json_object" else structure["value"]})
+
+
+def log_probs(
+    tokens: Sequence[int], details: Sequence[dict[int, Any] | None], *, top: int
+) -> tuple[list[float], list[TopLogProbs] | None]:
+    """Return the log-probability of each token, and the `top` likeliest tokens at its place; None if top is 0.
+
+    details: vLLM's map from token id to log-probability and rank, for each token.
+    """
+    chosen, likeliest = [], []
+    for token, found in zip(tokens, details, strict=True):
+        assert found is not None
+        chosen.append(found[token].logprob)
+        ranked = sorted(found.items(), key=lambda item: item[1].rank)
+        likeliest.append([(id_, entry.logprob) for id_, entry in ranked[:top]])
+    return chosen, likeliest if top else None
+
+
+def stop_token(output: CompletionOutput) -> int | None:
+    """Return the token that ended the answer: a stop token, or the model's end-of-sequence token."""
+    if output.finish_reason != "stop":
+        return None
+    return output.stop_reason if isinstance(output.stop_reason, int) else output.token_ids[-1]

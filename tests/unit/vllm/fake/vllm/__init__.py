@@ -1,0 +1,10 @@
+"""Stands for vLLM in tests; see README.md in the folder above."""
+
+from vllm.sampling_params import SamplingParams
+
+__version__ = "0.32.0"
+__all__ = ["SamplingParams", "TokensPrompt"]
+
+
+class TokensPrompt(dict):
+    """Keys: prompt_token_ids, cache_salt."""

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class KVEventsConfig:
+    enable_kv_cache_events: bool = False
+    endpoint: str = ""
+
+
+@dataclass
+class StructuredOutputsConfig:
+    backend: str = "auto"
+
+
+class VllmConfig:
+    """The part that `backends/vllm` reads."""
+
+    def __init__(self, args: object) -> None:
+        self.args = args
+        self.model_config = _ModelConfig(args)
+        self.cache_config = _CacheConfig(args)
+        self.parallel_config = _ParallelConfig(args)
+
+
+class _ModelConfig:
+    def __init__(self, args: object) -> None:
+        self.max_model_len = args.max_model_len or 2048
+        self.enable_sleep_mode = args.enable_sleep_mode
+
+    def get_vocab_size(self) -> int:
+        return 49_152
+
+
+class _CacheConfig:
+    def __init__(self, args: object) -> None:
+        self.block_size = args.block_size or 16
+        self.enable_prefix_caching = args.enable_prefix_caching
+
+
+class _ParallelConfig:
+    def __init__(self, args: object) -> None:
+        self.world_size = args.tensor_parallel_size * args.pipeline_parallel_size

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import VllmConfig
+
+
+@dataclass(kw_only=True)
+class AsyncEngineArgs:
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int = 1 << 30
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    scheduling_policy: str = "fcfs"
+    generation_config: str = "auto"
+    max_logprobs: int = 20
+    logits_processors: list[Any] = field(default_factory=list)
+    structured_outputs_config: Any = None
+    kv_events_config: Any = None
+    enable_sleep_mode: bool = False
+    enable_log_requests: bool = False
+    block_size: int | None = None
+    enforce_eager: bool = False
+    quantization: str | None = None
+
+    def create_engine_config(self) -> VllmConfig:
+        if self.quantization not in (None, "fp8"):
+            raise ValueError(f"quantization {self.quantization!r} is unknown")
+        return VllmConfig(self)

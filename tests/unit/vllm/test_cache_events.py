@@ -1,0 +1,57 @@
+"""vLLM's cache events become the digests that the coordinator routes by."""
+
+from __future__ import annotations
+
+from megatron_runtime.requests.hashing import block_digests
+
+TOKENS = list(range(100, 112))
+DIGESTS = block_digests(TOKENS, 4)
+
+
+def _translator():
+    from megatron_runtime.backends.vllm.cache_events import CacheEventTranslator
+
+    return CacheEventTranslator()
+
+
+def _batch(*events):
+    from vllm.distributed.kv_events import KVEventBatch
+
+    return KVEventBatch(ts=0.0, events=list(events))
+
+
+def _stored(hashes, tokens, *, parent=None, keys=None):
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(block_hashes=hashes, parent_block_hash=parent, token_ids=tokens, block_size=4, extra_keys=keys)
+
+
+def test_stored_blocks_have_the_digests_of_their_whole_prefix() -> None:
+    translator = _translator()
+    first = translator.translate(0, _batch(_stored([7], TOKENS[:4])))
+    second = translator.translate(1, _batch(_stored([8, 9], TOKENS[4:], parent=7)))
+    assert [*first.stored, *second.stored] == DIGESTS
+
+
+def test_a_salt_separates_tenants() -> None:
+    stored = _translator().translate(0, _batch(_stored([7], TOKENS[:4], keys=[("tenant",)]))).stored
+    assert stored == block_digests(TOKENS[:4], 4, salt=b"tenant") != DIGESTS[:1]
+
+
+def test_removed_blocks_are_evicted_by_their_digest() -> None:
+    from vllm.distributed.kv_events import BlockRemoved
+
+    translator = _translator()
+    translator.translate(0, _batch(_stored([7, 8, 9], TOKENS)))
+    events = translator.translate(1, _batch(BlockRemoved(block_hashes=[8, 55])))
+    assert (events.stored, events.evicted, events.cleared) == ([], DIGESTS[1:2], False)
+
+
+def test_a_cleared_cache_and_a_lost_batch_clear_the_prefix_table() -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    translator = _translator()
+    translator.translate(0, _batch(_stored([7], TOKENS[:4])))
+    assert translator.translate(1, _batch(AllBlocksCleared())).cleared
+    assert not translator.translate(2, _batch(_stored([8], TOKENS[4:8], parent=7)))
+    assert translator.translate(4, _batch(_stored([9], TOKENS[:4]))).cleared

@@ -1,0 +1,74 @@
+"""Fixtures of the tests with vLLM itself. `make test-vllm` installs it in an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fleet import Fleet, until_serving
+
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
+
+START_SECONDS = 600
+"""A start of vLLM takes a minute on two idle cores."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in float32, which both backends read."""
+    directory = tmp_path_factory.mktemp("model") / "smollm2"
+    convert("builtin:smollm2-135m", directory, dtype=torch.float32, write_gguf_tokenizer=write_gguf_tokenizer)
+    return directory
+
+
+class Pool:
+    """A coordinator and engines of one model in float32, each a process, with keys."""
+
+    def __init__(self, fleet: Fleet, model: Path) -> None:
+        self.fleet = fleet
+        self._options = ("--model", str(model), "--dtype", "float32", "--max-sequence-length", "1024")
+        self._operations = 0
+
+    async def start(self, **engines: str) -> None:
+        """Start a coordinator and engines. engines: backend by name."""
+        await self.fleet.coordinator()
+        for name, backend in engines.items():
+            await self.engine(name, backend)
+        self.admin = await self.fleet.admin()
+        await until_serving(self.admin, engines, seconds=START_SECONDS)
+        self.client: InferenceClient = await self.fleet.client()
+
+    async def engine(self, name: str, backend: str) -> None:
+        options = ("--backend", backend, *self._options, "--kv-cache-memory", "256Mi", "--threads", "1")
+        if backend == "vllm":
+            options += ("--vllm-arguments", '{"enforce_eager": true}')
+        await self.fleet.engine(name, *options, warm=False)
+
+    async def control(self, kind: Header, **fields: object) -> None:
+        self._operations += 1
+        await self.admin.control(
+            kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=START_SECONDS, **fields
+        )
+
+    def memory(self, name: str) -> int:
+        """Return the resident bytes of an engine and its children."""
+        process = psutil.Process(self.fleet.engines[name].pid)
+        return sum(part.memory_info().rss for part in (process, *process.children(recursive=True)))
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    await fleet.close()
+
+
+@pytest.fixture
+def pool(fleet: Fleet, model: Path) -> Pool:
+    return Pool(fleet, model)

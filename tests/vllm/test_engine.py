@@ -1,0 +1,134 @@
+"""vLLM behind the worker, the coordinator and the client: answers, verbs, failover."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Load, until_serving
+
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.tokenization import load_tokenizer
+
+from .conftest import START_SECONDS, Pool
+
+pytestmark = pytest.mark.timeout(1800)
+
+LENGTH = 48
+
+
+def prompts(count: int, *, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(100, 40_000), k=12) for _ in range(count)]
+
+
+async def answers(pool: Pool, wanted: list[list[int]]) -> list[list[int]]:
+    """Return the undisturbed greedy answers."""
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=LENGTH, termination_id=-1)
+    replies = await asyncio.gather(*(pool.client.add_request(prompt, params) for prompt in wanted))
+    return [reply["generated_tokens"] for reply in replies]
+
+
+def load_of(pool: Pool, wanted: list[list[int]], **params: Any) -> Load:
+    load = Load([pool.client])
+    for prompt in wanted:
+        load.add(prompt, LENGTH, temperature=0.0, termination_id=-1, **params)
+    return load
+
+
+async def check(load: Load, expected: list[list[int]]) -> None:
+    await load.finish(seconds=START_SECONDS)
+    for record, answer in zip(load.records, expected, strict=True):
+        record.check(answer)
+
+
+async def test_verbs_change_no_answer(pool: Pool, model: Path) -> None:
+    """Pause, suspend and an update with the same weights, each in the middle of eight streams."""
+    await pool.start(only="vllm")
+    wanted = prompts(8)
+    expected = await answers(pool, wanted)
+
+    load = load_of(pool, wanted)
+    await load.until(40)
+    await pool.control(Header.PAUSE)
+    held = load.tokens
+    await asyncio.sleep(1)
+    assert load.tokens == held
+    await pool.control(Header.UNPAUSE)
+    await check(load, expected)
+
+    load = load_of(pool, wanted)
+    await load.until(40)
+    before = pool.memory("only")
+    await pool.control(Header.PAUSE)
+    await pool.control(Header.SUSPEND)
+    suspended = pool.memory("only")
+    print(f"\nresident memory {before >> 20} MiB, suspended {suspended >> 20} MiB")
+    assert suspended < before // 3
+    await pool.control(Header.RESUME)
+    await pool.control(Header.UNPAUSE)
+    await check(load, expected)
+
+    load = load_of(pool, wanted)
+    await load.until(40)
+    await pool.control(Header.UPDATE_WEIGHTS, source=str(model), epoch=5)
+    await check(load, expected)
+    for record in load.records:
+        assert [epoch for _, epoch in record.final["policy_epoch"]] == [0, 5]
+    await pool.control(Header.PAUSE)
+    await pool.control(Header.STOP)
+
+
+@pytest.mark.parametrize("other", ["vllm", "native"])
+async def test_a_killed_engine_loses_no_request_and_doubles_no_token(pool: Pool, other: str) -> None:
+    await pool.start(killed="vllm", other=other)
+    wanted = prompts(32)
+    expected = await answers(pool, wanted)
+    load = load_of(pool, wanted)
+    await load.until(10 * len(wanted))
+    await pool.fleet.engines.pop("killed").kill()
+    await check(load, expected)
+
+
+async def test_moved_requests_keep_their_penalties_and_their_grammar(pool: Pool, model: Path) -> None:
+    """Tokens that were delivered are forced, so that the state of penalties and grammars is rebuilt."""
+    await pool.start(killed="vllm", other="vllm")
+    tokenizer = load_tokenizer(str(model))
+    digits = {"type": "regex", "value": "[0-9]{40,60}"}
+    prompt = tokenizer.encode("The digits of pi are 3.")
+    penalised = load_of(pool, [prompt] * 8, frequency_penalty=0.4)
+    await penalised.finish(seconds=START_SECONDS)
+    expected = penalised.records[0].final["generated_tokens"]
+    load = load_of(pool, [prompt] * 8, frequency_penalty=0.4)
+    shaped = load_of(pool, [prompt] * 8, structured_output=digits)
+    await load.until(80)
+    await shaped.until(40)
+    await pool.fleet.engines.pop("killed").kill()
+    await check(load, [expected] * 8)
+    await shaped.finish(seconds=START_SECONDS)
+    for record in shaped.records:
+        text = tokenizer.decode(record.final["generated_tokens"])
+        assert text.isdigit(), text
+
+
+async def test_log_probabilities_and_prefix_routing(pool: Pool) -> None:
+    await pool.start(only="vllm")
+    [prompt] = prompts(1)
+    params = SamplingParams(
+        temperature=0.0,
+        num_tokens_to_generate=8,
+        termination_id=-1,
+        return_log_probs=True,
+        top_n_logprobs=3,
+        skip_prompt_log_probs=False,
+    )
+    reply = await pool.client.add_request(prompt, params)
+    assert len(reply["generated_log_probs"]) == len(reply["generated_top_n_logprobs"]) == 8
+    assert len(reply["prompt_log_probs"]) == len(prompt) - 1
+    for chosen, top in zip(reply["generated_log_probs"], reply["generated_top_n_logprobs"], strict=True):
+        assert chosen == pytest.approx(max(value for _, value in top), abs=1e-4)
+    await until_serving(pool.admin, ["only"])
