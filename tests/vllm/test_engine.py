@@ -7,7 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from eventually import eventually
 from fleet import Load, until_serving
 
 from megatron_runtime.protocol.headers import Header
@@ -90,8 +92,15 @@ async def test_a_killed_engine_loses_no_request_and_doubles_no_token(pool: Pool,
     expected = await answers(pool, wanted)
     load = load_of(pool, wanted)
     await load.until(10 * len(wanted))
-    await pool.fleet.engines.pop("killed").kill()
+    engine = pool.fleet.engines.pop("killed")
+    parts = psutil.Process(engine.pid).children(recursive=True)
+    await engine.kill()
     await check(load, expected)
+
+    async def are_gone() -> bool:
+        return not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in parts)
+
+    await eventually(are_gone, what="the processes of the killed engine have ended")
 
 
 async def test_moved_requests_keep_their_penalties_and_their_grammar(pool: Pool, model: Path) -> None:

@@ -31,6 +31,15 @@ async def test_an_answer_has_every_token_once_and_a_summary(running: Running, mo
     assert [event.type.name for event in last.summary.events] == ["ADD_ENGINE", "FINISH"]
 
 
+async def test_log_probabilities_of_prompt_and_answer_are_reported_once(running: Running) -> None:
+    running.submit(1, PROMPT, num_tokens_to_generate=5, return_log_probs=True, skip_prompt_log_probs=False)
+    await running.listener.end_of(1)
+    first, *others = running.listener.outputs
+    assert first.prompt_log_probs == [-0.25, -0.25]
+    assert all(output.prompt_log_probs is None for output in others)
+    assert [value for output in running.listener.outputs for value in output.new_log_probs] == [-0.5] * 5
+
+
 @pytest.mark.parametrize("forced", [{}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}])
 async def test_a_request_from_another_engine_continues_after_its_last_token(
     running: Running, model: Path, forced: dict[str, float]

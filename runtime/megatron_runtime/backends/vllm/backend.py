@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Coroutine, Sequence
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from prometheus_client import REGISTRY
 from vllm import TokensPrompt
 from vllm.outputs import RequestOutput as VllmOutput
@@ -49,6 +52,17 @@ from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 logger = logging.getLogger(__name__)
+
+_END_WITH_PARENT = """
+import os, sys
+sys.stdin.read()
+for pid in map(int, sys.argv[1:]):
+    try:
+        os.kill(pid, 9)
+    except ProcessLookupError:
+        pass
+"""
+"""Kills vLLM's processes when this process has ended for any reason: they do not notice that it was killed."""
 
 HEALTH_SECONDS = 1.0
 """How often an idle engine is checked."""
@@ -133,6 +147,7 @@ class VllmBackend(EngineBackend):
         self._can_sleep = self._config.model_config.enable_sleep_mode
         self._open: dict[int, OpenRequest] = {}
         self._llm: AsyncLLM | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._running = False
         self._epoch = 0
         self._digest = ""
@@ -154,8 +169,11 @@ class VllmBackend(EngineBackend):
         if self._llm is not None:
             return
         self._digest = await asyncio.to_thread(weights_digest, self._directory)
+        own = set(psutil.Process().children())
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, self._config)
         self._llm = llm
+        children = [child.pid for child in psutil.Process().children() if child not in own]
+        self._reaper = await asyncio.to_thread(_start_reaper, children)
         self._watch = asyncio.create_task(self._watch_health(llm))
         if self.info.block_size_tokens:
             self._cache_events = asyncio.create_task(
@@ -179,6 +197,9 @@ class VllmBackend(EngineBackend):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+        if self._reaper is not None:
+            await asyncio.to_thread(self._reaper.communicate)
+            self._reaper = None
 
     async def _watch_health(self, llm: AsyncLLM) -> None:
         while True:
@@ -305,7 +326,7 @@ class VllmBackend(EngineBackend):
         if params.wants_log_probs and tokens:
             details = list(completion.logprobs or ())[-len(tokens) :]
             output.new_log_probs, output.new_top_n_logprobs = log_probs(tokens, details, top=params.top_n_logprobs)
-        if found.prompt_logprobs is not None and params.wants_prompt_log_probs:
+        if found.prompt_logprobs and params.wants_prompt_log_probs:  # empty after the first output
             output.prompt_log_probs, output.prompt_top_n_logprobs = log_probs(
                 opened.request.prompt_tokens.tolist()[1:], found.prompt_logprobs[1:], top=params.top_n_logprobs
             )
@@ -455,6 +476,12 @@ class VllmBackend(EngineBackend):
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.info.ranks)
         return RankResults(self.info.ranks)
+
+
+def _start_reaper(children: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the process that kills `children` when this process has ended."""
+    command = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, *map(str, children)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def _metric(name: str) -> float:

@@ -111,6 +111,7 @@ class _Request:
         self._context = list(prompt)
         self._params = params
         self._generated: list[int] = []
+        self._prompt_length = len(prompt)
 
     def step(self, weights: int) -> None:
         params, count = self._params, len(self._generated)
@@ -133,4 +134,7 @@ class _Request:
                 }
             ]
         output = RequestOutput([CompletionOutput([token], found, reason, stop)], reason is not None)
+        if params.prompt_logprobs is not None:
+            own = [{token: Logprob(-0.25, 1)} for token in self._context[1 : self._prompt_length]]
+            output.prompt_logprobs = [None, *own] if len(self._generated) == 1 else []
         self.queue.put_nowait(output)
