@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hostile_grammars import REJECTED_BY_TRIAL
 
+from megatron_runtime.backends import text as model_text
 from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.native import text as native_text
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
@@ -172,7 +172,7 @@ def test_a_large_vocabulary_is_indexed_before_the_engine_serves(
     controller.close_grammars()
     controller.prepare_grammars()
     assert controller._grammars is None
-    monkeypatch.setattr(native_text, "LARGE_VOCABULARY", 1000)
+    monkeypatch.setattr(model_text, "LARGE_VOCABULARY", 1000)
     controller.prepare_grammars()
     assert controller._grammars is not None
 
