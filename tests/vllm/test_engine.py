@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from eventually import eventually
-from fleet import Load, until_serving
+from fleet import Load
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ async def test_moved_requests_keep_their_penalties_and_their_grammar(pool: Pool,
         assert text.isdigit(), text
 
 
-async def test_log_probabilities_and_prefix_routing(pool: Pool) -> None:
+async def test_log_probabilities_of_prompt_and_answer_are_complete(pool: Pool) -> None:
     await pool.start(only="vllm")
     [prompt] = prompts(1)
     params = SamplingParams(
@@ -140,4 +140,3 @@ async def test_log_probabilities_and_prefix_routing(pool: Pool) -> None:
     assert len(reply["prompt_log_probs"]) == len(prompt) - 1
     for chosen, top in zip(reply["generated_log_probs"], reply["generated_top_n_logprobs"], strict=True):
         assert chosen == pytest.approx(max(value for _, value in top), abs=1e-4)
-    await until_serving(pool.admin, ["only"])
