@@ -160,6 +160,28 @@ async def test_new_weights_are_used_from_the_next_token_and_stamped(
     assert "reset_prefix_cache" in engine_of(running).calls
 
 
+async def test_a_resume_after_an_update_loads_the_new_weights_and_rejects_changed_files(
+    running: Running, other_weights: Path
+) -> None:
+    assert not (await running.backend.stage_weights(str(other_weights), 7)).failed
+    assert not (await running.backend.commit_weights()).failed
+    await running.backend.pause()
+    await running.backend.release_memory()
+    weights = other_weights / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    try:
+        assert "the released weights had" in (await running.backend.restore_memory()).error
+    finally:
+        weights.write_bytes(data)
+    assert not (await running.backend.restore_memory()).failed
+    await running.backend.unpause()
+    running.submit(1, PROMPT, num_tokens_to_generate=5)
+    [last] = await running.listener.end_of(1)
+    assert running.listener.tokens(1) == answer(PROMPT, 5, weights_of(other_weights))
+    assert last.summary.policy_epoch == [(0, 7)]
+
+
 async def test_weights_of_another_model_are_rejected_and_those_in_use_stay(
     running: Running, model: Path, tmp_path: Path
 ) -> None:

@@ -132,19 +132,19 @@ class VllmBackend(EngineBackend):
         self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
         self._endpoint = f"ipc://{self._sockets.name}/cache-events"
         self._arguments = engine_arguments(settings, self._directory, cache_events=self._endpoint)
-        self._config = self._arguments.create_engine_config()
+        config = self._arguments.create_engine_config()
         self._text = ModelText.of_model(settings.model)
-        model, cache = self._config.model_config, self._config.cache_config
+        model, cache = config.model_config, config.cache_config
         self.info = BackendInfo(
             name="vllm",
             vocab_size=model.get_vocab_size(),
             eos_ids=eos_ids(self._directory),
             max_sequence_length=model.max_model_len,
             block_size_tokens=cache.block_size if cache.enable_prefix_caching else 0,
-            ranks=self._config.parallel_config.world_size,
+            ranks=config.parallel_config.world_size,
             capabilities=CAPABILITIES,
         )
-        self._can_sleep = self._config.model_config.enable_sleep_mode
+        self._can_sleep = model.enable_sleep_mode
         self._open: dict[int, OpenRequest] = {}
         self._llm: AsyncLLM | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -168,9 +168,16 @@ class VllmBackend(EngineBackend):
     async def load(self) -> None:
         if self._llm is not None:
             return
-        self._digest = await asyncio.to_thread(weights_digest, self._directory)
+        digest = await asyncio.to_thread(weights_digest, self._directory)
+        if self._digest not in ("", digest):
+            raise ValueError(
+                f"the weights at {self._directory} have digest {digest[:12]}, the released weights had "
+                f"{self._digest[:12]}: restore the files, or update the weights under a new epoch"
+            )
+        self._digest = digest
         own = set(psutil.Process().children())
-        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, self._config)
+        config = await asyncio.to_thread(self._arguments.create_engine_config)  # an update has changed the model
+        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
         self._llm = llm
         children = [child.pid for child in psutil.Process().children() if child not in own]
         self._reaper = await asyncio.to_thread(_start_reaper, children)
@@ -448,7 +455,9 @@ class VllmBackend(EngineBackend):
             await self._set_epoch(epoch)
             if was_running:
                 await self._unpause()
-        self._directory, self._digest, self._epoch = directory, digest, epoch
+        else:
+            await self._set_epoch(epoch)
+        self._directory, self._digest = directory, digest
         self._arguments.model = str(directory)
 
     async def discard_weights(self) -> None:

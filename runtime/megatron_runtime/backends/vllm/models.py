@@ -92,7 +92,7 @@ def eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _weight_files(directory: Path) -> Sequence[Path]:
-    files = sorted(directory.glob("*.safetensors"))
+    files = [file.path for file in ModelDirectory(directory).files(".safetensors")]
     if not files:
         raise ModelFileError(f"{directory} has no *.safetensors files: complete the directory")
     return files

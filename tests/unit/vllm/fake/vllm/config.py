@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -18,7 +19,7 @@ class VllmConfig:
     """The part that `backends/vllm` reads."""
 
     def __init__(self, args: object) -> None:
-        self.args = args
+        self.args = copy(args)  # later changes of the arguments have no effect
         self.model_config = _ModelConfig(args)
         self.cache_config = _CacheConfig(args)
         self.parallel_config = _ParallelConfig(args)
