@@ -108,9 +108,9 @@ def engine_metrics() -> Table:
     from megatron_runtime.engine.lifecycle import Lifecycle
     from megatron_runtime.engine.metrics import EngineMetrics
 
-    stats = BackendStats(last_step=0.0)
+    backend = SimpleNamespace(stats=lambda: BackendStats(last_step=0.0), metrics=lambda: None)
     registry = CollectorRegistry()
-    registry.register(EngineMetrics(Lifecycle(SimpleNamespace()), lambda: stats))
+    registry.register(EngineMetrics(Lifecycle(SimpleNamespace()), backend))
     return _with_vllm(_families(registry))
 
 

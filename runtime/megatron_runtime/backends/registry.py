@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron_runtime.engine.backend import EngineBackend
@@ -28,15 +29,10 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
 
         return EchoBackend(settings)
     if settings.backend == "vllm":
-        try:
-            from megatron_runtime.backends.vllm.backend import VllmBackend
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "vllm":
-                raise
-            raise ValueError(
-                "backend vllm: vLLM is not installed: use an image that has it, or --backend native"
-            ) from error
+        from megatron_runtime.backends.vllm.backend import VllmBackend
 
+        if find_spec("vllm") is None:
+            raise ValueError("backend vllm: vLLM is not installed: use an image that has it, or --backend native")
         return VllmBackend(settings)
     # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would use the CPUs of
     # the coordinator, the server and other engines on the same machine.

@@ -34,6 +34,7 @@ MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
 """Limits of the JSON document in such a file: an element takes up to a hundred bytes of memory when parsed."""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
 MAX_AXES, _MAX_EXTENT = 16, 1 << 63
+_MAX_END_TOKENS = 1024
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _OPENED = Path("/proc/self/fd")
@@ -202,3 +203,20 @@ class ModelDirectory:
         """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
         return [found for name in named if (found := self.file(name)) is not None]
+
+
+def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end an answer. values: of config.json, which often has only one of them."""
+    file = directory.file("generation_config.json")
+    generation = file.read_json() if file is not None else {}
+    found = generation.get("eos_token_id", values.get("eos_token_id"))
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
+        raise ModelFileError(
+            f"{directory.path} has eos_token_id {shown(found)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
+        )
+    return tuple(ends)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31

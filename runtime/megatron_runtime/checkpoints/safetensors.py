@@ -26,6 +26,7 @@ from megatron_runtime.checkpoints.model_files import (
     ModelDirectory,
     ModelFile,
     ModelFileError,
+    end_tokens,
     parse_json,
     size_of,
 )
@@ -40,7 +41,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 8
 _SIZE_BYTES = 8
-_MAX_END_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +90,6 @@ def read_config(directory: Path) -> ModelConfig:
         raise ModelFileError(f"{path} is missing: complete the directory")
     values = file.read_json()
     return config_from_hf(values, ends=end_tokens(place, values), where=str(path))
-
-
-def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: generation_config.json has all of them, config.json often only one."""
-    file = directory.file("generation_config.json")
-    generation = file.read_json() if file is not None else {}
-    found = generation.get("eos_token_id", values.get("eos_token_id"))
-    ends = [] if found is None else found if isinstance(found, list) else [found]
-    if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
-        raise UnsupportedModelError(
-            f"{directory.path} has eos_token_id {shown(found)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
-        )
-    return tuple(ends)
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
@@ -170,10 +157,6 @@ def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
             f"{where} has {stop - start} bytes, its shape {kind.shape} in {dtype} asks for {num_bytes(kind)}"
         )
     return kind, start
-
-
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 def write_safetensors(

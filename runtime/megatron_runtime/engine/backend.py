@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, Self
 
+from prometheus_client import Metric
+
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import Header
@@ -175,6 +177,10 @@ class EngineBackend(Protocol):
 
     def stats(self) -> BackendStats:
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
+
+    def metrics(self) -> Iterable[Metric] | None:
+        """Return vLLM's own metrics; None from a backend without vLLM, whose stats() also go by vLLM's names."""
+        return None
 
     async def start(self, listener: BackendListener) -> None:
         """Start threads and processes. Weights are not loaded, because the engine may join a suspended pool."""

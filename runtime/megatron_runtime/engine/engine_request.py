@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -10,8 +11,9 @@ import numpy.typing as npt
 
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEvent
-from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 
 if TYPE_CHECKING:  # pydantic takes long to import, and a load needs no messages
     from megatron_runtime.protocol.messages import Dispatch
@@ -58,6 +60,48 @@ class EngineRequest:
             tenant=meta.tenant or f"client {dispatch.route}",
             params_bytes=len(dispatch.params),
         )
+
+    def max_total_tokens(self, longest: int) -> int:
+        """Return the number of tokens of prompt and answer together at which the request ends.
+
+        longest: limit of the engine, in tokens.
+
+        Raises ValueError, InvalidSamplingParamsError, MaxSequenceLengthOverflowError.
+        """
+        prompt, params = len(self.prompt_tokens), self.sampling_params
+        if prompt == 0:
+            raise ValueError("prompt is empty: give at least one token")
+        total = params.num_tokens_total
+        if total is not None and total <= prompt:
+            raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
+        if prompt >= longest:
+            raise MaxSequenceLengthOverflowError(self.request_id, too_long(prompt, longest))
+        if total is None and params.num_tokens_to_generate is not None:
+            total = prompt + params.num_tokens_to_generate
+        return longest if total is None else min(longest, total)
+
+    def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end the answer. eos_ids: those of the model."""
+        params = self.sampling_params
+        stop_ids = set(params.stop_token_ids or ())
+        if params.termination_id is None:
+            stop_ids.update(eos_ids)
+        elif params.termination_id != IGNORE_EOS:
+            stop_ids.add(params.termination_id)
+        return frozenset(stop_ids)
+
+
+def too_long(prompt: int, longest: int) -> str:
+    """Return the error for a prompt of `prompt` tokens where prompt and answer together may have `longest`."""
+    return (
+        f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer together "
+        f"may have {longest}: shorten the prompt"
+    )
+
+
+def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
+    """Return the spans after a change to `epoch` at position `start`."""
+    return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_runtime.engine.engine_request import BackendStats, StepSizes
+from megatron_runtime.engine.backend import EngineBackend
+from megatron_runtime.engine.engine_request import StepSizes
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.protocol.headers import SIGNALS
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -29,15 +30,16 @@ _COUNTERS = {
 
 
 class EngineMetrics(Collector):
-    """Metrics `megatron_*`, and under vLLM's names those that vLLM has, too."""
+    """Metrics `megatron_*`, and vLLM's own metrics; from other backends, those that vLLM has under its names, too."""
 
-    def __init__(self, lifecycle: Lifecycle, stats: Callable[[], BackendStats]) -> None:
+    def __init__(self, lifecycle: Lifecycle, backend: EngineBackend) -> None:
         self._lifecycle = lifecycle
-        self._stats = stats
+        self._backend = backend
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        for prefix in ("megatron_", "vllm:"):
+        stats, own = self._backend.stats(), self._backend.metrics()
+        yield from own or ()
+        for prefix in ("megatron_", "vllm:") if own is None else ("megatron_",):
             for name, (text, attribute) in _GAUGES.items():
                 yield GaugeMetricFamily(prefix + name, text, value=getattr(stats, attribute))
             for name, (text, attribute) in _COUNTERS.items():

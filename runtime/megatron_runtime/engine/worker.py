@@ -95,7 +95,7 @@ class EngineWorker:
         self._outputs = OutputStage(send=self._link.send, finish_early=backend.abort, detokenizer=backend.detokenizer)
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(EngineMetrics(self.lifecycle, backend.stats))
+        self._registry.register(EngineMetrics(self.lifecycle, backend))
 
     async def run(self) -> None:
         """Serve until `ended` is set or the engine fails."""

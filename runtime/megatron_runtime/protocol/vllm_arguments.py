@@ -15,6 +15,7 @@ ALLOWED = frozenset(
         "cpu_offload_gb",
         "disable_cascade_attn",
         "disable_custom_all_reduce",
+        "enable_lora",
         "enforce_eager",
         "fully_sharded_loras",
         "gpu_memory_utilization",

@@ -394,7 +394,7 @@ async def test_an_unknown_tag_is_rejected_by_name(rig: Rig) -> None:
 
 async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig) -> None:
     registry = CollectorRegistry()
-    registry.register(EngineMetrics(rig.lifecycle, rig.backend.stats))
+    registry.register(EngineMetrics(rig.lifecycle, rig.backend))
     value = registry.get_sample_value
     assert value("megatron_seconds_since_last_step") is None  # no step yet
     await rig.submit(9)

@@ -30,11 +30,14 @@ def _forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fake_vllm() -> Iterator[None]:
+def fake_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Install the fake package in this process and its children. Return the fake's log."""
     _forget()
-    sys.path.insert(0, str(FAKE))
-    yield
-    sys.path.remove(str(FAKE))
+    log = tmp_path / "vllm.log"
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(log))
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.syspath_prepend(str(FAKE))
+    yield log
     _forget()
 
 

@@ -10,12 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.engine.engine_request import EngineRequest, EpochSpans, RequestOutput, RequestSummary, TopLogProbs
+from megatron_runtime.engine.engine_request import (
+    EngineRequest,
+    EpochSpans,
+    RequestOutput,
+    RequestSummary,
+    TopLogProbs,
+    too_long,
+    with_epoch,
+)
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.requests.errors import BlockOverflowError, MaxSequenceLengthOverflowError, TokenOverflowError
+from megatron_runtime.requests.errors import BlockOverflowError, TokenOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import block_digests
-from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling.sampler import LogProbs
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
@@ -109,10 +117,10 @@ class OpenRequest:
 
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
         """Note that later tokens are computed with weights of `epoch`. `num_computed` tokens are in the KV cache."""
-        self.policy_epoch = _stamped(
+        self.policy_epoch = with_epoch(
             self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
         )
-        self.kv_cache_epoch = _stamped(self.kv_cache_epoch, num_computed, epoch)
+        self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
 
     def summary(self, now: float) -> RequestSummary:
         admitted = self.admitted if self.admitted is not None else now
@@ -125,10 +133,6 @@ class OpenRequest:
             kv_cache_epoch=self.kv_cache_epoch,
             events=list(self.events),
         )
-
-
-def _stamped(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
-    return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class Admission:
         self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
     ) -> OpenRequest:
         """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
-        params, config = request.sampling_params, self.config
+        params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)
         digests = []
@@ -158,8 +162,8 @@ class Admission:
         return OpenRequest(
             request,
             tokens=tokens,
-            max_total_tokens=self._max_total_tokens(params, len(request.prompt_tokens)),
-            stop_ids=self._stop_ids(params),
+            max_total_tokens=request.max_total_tokens(self.longest),
+            stop_ids=frozenset(token for token in request.stop_ids(self.executor.eos_ids) if 0 <= token < vocabulary),
             rank=(params.priority, 0, arrival),
             digests=digests,
             reads_cache=config.enable_prefix_caching and not params.wants_prompt_log_probs,
@@ -172,43 +176,18 @@ class Admission:
 
     def _check(self, request: EngineRequest, tokens: npt.NDArray[np.int32], *, has_grammar: bool) -> None:
         prompt, params, vocabulary = len(request.prompt_tokens), request.sampling_params, self.executor.vocab_size
-        if prompt == 0:
-            raise ValueError("prompt is empty: give at least one token")
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocabulary):
             raise ValueError(f"prompt has a token outside the vocabulary of {vocabulary}")
         params.check_vocabulary(vocabulary)
         if params.structured_output is not None and not has_grammar:
             remedy = "an engine whose model has a tokenizer"
             raise InvalidSamplingParamsError("structured_output", params.structured_output["type"], remedy)
-        total = params.num_tokens_total
-        if total is not None and total <= prompt:
-            raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
-        if prompt >= self.longest:
-            message = (
-                f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
-                f"together may have {self.longest}: shorten the prompt"
-            )
-            if self.longest < self.limit:
-                raise BlockOverflowError(request.request_id, message + " or give the engine more kv_cache_memory")
-            raise MaxSequenceLengthOverflowError(request.request_id, message)
+        if self.longest <= prompt and self.longest < self.limit:
+            message = too_long(prompt, self.longest) + " or give the engine more kv_cache_memory"
+            raise BlockOverflowError(request.request_id, message)
         if not self.config.enable_chunked_prefill and prompt > self.config.step_tokens:
             raise TokenOverflowError(
                 request.request_id,
                 f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: shorten the prompt, raise "
                 "max_tokens or enable chunked prefill",
             )
-
-    def _max_total_tokens(self, params: SamplingParams, prompt: int) -> int:
-        if params.num_tokens_total is not None:
-            return min(self.longest, params.num_tokens_total)
-        if params.num_tokens_to_generate is not None:
-            return min(self.longest, prompt + params.num_tokens_to_generate)
-        return self.longest
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = set(params.stop_token_ids or ())
-        if params.termination_id is None:
-            stop_ids.update(self.executor.eos_ids)
-        elif params.termination_id != IGNORE_EOS:
-            stop_ids.add(params.termination_id)
-        return frozenset(token for token in stop_ids if 0 <= token < self.executor.vocab_size)

@@ -1,38 +1,27 @@
-"""Runs vLLM's AsyncLLM behind EngineBackend. Only vLLM's public interface is used.
+"""Runs vLLM behind EngineBackend, in a process of its own (process.py, service.py). Imports neither vLLM nor torch.
 
-vLLM schedules and computes in a process of its own. This process keeps what a request needs to continue: its prompt
-and every token that it received. So requests survive what ends vLLM's process: a suspend gives all of its memory back,
-and a resume starts it again.
+This process keeps what a request needs to continue: its prompt and every token that it received. So requests survive
+the end of vLLM's process: a suspend releases all of its memory, and a resume starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-from prometheus_client import REGISTRY
-from vllm import TokensPrompt
-from vllm.outputs import RequestOutput as VllmOutput
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.backends.vllm.arguments import engine_arguments
-from megatron_runtime.backends.vllm.cache_events import follow_cache_events
-from megatron_runtime.backends.vllm.models import eos_ids, model_directory, require_same_tensors, weights_digest
-from megatron_runtime.backends.vllm.parameters import log_probs, max_total_tokens, must_force, stop_token, to_vllm
+from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError
 from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,
+    CacheEvents,
     Capability,
     Detokenizer,
     EngineBackend,
@@ -44,28 +33,18 @@ from megatron_runtime.engine.engine_request import (
     EpochSpans,
     RequestOutput,
     RequestSummary,
+    with_epoch,
 )
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
-from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 logger = logging.getLogger(__name__)
 
-_END_WITH_PARENT = """
-import os, sys
-sys.stdin.read()
-for pid in map(int, sys.argv[1:]):
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        pass
-"""
-"""Kills vLLM's processes when this process has ended for any reason: they do not notice that it was killed."""
-
-HEALTH_SECONDS = 1.0
-"""How often an idle engine is checked."""
+UNUSED_SECONDS = 60.0
+"""A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
+pool. Its imports alone take 900 MiB."""
 
 CAPABILITIES = frozenset(Capability) - {Capability.PROFILER, Capability.ADAPTERS}
 
@@ -77,7 +56,8 @@ class OpenRequest:
     tokens:     generated so far, by this or another engine.
     max_tokens: length of the answer at which the request ends.
     arrived, first_token: on time.monotonic().
-    task:       runs it in vLLM; None while it waits for the engine.
+    is_running: whether vLLM has it.
+    deadline, grammar: its timer, and the check of its grammar while that is in progress.
     """
 
     request: EngineRequest
@@ -88,15 +68,21 @@ class OpenRequest:
     kv_cache_epoch: EpochSpans
     first_token: float | None = None
     num_cached_tokens: int = 0
-    task: asyncio.Task[None] | None = None
+    is_running: bool = False
+    deadline: asyncio.TimerHandle | None = None
+    grammar: asyncio.Task[None] | None = None
     events: list[DynamicInferenceEvent] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
 
     def note(self, kind: Event) -> None:
         self.events.append(DynamicInferenceEvent(kind))
 
     def output(self, tokens: list[int]) -> RequestOutput:
         return RequestOutput(
-            self.request.request_id, tokens, len(self.request.prompt_tokens), num_cached_tokens=self.num_cached_tokens
+            self.request_id, tokens, len(self.request.prompt_tokens), num_cached_tokens=self.num_cached_tokens
         )
 
     def end(self, output: RequestOutput) -> None:
@@ -116,47 +102,49 @@ class OpenRequest:
     def set_epoch(self, epoch: int) -> None:
         """Later tokens are sampled with the weights of `epoch`, and all KV is computed again with them."""
         start = len(self.request.prompt_tokens) + len(self.tokens) - 1 if self.tokens else 0
-        self.policy_epoch = [*(span for span in self.policy_epoch if span[0] < start), (start, epoch)]
+        self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
         self.kv_cache_epoch = [(0, epoch)]
 
 
 class VllmBackend(EngineBackend):
     """Implements EngineBackend. All methods run on one event loop.
 
+    The constructor starts vLLM's process, which takes ten seconds or more.
+
     Raises:
-        ValueError: a setting, the model or the version of vLLM is not usable; the message names it and the remedy.
+        VllmRejectedError: a setting, the model or the version of vLLM is not usable; the message has the remedy.
+        VllmError: vLLM's process failed.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._directory = model_directory(settings.model)
-        self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
-        self._endpoint = f"ipc://{self._sockets.name}/cache-events"
-        self._arguments = engine_arguments(settings, self._directory, cache_events=self._endpoint)
-        config = self._arguments.create_engine_config()
+        self._settings = settings
+        self._process: VllmProcess | None = VllmProcess(settings)
+        started = self._process.started
         self._text = ModelText.of_model(settings.model)
-        model, cache = config.model_config, config.cache_config
         self.info = BackendInfo(
             name="vllm",
-            vocab_size=model.get_vocab_size(),
-            eos_ids=eos_ids(self._directory),
-            max_sequence_length=model.max_model_len,
-            block_size_tokens=cache.block_size if cache.enable_prefix_caching else 0,
-            ranks=config.parallel_config.world_size,
-            capabilities=CAPABILITIES,
+            vocab_size=started["vocab_size"],
+            eos_ids=tuple(started["eos_ids"]),
+            max_sequence_length=started["max_sequence_length"],
+            block_size_tokens=started["block_size_tokens"],
+            ranks=started["ranks"],
+            capabilities=CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else set()),
         )
-        self._can_sleep = model.enable_sleep_mode
-        self._open: dict[int, OpenRequest] = {}
-        self._llm: AsyncLLM | None = None
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self._can_sleep: bool = started["can_sleep"]
+        self._directory: str = started["directory"]
+        self._is_connected = False
+        self._is_loaded = False
+        self._is_asleep = False
         self._running = False
+        self._open: dict[int, OpenRequest] = {}
+        self._held: list[RequestOutput] = []
+        """Outputs that wait for unpause()."""
         self._epoch = 0
         self._digest = ""
-        self._staged: tuple[Path, str, int] | None = None
-        self._ready: list[RequestOutput] = []
-        """Outputs that wait for the next flush; while the engine is paused, for unpause()."""
-        self._flush_scheduled = False
-        self._watch: asyncio.Task[None] | None = None
-        self._cache_events: asyncio.Task[None] | None = None
+        self._staged: tuple[str, str, int] | None = None
+        self._adapters: dict[str, str] = {}
+        self._stats: Mapping[str, float] = {}
+        self._metrics = b""
         self._failed = False
 
     # --- start and stop -----------------------------------------------------------------------------------------
@@ -164,60 +152,59 @@ class VllmBackend(EngineBackend):
     async def start(self, listener: BackendListener) -> None:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
+        self._unused = self._end_unused()
+
+    def _end_unused(self) -> asyncio.Task[None]:
+        """End a process without weights after a while, unless _vllm() is called before."""
+
+        async def end() -> None:
+            await asyncio.sleep(UNUSED_SECONDS)
+            await self._end_process()
+
+        return asyncio.create_task(end())
+
+    async def _vllm(self) -> VllmProcess:
+        """Return the running process of vLLM; start it if it has ended."""
+        self._unused.cancel()
+        if self._process is None:
+            self._process = await asyncio.to_thread(VllmProcess, self._settings)
+        if not self._is_connected:
+            self._is_connected = True
+            await self._process.connect(self._on_message, self._fail)
+        return self._process
 
     async def load(self) -> None:
-        if self._llm is not None:
+        if self._is_loaded:
             return
-        digest = await asyncio.to_thread(weights_digest, self._directory)
+        vllm = await self._vllm()
+        digest = await vllm.call("digest", self._directory)
         if self._digest not in ("", digest):
             raise ValueError(
                 f"the weights at {self._directory} have digest {digest[:12]}, the released weights had "
                 f"{self._digest[:12]}: restore the files, or update the weights under a new epoch"
             )
+        await vllm.call("use_weights", self._directory)
+        await vllm.call("load")
+        for name, source in self._adapters.items():
+            await vllm.call("load_adapter", name, source)
         self._digest = digest
-        own = set(psutil.Process().children())
-        config = await asyncio.to_thread(self._arguments.create_engine_config)  # an update has changed the model
-        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
-        self._llm = llm
-        children = [child.pid for child in psutil.Process().children() if child not in own]
-        self._reaper = await asyncio.to_thread(_start_reaper, children)
-        self._watch = asyncio.create_task(self._watch_health(llm))
-        if self.info.block_size_tokens:
-            self._cache_events = asyncio.create_task(
-                follow_cache_events(self._endpoint, self._listener.on_cache_events)
-            )
-        await llm.pause_generation(mode="keep", clear_cache=False)
+        self._is_loaded = True
 
     async def stop(self, cause: BaseException | None = None) -> None:
-        await self._detach(list(self._open.values()))
+        self._unused.cancel()
+        for opened in list(self._open.values()):
+            self._close(opened)
         await self._end_process()
         await asyncio.to_thread(self._text.close_grammars)
-        self._sockets.cleanup()
 
     async def _end_process(self) -> None:
         """End vLLM's process, which releases all memory of the engine."""
-        tasks = [task for task in (self._watch, self._cache_events) if task is not None]
-        self._watch = self._cache_events = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
-        if self._reaper is not None:
-            await asyncio.to_thread(self._reaper.communicate)
-            self._reaper = None
+        process, self._process = self._process, None
+        self._is_connected = self._is_loaded = self._is_asleep = False
+        if process is not None:
+            await process.end()
 
-    async def _watch_health(self, llm: AsyncLLM) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_SECONDS)
-            try:
-                await llm.check_health()
-            except Exception as error:
-                self._fail(error)
-                return
-
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: VllmError) -> None:
         if not self._failed:
             self._failed = True
             self._listener.on_failure(error)
@@ -226,168 +213,160 @@ class VllmBackend(EngineBackend):
         return self._text.detokenizer()
 
     def stats(self) -> BackendStats:
-        return BackendStats(
-            weights_digest=self._digest,
-            num_running=int(_metric("num_requests_running")),
-            num_waiting=int(_metric("num_requests_waiting")),
-            kv_usage=_metric("kv_cache_usage_perc"),
-            prompt_tokens=int(_metric("prompt_tokens_total")),
-            generation_tokens=int(_metric("generation_tokens_total")),
-            preemptions=int(_metric("num_preemptions_total")),
-            prefix_cache_queries=int(_metric("prefix_cache_queries_total")),
-            prefix_cache_hits=int(_metric("prefix_cache_hits_total")),
-        )
+        counts: dict[str, Any] = {name: int(value) for name, value in self._stats.items()}
+        return BackendStats(weights_digest=self._digest, **{**counts, "kv_usage": self._stats.get("kv_usage", 0.0)})
+
+    def metrics(self) -> Iterable[Metric]:
+        return text_string_to_metric_families(self._metrics.decode())
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        prompt = len(request.prompt_tokens)
         try:
-            total = max_total_tokens(request, limit=self.info.max_sequence_length)
+            total = request.max_total_tokens(self.info.max_sequence_length)
         except ValueError as error:
-            self._reject(request, error)
+            output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
+            output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
+            self._listener.on_outputs([output])
             return
         opened = OpenRequest(
             request,
             tokens=request.generated_tokens.tolist(),
-            max_tokens=total - prompt,
+            max_tokens=total - len(request.prompt_tokens),
             arrived=time.monotonic(),
             policy_epoch=[(0, self._epoch)],
             kv_cache_epoch=[(0, self._epoch)],
         )
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
-        if self._running:
+        if request.deadline_seconds is not None:
+            opened.deadline = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
+        reason = self._end_reason(opened)
+        if reason is not None:
+            self._deliver([self._ended(opened, opened.output([]), reason)])
+        elif request.sampling_params.structured_output is not None:
+            opened.grammar = asyncio.create_task(self._check_grammar(opened))
+        elif self._running:
+            self._attach(opened)
+
+    def _end_reason(self, opened: OpenRequest) -> Literal["stop", "length"] | None:
+        """Return why a request that came with generated tokens is complete; None if it is not."""
+        if not opened.tokens:
+            return None
+        ends = opened.request.stop_ids(self.info.eos_ids)
+        if opened.tokens[-1] in ends and len(opened.tokens) >= opened.request.sampling_params.min_tokens:
+            return "stop"
+        return "length" if len(opened.tokens) >= opened.max_tokens else None
+
+    async def _check_grammar(self, opened: OpenRequest) -> None:
+        """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
+        try:
+            params = opened.request.sampling_params
+            await asyncio.to_thread(self._text.begin_grammar, params, list(opened.tokens))
+        except ValueError as error:
+            self._deliver([self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)])
+            return
+        except Exception as error:
+            logger.exception("request %d failed", opened.request_id)
+            self._deliver([self._failed_output(opened, ErrorCode.ENGINE_FAILED, error)])
+            return
+        opened.grammar = None
+        if self._running and opened.request_id in self._open:
             self._attach(opened)
 
     def abort(self, request_id: int) -> asyncio.Future[object]:
         opened = self._open.pop(request_id, None)
-        return asyncio.ensure_future(self._detach([opened] if opened is not None else []))
+        if opened is not None:
+            self._close(opened)
+            if opened.is_running and self._process is not None:
+                return asyncio.ensure_future(self._process.call("abort", request_id))
+        done: asyncio.Future[object] = self._loop.create_future()
+        done.set_result(None)
+        return done
 
     def _attach(self, opened: OpenRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
-        opened.task = asyncio.create_task(self._run(opened))
-
-    async def _detach(self, requests: Sequence[OpenRequest]) -> None:
-        """Remove requests from vLLM. They keep their tokens."""
-        tasks = [opened.task for opened in requests if opened.task is not None]
-        for opened in requests:
-            opened.task = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(self, opened: OpenRequest) -> None:
         request = opened.request
-        seconds = request.deadline_seconds
-        remaining = None if seconds is None else opened.arrived + seconds - time.monotonic()
-        try:
-            async with asyncio.timeout(remaining):
-                await self._generate(opened)
-        except TimeoutError:
-            self._end_with_error(opened, ErrorCode.DEADLINE, f"the deadline of {seconds:g} s passed")
-        except EngineDeadError as error:
-            self._fail(error)
-        except ValueError as error:
-            self._end_with_error(opened, ErrorCode.INVALID_REQUEST, error)
-        except Exception as error:
-            logger.exception("request %d failed", request.request_id)
-            self._end_with_error(opened, ErrorCode.ENGINE_FAILED, error)
-
-    async def _generate(self, opened: OpenRequest) -> None:
-        request, llm = opened.request, self._llm
-        params, generated = request.sampling_params, list(opened.tokens)
-        if generated and (reason := self._end_reason(opened)) is not None:
-            self._finish(opened, opened.output([]), reason)
-            return
-        if params.structured_output is not None:
-            # Rejects a grammar that is not valid or too expensive, in a process that may crash.
-            await asyncio.to_thread(self._text.begin_grammar, params, generated)
-        assert llm is not None
-        skipped = len(generated) if must_force(params) else 0
-        prompt = request.prompt_tokens.tolist() + generated[skipped:]
-        tokens = TokensPrompt(prompt_token_ids=prompt)
-        if params.cache_salt:
-            tokens["cache_salt"] = params.cache_salt
-        stream = llm.generate(
-            tokens,
-            to_vllm(params, max_tokens=opened.max_tokens, generated=generated),
-            str(request.request_id),
-            priority=params.priority,
+        assert self._process is not None
+        opened.is_running = True
+        self._process.send(
+            "submit",
+            request.request_id,
+            request.sampling_params.serialize(),
+            "",
+            request.prompt_tokens.tolist(),
+            opened.tokens,
+            sorted(request.stop_ids(self.info.eos_ids)),
+            opened.max_tokens,
         )
-        async for output in stream:
-            skipped = self._take(opened, output, skipped)
 
-    def _take(self, opened: OpenRequest, found: VllmOutput, skipped: int) -> int:
-        """Report the new tokens of a request. Return how many more of its forced tokens are to be skipped."""
-        params, completion = opened.request.sampling_params, found.outputs[0]
-        tokens = list(completion.token_ids)[skipped:]
-        still_skipped = max(0, skipped - len(completion.token_ids))
-        if not tokens and completion.finish_reason is None:
-            return still_skipped
-        opened.num_cached_tokens = found.num_cached_tokens or 0
+    def _on_deadline(self, opened: OpenRequest) -> None:
+        if self._open.get(opened.request_id) is opened:
+            text = f"the deadline of {opened.request.deadline_seconds:g} s passed"
+            if opened.is_running and self._process is not None:
+                self._process.send("abort", opened.request_id)
+            self._deliver([self._failed_output(opened, ErrorCode.DEADLINE, text)])
+
+    # --- reports of vLLM's process ------------------------------------------------------------------------------
+
+    def _on_message(self, message: list[Any]) -> None:
+        match message:
+            case ["outputs", entries]:
+                outputs = []
+                for entry in entries:
+                    opened = self._open.get(entry[0])
+                    if opened is not None:
+                        outputs.append(self._take(opened, *entry[1:]))
+                self._deliver(outputs)
+            case ["cache", stored, evicted, cleared]:
+                self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
+            case ["metrics", stats, text]:
+                self._stats, self._metrics = stats, text
+
+    def _take(self, opened: OpenRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
+        """Return the output for an entry of service.py: new tokens, or an error."""
+        if isinstance(tokens, str):
+            if tokens == "rejected":
+                return self._failed_output(opened, ErrorCode.INVALID_REQUEST, VllmRejectedError(reason))
+            return self._failed_output(opened, ErrorCode.ENGINE_FAILED, reason or "")
+        stop, opened.num_cached_tokens, chosen, top, prompt, prompt_top = details
         if tokens and opened.first_token is None:
             opened.first_token = time.monotonic()
         opened.tokens += tokens
         output = opened.output(tokens)
-        if params.wants_log_probs and tokens:
-            details = list(completion.logprobs or ())[-len(tokens) :]
-            output.new_log_probs, output.new_top_n_logprobs = log_probs(tokens, details, top=params.top_n_logprobs)
-        if found.prompt_logprobs and params.wants_prompt_log_probs:  # empty after the first output
-            output.prompt_log_probs, output.prompt_top_n_logprobs = log_probs(
-                opened.request.prompt_tokens.tolist()[1:], found.prompt_logprobs[1:], top=params.top_n_logprobs
-            )
-        if completion.finish_reason is None:
-            self._report(output)
-            return still_skipped
-        output.stop_token = stop_token(completion)
-        if completion.finish_reason in ("stop", "length"):
-            self._finish(opened, output, completion.finish_reason)
-        else:
-            self._end_with_error(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {completion.finish_reason}")
-        return still_skipped
+        output.stop_token = stop
+        output.new_log_probs, output.new_top_n_logprobs = chosen, _pairs(top)
+        output.prompt_log_probs, output.prompt_top_n_logprobs = prompt, _pairs(prompt_top)
+        if reason is None:
+            return output
+        if reason in ("stop", "length"):
+            return self._ended(opened, output, reason)
+        return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
-    def _end_reason(self, opened: OpenRequest) -> Literal["stop", "length"] | None:
-        """Return why a request that came with generated tokens is complete; None if it is not."""
-        params, newest = opened.request.sampling_params, opened.tokens[-1]
-        ends = set(params.stop_token_ids or ())
-        if params.termination_id is None:
-            ends.update(self.info.eos_ids)
-        elif params.termination_id != IGNORE_EOS:
-            ends.add(params.termination_id)
-        if newest in ends and len(opened.tokens) >= params.min_tokens:
-            return "stop"
-        return "length" if len(opened.tokens) >= opened.max_tokens else None
-
-    def _finish(self, opened: OpenRequest, output: RequestOutput, reason: Literal["stop", "length", "error"]) -> None:
-        if self._open.pop(opened.request.request_id, None) is None:
-            return
+    def _ended(self, opened: OpenRequest, output: RequestOutput, reason: Any) -> RequestOutput:
+        del self._open[opened.request_id]
+        self._close(opened)
         output.finish_reason = reason
         opened.end(output)
-        self._report(output)
+        return output
 
-    def _end_with_error(self, opened: OpenRequest, code: ErrorCode, error: Exception | str) -> None:
+    def _failed_output(self, opened: OpenRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
         output = opened.output([])
         output.error, output.error_code = error, code
-        self._finish(opened, output, "error")
+        return self._ended(opened, output, "error")
 
-    def _reject(self, request: EngineRequest, error: Exception) -> None:
-        output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error", error=error)
-        output.error_code = ErrorCode.INVALID_REQUEST
-        self._listener.on_outputs([output])
+    def _close(self, opened: OpenRequest) -> None:
+        if opened.deadline is not None:
+            opened.deadline.cancel()
+        if opened.grammar is not None and opened.grammar is not asyncio.current_task():
+            opened.grammar.cancel()
 
-    def _report(self, output: RequestOutput) -> None:
-        """Deliver an output together with all others of the same step. A paused engine delivers none."""
-        self._ready.append(output)
-        if self._running and not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if self._running and self._ready:
-            ready, self._ready = self._ready, []
-            self._listener.on_outputs(ready)
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Deliver outputs. A paused engine delivers none."""
+        if not self._running:
+            self._held += outputs
+        elif outputs:
+            self._listener.on_outputs(outputs)
 
     # --- verbs --------------------------------------------------------------------------------------------------
 
@@ -395,9 +374,8 @@ class VllmBackend(EngineBackend):
         return await self._perform(self._pause())
 
     async def _pause(self) -> None:
-        if self._llm is not None:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-        self._flush()
+        if self._is_loaded and not self._is_asleep:
+            await (await self._vllm()).call("pause")
         self._running = False
 
     async def unpause(self) -> RankResults:
@@ -405,41 +383,44 @@ class VllmBackend(EngineBackend):
 
     async def _unpause(self) -> None:
         self._running = True
-        self._flush()
+        held, self._held = self._held, []
+        self._deliver(held)
         for opened in self._open.values():
-            if opened.task is None:
+            if not opened.is_running and opened.grammar is None:
                 self._attach(opened)
-        if self._llm is not None:
-            await self._llm.resume_generation()
+        if self._is_loaded:
+            await (await self._vllm()).call("unpause")
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
         """Release all memory, whatever the tags: vLLM cannot run a request without either part."""
         return await self._perform(self._release_memory())
 
     async def _release_memory(self) -> None:
-        await self._detach(list(self._open.values()))
-        if self._can_sleep and self._llm is not None:
-            await self._llm.sleep(level=1, mode="keep")
+        if self._can_sleep and self._is_loaded:
+            await (await self._vllm()).call("sleep")
+            self._is_asleep = True
         else:
             await self._end_process()
+        for opened in self._open.values():
+            opened.is_running = False
 
     async def restore_memory(self) -> RankResults:
         return await self._perform(self._restore_memory())
 
     async def _restore_memory(self) -> None:
-        if self._llm is None:
-            await self.load()
-        else:
-            await self._llm.wake_up()  # no request is in vLLM, so no step runs
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        if self._is_asleep:
+            await (await self._vllm()).call("wake_up")
+            self._is_asleep = False
+        await self.load()
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
         return await self._perform(self._stage(source, epoch))
 
     async def _stage(self, source: str, epoch: int) -> None:
-        directory = await asyncio.to_thread(model_directory, source)
-        await asyncio.to_thread(require_same_tensors, directory, self._directory)
-        self._staged = directory, await asyncio.to_thread(weights_digest, directory), epoch
+        directory, digest = await (await self._vllm()).call("stage", source, self._directory)
+        self._staged = directory, digest, epoch
+        if not self._is_loaded:
+            self._unused = self._end_unused()
 
     async def commit_weights(self) -> RankResults:
         return await self._perform(self._commit())
@@ -448,17 +429,18 @@ class VllmBackend(EngineBackend):
         if self._staged is None:
             raise RuntimeError("commit_weights() without staged weights: stage_weights() first")
         (directory, digest, epoch), self._staged = self._staged, None
-        if self._llm is not None:
+        if self._is_loaded and not self._is_asleep:
             was_running = self._running
             await self._pause()
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
-            await self._set_epoch(epoch)
+            await (await self._vllm()).call("use_weights", directory)
+            self._set_epoch(epoch)
             if was_running:
                 await self._unpause()
         else:
-            await self._set_epoch(epoch)
+            if self._is_asleep:
+                await self._end_process()  # with the old weights
+            self._set_epoch(epoch)
         self._directory, self._digest = directory, digest
-        self._arguments.model = str(directory)
 
     async def discard_weights(self) -> None:
         self._staged = None
@@ -469,14 +451,30 @@ class VllmBackend(EngineBackend):
 
     async def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            await self._set_epoch(epoch)
+            self._set_epoch(epoch)
+            if self._is_loaded:
+                await (await self._vllm()).call("reset_prefix_cache")
 
-    async def _set_epoch(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         for opened in self._open.values():
             opened.set_epoch(epoch)
-        if self._llm is not None:
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def load_adapter(self, name: str, source: str) -> RankResults:
+        return await self._perform(self._load_adapter(name, source))
+
+    async def _load_adapter(self, name: str, source: str) -> None:
+        if self._is_loaded:
+            await (await self._vllm()).call("load_adapter", name, source)
+        self._adapters[name] = source
+
+    async def unload_adapter(self, name: str) -> RankResults:
+        return await self._perform(self._unload_adapter(name))
+
+    async def _unload_adapter(self, name: str) -> None:
+        if self._is_loaded:
+            await (await self._vllm()).call("unload_adapter", name)
+        self._adapters.pop(name, None)
 
     async def _perform(self, work: Coroutine[Any, Any, None]) -> RankResults:
         try:
@@ -487,15 +485,6 @@ class VllmBackend(EngineBackend):
         return RankResults(self.info.ranks)
 
 
-def _start_reaper(children: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the process that kills `children` when this process has ended."""
-    command = [sys.executable, "-S", "-E", "-c", _END_WITH_PARENT, *map(str, children)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
-def _metric(name: str) -> float:
-    """Return a metric of vLLM, summed over its engines; 0 before vLLM reports it."""
-    for family in REGISTRY.collect():
-        if family.name == f"vllm:{name.removesuffix('_total')}":
-            return sum(sample.value for sample in family.samples if sample.name == f"vllm:{name}")
-    return 0.0
+def _pairs(top: list[list[list[Any]]] | None) -> Any:
+    """Return the likeliest tokens as (id, log-probability), which a message has as lists."""
+    return None if top is None else [[(token, value) for token, value in row] for row in top]

@@ -7,10 +7,15 @@ these tokens first, so that its own state becomes that of the interrupted reques
 
 from __future__ import annotations
 
-import torch
+import math
+from typing import TYPE_CHECKING
+
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+if TYPE_CHECKING:
+    import torch
 
 FORCED = "megatron_forced_tokens"
 """Key of `SamplingParams.extra_args` with the tokens to force."""
@@ -55,6 +60,6 @@ class ForcedTokens(LogitsProcessor):
         """logits: [rows, vocabulary]. Allow only the next forced token of each row that has one."""
         for row, (forced, generated) in self._rows.items():
             if len(generated) < len(forced):
-                logits[row].fill_(-torch.inf)
+                logits[row].fill_(-math.inf)
                 logits[row, forced[len(generated)]] = 0.0
         return logits

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 
-from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
-from megatron_runtime.checkpoints.safetensors import end_tokens
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.hub.download import cached_directory
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError, end_tokens
 from megatron_runtime.checkpoints.source import StoredModel, resolve
-from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each tensor by its name."""
@@ -37,8 +35,27 @@ def model_directory(model: str) -> Path:
     with (directory.parent / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # engines that start together convert it once
         if not (directory / "config.json").exists():
+            # Only a conversion needs torch.
+            import torch
+
+            from megatron_runtime.checkpoints.convert import convert
+            from megatron_runtime.tokenization.loader import write_gguf_tokenizer
+
             convert(source, directory, dtype=torch.bfloat16, write_gguf_tokenizer=write_gguf_tokenizer)
     return directory
+
+
+def adapter_directory(source: str) -> Path:
+    """Return the directory of a LoRA adapter: adapter_config.json and safetensors, as PEFT writes them.
+
+    source: "hf:ORG/NAME[@REVISION]" or a directory.
+
+    Raises the errors of the hub client, ModelFileError.
+    """
+    path = cached_directory(source) if source.startswith(HUB_PREFIX) else Path(source)
+    if ModelDirectory(path).file("adapter_config.json") is None:
+        raise ModelFileError(f"{path} has no adapter_config.json: give the directory of a PEFT adapter")
+    return path
 
 
 def _cache() -> Path:
@@ -75,7 +92,7 @@ def require_same_tensors(directory: Path, other: Path) -> None:
 def _tensor_types(directory: Path) -> TensorTypes:
     types: TensorTypes = {}
     for file in _weight_files(directory):
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 described = opened.get_slice(name)
                 types[name] = described.get_dtype(), tuple(described.get_shape())

@@ -10,9 +10,8 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from megatron_runtime.backends.vllm.forced_tokens import FORCED
-from megatron_runtime.engine.engine_request import EngineRequest, TopLogProbs
-from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.engine.engine_request import TopLogProbs
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 MAX_SEED = (1 << 63) - 1
 _STRUCTURES = {
@@ -25,31 +24,6 @@ _STRUCTURES = {
 """Fields of StructuredOutputsParams by the type of our structured output."""
 
 
-def max_total_tokens(request: EngineRequest, *, limit: int) -> int:
-    """Return the number of tokens of prompt and answer together after which the request ends.
-
-    limit: of the engine, in tokens.
-
-    Raises MaxSequenceLengthOverflowError, InvalidSamplingParamsError, ValueError.
-    """
-    prompt, params = len(request.prompt_tokens), request.sampling_params
-    if prompt == 0:
-        raise ValueError("prompt is empty: give at least one token")
-    if prompt >= limit:
-        raise MaxSequenceLengthOverflowError(
-            request.request_id,
-            f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
-            f"together may have {limit}: shorten the prompt",
-        )
-    if params.num_tokens_total is not None:
-        if params.num_tokens_total <= prompt:
-            raise InvalidSamplingParamsError(
-                "num_tokens_total", params.num_tokens_total, f"more than the prompt's {prompt} tokens"
-            )
-        return min(limit, params.num_tokens_total)
-    return limit if params.num_tokens_to_generate is None else min(limit, prompt + params.num_tokens_to_generate)
-
-
 def must_force(params: SamplingParams) -> bool:
     """Return whether tokens that were generated earlier must be generated again instead of joining the prompt.
 
@@ -58,18 +32,18 @@ def must_force(params: SamplingParams) -> bool:
     return params.structured_output is not None or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def to_vllm(params: SamplingParams, *, max_tokens: int, generated: Sequence[int]) -> VllmParams:
+def to_vllm(
+    params: SamplingParams, *, stop_ids: Sequence[int], max_tokens: int, generated: Sequence[int]
+) -> VllmParams:
     """Return vLLM's sampling parameters for a request that continues after `generated`.
 
+    stop_ids:   tokens that end the answer, those of the model included.
     max_tokens: number of tokens after the prompt at which the request ends, `generated` included.
 
     Raises ValueError: vLLM supports no such value; its message names the parameter.
     """
     forced = list(generated) if must_force(params) else []
     in_prompt = 0 if forced else len(generated)
-    stop_ids = set(params.stop_token_ids or ())
-    if params.termination_id not in (None, IGNORE_EOS):
-        stop_ids.add(params.termination_id)
     return VllmParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -80,8 +54,8 @@ def to_vllm(params: SamplingParams, *, max_tokens: int, generated: Sequence[int]
         frequency_penalty=params.frequency_penalty,
         seed=None if params.seed is None or params.is_greedy else params.seed & MAX_SEED,
         logit_bias=dict(params.logit_bias) if params.logit_bias else None,
-        stop_token_ids=sorted(stop_ids),
-        ignore_eos=params.termination_id is not None,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # stop_token_ids has them
         max_tokens=max_tokens - in_prompt,
         min_tokens=max(0, min(params.min_tokens, max_tokens) - in_prompt),
         logprobs=params.top_n_logprobs if params.wants_log_probs else None,

@@ -1,8 +1,10 @@
 """Stands for vLLM in tests; see README.md in the folder above."""
 
+import os
+
 from vllm.sampling_params import SamplingParams
 
-__version__ = "0.32.0"
+__version__ = os.environ.get("FAKE_VLLM_VERSION", "0.32.0")
 __all__ = ["SamplingParams", "TokensPrompt"]
 
 

@@ -23,6 +23,7 @@ class VllmConfig:
         self.model_config = _ModelConfig(args)
         self.cache_config = _CacheConfig(args)
         self.parallel_config = _ParallelConfig(args)
+        self.lora_config = object() if args.enable_lora else None
 
 
 class _ModelConfig:

@@ -30,6 +30,8 @@ class AsyncEngineArgs:
     block_size: int | None = None
     enforce_eager: bool = False
     quantization: str | None = None
+    enable_lora: bool = False
+    seed: int = 0
 
     def create_engine_config(self) -> VllmConfig:
         if self.quantization not in (None, "fp8"):

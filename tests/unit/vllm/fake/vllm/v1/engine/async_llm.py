@@ -1,12 +1,19 @@
-"""An engine without a model: one task generates a token of every running request at each tick."""
+"""An engine without a model: one task generates a token of every running request at each tick.
+
+It appends a line to the file $FAKE_VLLM_LOG for each step, for each call that changes the engine, and for the end of
+each request. A prompt with DEADLY ends the engine at its third step.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import Gauge
 
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -14,7 +21,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 TICK_SECONDS = 0.005
 FORCED = "megatron_forced_tokens"
-EOS = 2
 
 
 def next_token(context: Sequence[int], weights: int = 0) -> int:
@@ -22,18 +28,24 @@ def next_token(context: Sequence[int], weights: int = 0) -> int:
     return 1000 + (31 * sum(context) + 7 * len(context) + 101 * weights) % 20_000
 
 
-class AsyncLLM:
-    """steps: ticks with work. calls: of the methods that change the engine, in order."""
+DEADLY = 666
 
+
+def log(line: str) -> None:
+    with open(os.environ["FAKE_VLLM_LOG"], "a") as file:
+        file.write(line + "\n")
+
+
+class AsyncLLM:
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        self.steps = 0
         self.is_paused_now = False
         self.is_dead = False
         self.weights = self._read_weights(config.args.model)
-        self.calls: list[str] = []
+        self._adapters: dict[int, int] = {}
         self._requests: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
+        Gauge("vllm:num_requests_running", "as vLLM has it", ["engine"]).labels("0").set(0)
 
     @staticmethod
     def _read_weights(directory: str) -> int:
@@ -44,11 +56,12 @@ class AsyncLLM:
         return cls(config)
 
     async def generate(
-        self, prompt: dict[str, Any], params: Any, request_id: str, *, priority: int = 0
+        self, prompt: dict[str, Any], params: Any, request_id: str, *, lora_request: Any = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
+        request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
         try:
             while True:
                 output = await request.queue.get()
@@ -59,25 +72,28 @@ class AsyncLLM:
                     return
         finally:
             self._requests.pop(request_id, None)
+            log(f"end {request_id}")
 
     async def _run(self) -> None:
         while not self.is_dead:
             await asyncio.sleep(TICK_SECONDS)
             if self._requests and not self.is_paused_now:
-                self.steps += 1
+                log("step")
                 for request in list(self._requests.values()):
-                    request.step(self.weights)
+                    request.step(self.weights + request.shift)
+                    self.is_dead |= request.is_deadly
+        print("RuntimeError: the fake got the deadly token", flush=True)
         for request in self._requests.values():
             request.queue.put_nowait(None)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep"
-        self.calls.append("pause")
+        log("pause")
         self.is_paused_now = True
         await asyncio.sleep(0.02)
 
     async def resume_generation(self) -> None:
-        self.calls.append("resume")
+        log("resume")
         self.is_paused_now = False
 
     async def check_health(self) -> None:
@@ -85,24 +101,32 @@ class AsyncLLM:
             raise EngineDeadError
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        self.calls.append("reset_prefix_cache")
+        log("reset_prefix_cache")
         return True
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[None]:
         assert method == "reload_weights"
         assert self.is_paused_now, "weights are swapped under pause"
-        self.calls.append(method)
+        log(method)
         self.weights = self._read_weights(kwargs["weights_path"])
         return [None]
 
     def shutdown(self) -> None:
-        self.calls.append("shutdown")
+        log("shutdown")
+        for request in self._requests.values():
+            request.queue.put_nowait(RequestOutput([CompletionOutput([], None, "abort", None)], True))
         if self._task is not None:
             with contextlib.suppress(RuntimeError):
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    def die(self) -> None:
-        self.is_dead = True
+    async def add_lora(self, adapter: Any) -> bool:
+        log(f"add_lora {adapter.lora_name} {adapter.lora_int_id}")
+        self._adapters[adapter.lora_int_id] = (Path(adapter.lora_path) / "adapter_model.safetensors").stat().st_size
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        log(f"remove_lora {lora_id}")
+        return self._adapters.pop(lora_id, None) is not None
 
 
 class _Request:
@@ -112,6 +136,11 @@ class _Request:
         self._params = params
         self._generated: list[int] = []
         self._prompt_length = len(prompt)
+        self.shift = 0
+
+    @property
+    def is_deadly(self) -> bool:
+        return DEADLY in self._context[: self._prompt_length] and len(self._generated) == 3
 
     def step(self, weights: int) -> None:
         params, count = self._params, len(self._generated)
@@ -120,9 +149,10 @@ class _Request:
         self._context.append(token)
         self._generated.append(token)
         reason, stop = None, None
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+        ends = set(params.stop_token_ids)
+        assert params.ignore_eos, "stop_token_ids has all tokens that end the answer"
         if token in ends and len(self._generated) > params.min_tokens and count >= len(forced):
-            reason, stop = "stop", token if token in params.stop_token_ids else None
+            reason, stop = "stop", token
         elif len(self._generated) >= params.max_tokens:
             reason = "length"
         found = None

@@ -1,0 +1,249 @@
+"""Starts vLLM in a process of its own and exchanges messages with it. Imports neither vLLM nor torch.
+
+A process of its own releases all memory when it ends, and its crash does not end the engine's process, which reports
+the cause. Messages are msgpack over a pair of sockets, with their length before them:
+
+    to the process:   [number, method, arguments]         service.py has the methods
+    from the process: [number, result, error]             the reply; number 0: it is started, or could not start
+                      ["outputs", ...], ["cache", ...], ["metrics", ...]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.protocol.codec import DETAILS, pack, unpack
+
+PROGRAM = "megatron_runtime.backends.vllm.service"
+SIZE = struct.Struct("<Q")
+STARTED = 0
+"""Number of the message with which the process reports that it has started."""
+SHUTDOWN_SECONDS = 30.0
+"""Time for vLLM to end by itself. Then its processes are killed."""
+LOG_LINES = 400
+"""Newest lines of vLLM's log that are searched for the cause of a failure."""
+
+_EXCEPTION = re.compile(r"(?:^|[\s\]])(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): (?P<text>\S.*)$")
+_CONSEQUENCE = re.compile(
+    r"Engine core initialization failed|WorkerProc initialization failed|EngineCore encountered an issue"
+    r"|cancelled|EngineDeadError"
+)
+"""Errors that vLLM reports because of another one."""
+_KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: (?P<status>-?\d+)")
+
+
+class VllmError(RuntimeError):
+    """vLLM failed; the message has the cause."""
+
+
+class VllmRejectedError(ValueError):
+    """vLLM rejected its arguments, the model or a request; the message names it."""
+
+
+OnMessage = Callable[[list[Any]], None]
+OnLost = Callable[[VllmError], None]
+
+
+def cause_of(lines: Iterable[str], status: int | None) -> str:
+    """Return why vLLM's processes ended.
+
+    lines:  of its log. The newest exception that is not a consequence of another one is the cause.
+    status: exit status of its first process; negative for a signal; None while it runs.
+    """
+    cause, killed = "", None
+    for line in lines:
+        found = _EXCEPTION.search(line.rstrip())
+        if found is not None and not _CONSEQUENCE.search(line):
+            cause = f"{found['type'].rpartition('.')[2]}: {found['text']}"
+        failed = _KILLED.search(line)
+        if failed is not None:
+            killed = int(failed["status"])
+    if killed is not None and killed < 0:
+        return f"its engine process was {_signal_name(killed)}" + (f"; {cause}" if cause else "")
+    if cause:
+        return cause
+    if status is not None and status < 0:
+        return f"its process was {_signal_name(status)}"
+    return f"its process ended with exit status {status}" if status is not None else "its process closed the connection"
+
+
+def _signal_name(status: int) -> str:
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (", most often because its memory limit was exceeded" if name == "SIGKILL" else "")
+
+
+def map_of(settings: EngineSettings) -> dict[str, Any]:
+    """Return the settings as msgpack-ready values."""
+    return {**asdict(settings), "keys_dir": None}
+
+
+def settings_of(values: Mapping[str, Any]) -> EngineSettings:
+    """Return the settings of map_of()."""
+    return EngineSettings(**{**values, "parallel": ParallelSizes(**values["parallel"])})
+
+
+class VllmProcess:
+    """A running vLLM.
+
+    started: what service.py reports of the model and its configuration.
+
+    The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
+    more. Call it in a thread if there is an event loop.
+
+    Raises:
+        VllmRejectedError: a setting, the model or the version of vLLM is not usable.
+        VllmError: the process ended; the message has the cause.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._number = STARTED
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._is_lost = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a process group that holds all of vLLM's processes
+            )
+        self._log_reader = threading.Thread(target=self._forward_log, daemon=True)
+        self._log_reader.start()
+        try:
+            self._socket.sendall(_frame([map_of(settings)]))
+            (size,) = SIZE.unpack(self._receive(SIZE.size))
+            _, started, error = unpack(self._receive(size), DETAILS)
+        except OSError as lost:
+            self.kill()
+            raise VllmError(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
+        except BaseException:
+            self.kill()
+            raise
+        if error is not None:
+            self.kill()
+            raise _exception(error)
+        self.started: dict[str, Any] = started
+
+    def _receive(self, size: int) -> bytes:
+        received = self._socket.recv(size, socket.MSG_WAITALL)
+        if len(received) < size:
+            raise ConnectionResetError("vLLM's process closed the connection")
+        return received
+
+    def _forward_log(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace")
+            self._log.append(text)
+            sys.stderr.write(text)
+
+    async def connect(self, on_message: OnMessage, on_lost: OnLost) -> None:
+        """Receive messages on the running loop.
+
+        on_message: called with each message that is no reply.
+        on_lost:    called once if the process ends without end().
+        """
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._reading = asyncio.create_task(self._read(reader, on_message, on_lost))
+
+    async def _read(self, reader: asyncio.StreamReader, on_message: OnMessage, on_lost: OnLost) -> None:
+        try:
+            while True:
+                (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
+                message = unpack(await reader.readexactly(size), DETAILS)
+                if isinstance(message[0], str):
+                    on_message(message)
+                    continue
+                number, result, error = message
+                call = self._calls.pop(number, None)
+                if call is None or call.done():
+                    continue
+                if error is None:
+                    call.set_result(result)
+                else:
+                    call.set_exception(_exception(error))
+        except (OSError, EOFError):
+            self._is_lost = True
+            lost = await asyncio.to_thread(self._lost)
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(lost)
+            self._calls.clear()
+            on_lost(lost)
+
+    def _lost(self) -> VllmError:
+        """Return the cause of an end that nobody asked for."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        status = self._process.poll()
+        self.kill()
+        return VllmError(f"vLLM failed: {cause_of(self._log, status)}")
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method. Raises VllmError, VllmRejectedError."""
+        self._number += 1
+        call = self._calls[self._number] = asyncio.get_running_loop().create_future()
+        self._write([self._number, method, arguments])
+        return await call
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Call a method that has no result."""
+        self._write([STARTED, method, arguments])
+
+    def _write(self, message: list[Any]) -> None:
+        assert self._writer is not None
+        if not self._is_lost:
+            self._writer.write(_frame(message))
+        elif (call := self._calls.pop(message[0], None)) is not None:
+            call.set_exception(VllmError("vLLM's process has ended"))
+
+    async def end(self) -> None:
+        """Have vLLM end, and return when its processes are gone."""
+        if self._writer is not None and not self._is_lost:
+            with contextlib.suppress(VllmError, TimeoutError):
+                await asyncio.wait_for(self.call("shutdown"), SHUTDOWN_SECONDS)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.to_thread(self.kill)
+        if self._writer is not None:
+            self._writer.close()
+
+    def kill(self) -> None:
+        """Kill all processes of vLLM that are left. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log_reader.join(timeout=1)
+        if self._writer is None:
+            self._socket.close()
+
+
+def _frame(message: Any) -> bytes:
+    body = pack(message)
+    return SIZE.pack(len(body)) + body
+
+
+def _exception(error: list[str]) -> Exception:
+    kind, text = error
+    return VllmRejectedError(text) if kind == "rejected" else VllmError(text)

@@ -1,0 +1,376 @@
+"""The process in which vLLM runs: AsyncLLM, controlled by messages of process.py. Only vLLM's public interface is used.
+
+`python -m megatron_runtime.backends.vllm.service DESCRIPTOR` gets the socket to the engine. It keeps no request that
+the engine does not have, too, so it may be ended at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY, generate_latest
+from vllm import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from megatron_runtime.backends.vllm.arguments import engine_arguments
+from megatron_runtime.backends.vllm.cache_events import follow_cache_events
+from megatron_runtime.backends.vllm.models import (
+    adapter_directory,
+    eos_ids,
+    model_directory,
+    require_same_tensors,
+    weights_digest,
+)
+from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
+from megatron_runtime.backends.vllm.process import SIZE, STARTED, settings_of
+from megatron_runtime.engine.backend import CacheEvents
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.protocol.codec import DETAILS, pack, unpack
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+HEALTH_SECONDS = 1.0
+"""How often an idle vLLM is checked."""
+METRICS_SECONDS = 2.0
+"""How often vLLM's metrics are sent to the engine."""
+GRACE_SECONDS = 5.0
+"""After the engine's end, time for vLLM's processes to remove their shared memory. Then they are killed."""
+
+STATS = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+    "kv_cache_usage_perc": "kv_usage",
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "generation_tokens",
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_queries_total": "prefix_cache_queries",
+    "prefix_cache_hits_total": "prefix_cache_hits",
+}
+"""Fields of BackendStats by the name of vLLM's metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as the engine sends it.
+
+    params:     SamplingParams.serialize().
+    adapter:    name of a loaded LoRA adapter; empty: none.
+    generated:  tokens of the answer that an engine generated earlier.
+    stop_ids:   tokens that end the answer.
+    max_tokens: length of the answer at which it ends, `generated` included.
+    """
+
+    request_id: int
+    params: dict[str, Any]
+    adapter: str
+    prompt: list[int]
+    generated: list[int]
+    stop_ids: list[int]
+    max_tokens: int
+
+
+class Service:
+    """Methods that the engine calls by name, with positional arguments. All run on one event loop.
+
+    directory: of the model's files.
+    """
+
+    def __init__(self, settings: EngineSettings, directory: Path, writer: asyncio.StreamWriter) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._writer = writer
+        self._llm: AsyncLLM | None = None
+        self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
+        self._endpoint = f"ipc://{self._sockets.name}/cache-events"
+        self._arguments = engine_arguments(settings, directory, cache_events=self._endpoint)
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._outputs: list[Any] = []
+        """Entries that wait for the end of this iteration of the event loop."""
+        self._background: list[asyncio.Task[None]] = []
+        self._adapters: dict[str, LoRARequest] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
+        config = self._arguments.create_engine_config()
+        model, cache = config.model_config, config.cache_config
+        return {
+            "directory": str(self._directory),
+            "vocab_size": model.get_vocab_size(),
+            "eos_ids": eos_ids(self._directory),
+            "max_sequence_length": model.max_model_len,
+            "block_size_tokens": cache.block_size if cache.enable_prefix_caching else 0,
+            "ranks": config.parallel_config.world_size,
+            "can_sleep": model.enable_sleep_mode,
+            "has_adapters": config.lora_config is not None,
+        }
+
+    # --- memory and weights -------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        config = await asyncio.to_thread(self._arguments.create_engine_config)
+        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
+        self._llm = llm
+        self._background.append(asyncio.create_task(self._watch_health(llm)))
+        self._background.append(asyncio.create_task(self._report_metrics()))
+        if self._settings.prefix_caching:
+            self._background.append(asyncio.create_task(follow_cache_events(self._endpoint, self._report_cache)))
+        await llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def shutdown(self) -> None:
+        await self.abort(*self._requests)  # vLLM would end their answers
+        for task in self._background:
+            task.cancel()
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+        self._sockets.cleanup()
+
+    async def digest(self, directory: str) -> str:
+        """Return the digest of the weights in `directory`."""
+        return await asyncio.to_thread(weights_digest, Path(directory))
+
+    async def stage(self, source: str, current: str) -> tuple[str, str]:
+        """Return directory and digest of other weights of the model whose files are in `current`."""
+        directory = await asyncio.to_thread(model_directory, source)
+        await asyncio.to_thread(require_same_tensors, directory, Path(current))
+        return str(directory), await asyncio.to_thread(weights_digest, directory)
+
+    async def use_weights(self, directory: str) -> None:
+        """Use the weights in `directory` from the next step or load on. No step may run."""
+        self._arguments.model = directory
+        if self._llm is not None:
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+            await self.reset_prefix_cache()
+
+    async def reset_prefix_cache(self) -> None:
+        if self._llm is not None:
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def sleep(self) -> None:
+        await self.abort(*self._requests)
+        assert self._llm is not None
+        await self._llm.sleep(level=1, mode="keep")
+
+    async def wake_up(self) -> None:
+        assert self._llm is not None
+        await self._llm.wake_up()  # no request is in vLLM, so no step runs
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def load_adapter(self, name: str, source: str) -> None:
+        assert self._llm is not None
+        directory = await asyncio.to_thread(adapter_directory, source)
+        used = {adapter.lora_int_id for adapter in self._adapters.values()}
+        free = next(number for number in range(1, len(used) + 2) if number not in used)
+        adapter = LoRARequest(name, free, str(directory))
+        await self._llm.add_lora(adapter)
+        self._adapters[name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        adapter = self._adapters.pop(name, None)
+        if adapter is not None and self._llm is not None:
+            await self._llm.remove_lora(adapter.lora_int_id)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        assert self._llm is not None
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def unpause(self) -> None:
+        assert self._llm is not None
+        await self._llm.resume_generation()
+
+    async def submit(self, *fields: Any) -> None:
+        """Run a request, or continue it. fields: of Submission."""
+        request = Submission(*fields)
+        self._requests[request.request_id] = asyncio.create_task(self._run(request))
+
+    async def abort(self, *request_ids: int) -> None:
+        """Remove requests. No output of them is sent after the reply."""
+        tasks = [task for request_id in request_ids if (task := self._requests.pop(request_id, None)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._flush()
+
+    async def _run(self, request: Submission) -> None:
+        try:
+            await self._generate(request, SamplingParams.deserialize(request.params))
+        except EngineDeadError:
+            os._exit(1)  # its cause is in the log
+        except ValueError as error:
+            self._report([request.request_id, "rejected", str(error)])
+        except Exception as error:
+            self._report([request.request_id, "failed", f"{type(error).__name__}: {error}"])
+        finally:
+            self._requests.pop(request.request_id, None)
+
+    async def _generate(self, request: Submission, params: SamplingParams) -> None:
+        assert self._llm is not None
+        generated = request.generated
+        skipped = len(generated) if must_force(params) else 0
+        tokens = TokensPrompt(prompt_token_ids=request.prompt + generated[skipped:])
+        if params.cache_salt:
+            tokens["cache_salt"] = params.cache_salt
+        stream = self._llm.generate(
+            tokens,
+            to_vllm(params, stop_ids=request.stop_ids, max_tokens=request.max_tokens, generated=generated),
+            str(request.request_id),
+            lora_request=self._adapters[request.adapter] if request.adapter else None,
+            priority=params.priority,
+        )
+        async for output in stream:
+            new = len(output.outputs[0].token_ids)
+            if new > skipped or output.finished:
+                self._report(_entry(request, params, output, skipped=min(skipped, new)))
+            skipped = max(0, skipped - new)
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def _report(self, entry: list[Any]) -> None:
+        """Send an entry together with all others of the same step."""
+        if not self._outputs:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outputs.append(entry)
+
+    def _flush(self) -> None:
+        if self._outputs:
+            ready, self._outputs = self._outputs, []
+            self.write(["outputs", ready])
+
+    def _report_cache(self, events: CacheEvents) -> None:
+        self.write(["cache", list(events.stored), list(events.evicted), events.cleared])
+
+    async def _report_metrics(self) -> None:
+        while True:
+            values = dict.fromkeys(STATS.values(), 0.0)
+            for family in REGISTRY.collect():
+                for sample in family.samples:
+                    field = STATS.get(sample.name.removeprefix("vllm:"))
+                    if field is not None:
+                        values[field] += sample.value
+            text = b"".join(line for line in generate_latest().splitlines(True) if b"vllm:" in line)
+            self.write(["metrics", values, text])
+            await asyncio.sleep(METRICS_SECONDS)
+
+    async def _watch_health(self, llm: AsyncLLM) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            try:
+                await llm.check_health()
+            except EngineDeadError:
+                os._exit(1)
+
+    def write(self, message: list[Any]) -> None:
+        body = pack(message)
+        self._writer.write(SIZE.pack(len(body)) + body)
+
+
+def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *, skipped: int) -> list[Any]:
+    """Return the new tokens of a request, without the first `skipped`, which were forced."""
+    completion = found.outputs[0]
+    tokens = list(completion.token_ids)[skipped:]
+    chosen, top, prompt_chosen, prompt_top = None, None, None, None
+    if params.wants_log_probs and tokens:
+        details = list(completion.logprobs or ())[-len(tokens) :]
+        chosen, top = log_probs(tokens, details, top=params.top_n_logprobs)
+    if found.prompt_logprobs and params.wants_prompt_log_probs:  # empty after the first output
+        prompt_chosen, prompt_top = log_probs(request.prompt[1:], found.prompt_logprobs[1:], top=params.top_n_logprobs)
+    return [
+        request.request_id,
+        tokens,
+        completion.finish_reason,
+        stop_token(completion),
+        found.num_cached_tokens or 0,
+        chosen,
+        top,
+        prompt_chosen,
+        prompt_top,
+    ]
+
+
+METHODS = (
+    *("load", "shutdown", "digest", "stage", "use_weights", "reset_prefix_cache", "sleep", "wake_up"),
+    *("load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort"),
+)
+
+
+async def _serve(service: Service, reader: asyncio.StreamReader) -> None:
+    """Handle calls until the engine closes the connection. Calls of different methods may overlap."""
+    running: set[asyncio.Task[None]] = set()
+    while True:
+        (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
+        number, method, arguments = unpack(await reader.readexactly(size), DETAILS)
+        if method not in METHODS:
+            raise ValueError(f"method {method!r}: want one of {', '.join(METHODS)}")
+        task = asyncio.create_task(_handle(service, number, method, arguments))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _handle(service: Service, number: int, method: str, arguments: list[Any]) -> None:
+    result, error = None, None
+    try:
+        result = await getattr(service, method)(*arguments)
+    except Exception as failure:
+        error = _described(failure)
+    if number != STARTED:
+        service.write([number, result, error])
+
+
+def _described(error: Exception) -> list[str]:
+    kind = "rejected" if isinstance(error, ValueError | OSError) else "failed"
+    return [kind, str(error) if kind == "rejected" else f"{type(error).__name__}: {error}"]
+
+
+async def _main(channel: socket.socket, setup: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    try:
+        settings = settings_of(setup)
+        service = Service(settings, model_directory(settings.model), writer)
+        started, error = service.describe(), None
+    except Exception as failure:
+        started, error = None, _described(failure)
+    body = pack([STARTED, started, error])
+    writer.write(SIZE.pack(len(body)) + body)
+    if error is None:
+        with contextlib.suppress(EOFError, OSError):
+            await _serve(service, reader)
+    else:
+        await writer.drain()
+
+
+def _end_with_engine(channel: socket.socket) -> None:
+    """End all processes of this group when the engine has ended for any reason: they do not notice that themselves."""
+    poll = select.poll()
+    poll.register(channel, select.POLLRDHUP)
+    poll.poll()
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    (size,) = SIZE.unpack(channel.recv(SIZE.size, socket.MSG_WAITALL))
+    [setup] = unpack(channel.recv(size, socket.MSG_WAITALL), DETAILS)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # its children get it, too, and have other handlers
+    threading.Thread(target=_end_with_engine, args=(channel,), daemon=True).start()
+    asyncio.run(_main(channel, setup))
+
+
+if __name__ == "__main__":
+    main()
