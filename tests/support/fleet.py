@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,19 @@ class Fleet:
         command = self._command("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
         return self._start(command, self._health_port, warm=False)
 
-    async def engine(self, name: str, *arguments: str, warm: bool = True) -> Process:
+    async def engine(
+        self, name: str, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None
+    ) -> Process:
         """Start an echo engine, unless `arguments` name another backend.
 
         warm: forked from a process that has imported torch.
+        environment: additional variables of a cold process.
         """
         (health_port,) = free_ports(1)
         backend = () if "--backend" in arguments else ("--backend", "echo")
         options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *backend)
         command = self._command("engine", health_port, *options, *arguments)
-        self.engines[name] = self._start(command, health_port, warm=warm)
+        self.engines[name] = self._start(command, health_port, warm=warm, environment=environment)
         return self.engines[name]
 
     async def engine_program(self, name: str, script: Path) -> Process:
@@ -122,8 +125,10 @@ class Fleet:
         common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
         return ["-m", COORDINATOR_MODULE, command, *arguments, *common]
 
-    def _start(self, command: list[str], health_port: int, *, warm: bool) -> Process:
-        cold = None if warm else subprocess.Popen([sys.executable, *command])
+    def _start(
+        self, command: list[str], health_port: int, *, warm: bool, environment: Mapping[str, str] | None = None
+    ) -> Process:
+        cold = None if warm else subprocess.Popen([sys.executable, *command], env={**os.environ, **(environment or {})})
         self._processes.append(Process(cold or WarmProcess(*command, environment=os.environ), health_port))
         return self._processes[-1]
 

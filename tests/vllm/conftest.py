@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -44,11 +44,13 @@ class Pool:
         await until_serving(self.admin, engines, seconds=START_SECONDS)
         self.client: InferenceClient = await self.fleet.client()
 
-    async def engine(self, name: str, backend: str) -> None:
-        options = ("--backend", backend, *self._options, "--kv-cache-memory", "256Mi", "--threads", "1")
+    async def engine(
+        self, name: str, backend: str, *options: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        options = ("--backend", backend, *self._options, "--kv-cache-memory", "256Mi", "--threads", "1", *options)
         if backend == "vllm":
             options += ("--vllm-arguments", '{"enforce_eager": true}')
-        await self.fleet.engine(name, *options, warm=False)
+        await self.fleet.engine(name, *options, warm=False, environment=environment)
 
     async def control(self, kind: Header, **fields: object) -> None:
         self._operations += 1

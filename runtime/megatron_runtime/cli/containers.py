@@ -139,7 +139,7 @@ def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
     and MASTER_PORT if there are several machines, or by torchrun.
     """
     from megatron_runtime.backends.registry import build_backend, link_for
-    from megatron_runtime.distributed.shard import ParallelSizes
+    from megatron_runtime.distributed.shard import ParallelSizes, node_identity
     from megatron_runtime.engine import worker
     from megatron_runtime.engine.settings import EngineSettings
 
@@ -149,10 +149,25 @@ def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
     def run_worker() -> None:
         worker.run(settings, build_backend, link=link_for(settings))
 
-    if sizes.world == 1 or settings.backend == "vllm":  # vLLM starts its ranks itself
-        run_worker()
+    if sizes.world == 1 or (settings.backend == "vllm" and node_identity(sizes).node_rank == 0):
+        run_worker()  # vLLM starts its ranks itself
+    elif settings.backend == "vllm":
+        _run_pod(settings)
     else:
         _run_ranks(settings, run_worker)
+
+
+def _run_pod(settings: EngineSettings) -> None:
+    """Run the ranks of another pod than the first of a vLLM engine."""
+    from megatron_runtime.backends.vllm.nodes import follow
+    from megatron_runtime.distributed.errors import RankError
+    from megatron_runtime.engine.termination import write_termination_message
+
+    try:
+        asyncio.run(follow(settings))
+    except RankError as error:
+        write_termination_message(error)
+        raise click.ClickException(str(error)) from error
 
 
 def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None:

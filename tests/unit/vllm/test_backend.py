@@ -18,14 +18,9 @@ from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 
-from .conftest import FAKE, Running, Start, answer, weights_of
+from .conftest import FAKE, Running, Start, answer, lines, weights_of
 
 PROMPT = [11, 12, 13]
-
-
-def lines(log: Path, line: str) -> int:
-    """Return how often the fake has logged `line`."""
-    return log.read_text().splitlines().count(line) if log.exists() else 0
 
 
 def vllm_of(running: Running) -> psutil.Process:

@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from megatron_runtime.backends.vllm.forced_tokens import ForcedTokens
+from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.vllm_arguments import problem_of
 from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
@@ -43,7 +44,7 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
     problem = problem_of(settings.vllm_arguments, allow_code=settings.vllm_allow_code)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
-    sizes = settings.parallel
+    sizes, node = settings.parallel, node_identity(settings.parallel)
     fixed = {
         "model": str(directory),
         "dtype": settings.dtype,
@@ -56,6 +57,11 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         "tensor_parallel_size": sizes.tensor * sizes.expert,
         "enable_expert_parallel": sizes.expert > 1,
         "pipeline_parallel_size": sizes.pipeline,
+        "distributed_executor_backend": "mp" if sizes.world > 1 else None,
+        "nnodes": node.nodes,
+        "node_rank": node.node_rank,
+        "master_addr": node.address,
+        "master_port": node.port,
         "scheduling_policy": "priority",
         "generation_config": "vllm",
         "max_logprobs": MAX_TOP_LOGPROBS,

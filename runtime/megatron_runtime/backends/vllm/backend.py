@@ -17,7 +17,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError
+from megatron_runtime.backends.vllm.nodes import Followers
+from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
+from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,
@@ -130,6 +132,10 @@ class VllmBackend(EngineBackend):
             ranks=started["ranks"],
             capabilities=CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else set()),
         )
+        node = node_identity(settings.parallel)
+        self._followers = (
+            Followers(node, on_lost=self._fail, on_leave=lambda: self._listener.on_leave()) if node.nodes > 1 else None
+        )
         self._can_sleep: bool = started["can_sleep"]
         self._directory: str = started["directory"]
         self._is_connected = False
@@ -153,6 +159,8 @@ class VllmBackend(EngineBackend):
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._unused = self._end_unused()
+        if self._followers is not None:
+            await self._followers.listen()
 
     def _end_unused(self) -> asyncio.Task[None]:
         """End a process without weights after a while, unless _vllm() is called before."""
@@ -184,6 +192,8 @@ class VllmBackend(EngineBackend):
                 f"{self._digest[:12]}: restore the files, or update the weights under a new epoch"
             )
         await vllm.call("use_weights", self._directory)
+        if self._followers is not None:
+            await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         await vllm.call("load")
         for name, source in self._adapters.items():
             await vllm.call("load_adapter", name, source)
@@ -195,6 +205,8 @@ class VllmBackend(EngineBackend):
         for opened in list(self._open.values()):
             self._close(opened)
         await self._end_process()
+        if self._followers is not None:
+            await self._followers.close()
         await asyncio.to_thread(self._text.close_grammars)
 
     async def _end_process(self) -> None:
@@ -203,8 +215,10 @@ class VllmBackend(EngineBackend):
         self._is_connected = self._is_loaded = self._is_asleep = False
         if process is not None:
             await process.end()
+        if self._followers is not None:
+            self._followers.end()
 
-    def _fail(self, error: VllmError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
             self._listener.on_failure(error)

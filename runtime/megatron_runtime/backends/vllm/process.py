@@ -100,7 +100,8 @@ def settings_of(values: Mapping[str, Any]) -> EngineSettings:
 class VllmProcess:
     """A running vLLM.
 
-    started: what service.py reports of the model and its configuration.
+    started:     what service.py reports of the model and its configuration.
+    checks_only: check the settings and report nothing: also on a machine without the GPU that they are for.
 
     The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
     more. Call it in a thread if there is an event loop.
@@ -110,7 +111,7 @@ class VllmProcess:
         VllmError: the process ended; the message has the cause.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *, checks_only: bool = False) -> None:
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = STARTED
@@ -130,7 +131,7 @@ class VllmProcess:
         self._log_reader = threading.Thread(target=self._forward_log, daemon=True)
         self._log_reader.start()
         try:
-            self._socket.sendall(_frame([map_of(settings)]))
+            self._socket.sendall(_frame([map_of(settings), checks_only]))
             (size,) = SIZE.unpack(self._receive(SIZE.size))
             _, started, error = unpack(self._receive(size), DETAILS)
         except OSError as lost:

@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, generate_latest
+from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_runtime.backends.vllm.arguments import engine_arguments
 from megatron_runtime.backends.vllm.cache_events import follow_cache_events
@@ -103,9 +106,16 @@ class Service:
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
 
+    def check(self) -> None:
+        """Check arguments and model. Raises vLLM's errors."""
+        if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
+            self._arguments.create_model_config()
+        else:
+            self._arguments.create_engine_config()
+
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
-        config = self._arguments.create_engine_config()
+        config = self._arguments.create_engine_config(headless=self._arguments.node_rank > 0)
         model, cache = config.model_config, config.cache_config
         return {
             "directory": str(self._directory),
@@ -129,6 +139,13 @@ class Service:
         if self._settings.prefix_caching:
             self._background.append(asyncio.create_task(follow_cache_events(self._endpoint, self._report_cache)))
         await llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def run_workers(self) -> None:
+        """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""
+        config = await asyncio.to_thread(self._arguments.create_engine_config, headless=True)
+        executor = await asyncio.to_thread(MultiprocExecutor, config, monitor_workers=False)
+        await asyncio.to_thread(executor.start_worker_monitor, inline=True)  # returns when a rank has ended
+        os._exit(1)
 
     async def shutdown(self) -> None:
         await self.abort(*self._requests)  # vLLM would end their answers
@@ -304,7 +321,7 @@ def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *,
 
 METHODS = (
     *("load", "shutdown", "digest", "stage", "use_weights", "reset_prefix_cache", "sleep", "wake_up"),
-    *("load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort"),
+    *("load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort", "run_workers"),
 )
 
 
@@ -332,16 +349,21 @@ async def _handle(service: Service, number: int, method: str, arguments: list[An
 
 
 def _described(error: Exception) -> list[str]:
+    if isinstance(error, ValidationError):
+        problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+        return ["rejected", f"vLLM rejects its arguments: {problems}"]
     kind = "rejected" if isinstance(error, ValueError | OSError) else "failed"
     return [kind, str(error) if kind == "rejected" else f"{type(error).__name__}: {error}"]
 
 
-async def _main(channel: socket.socket, setup: dict[str, Any]) -> None:
+async def _main(channel: socket.socket, setup: dict[str, Any], *, checks_only: bool) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     try:
         settings = settings_of(setup)
         service = Service(settings, model_directory(settings.model), writer)
-        started, error = service.describe(), None
+        if checks_only:
+            service.check()
+        started, error = {} if checks_only else service.describe(), None
     except Exception as failure:
         started, error = None, _described(failure)
     body = pack([STARTED, started, error])
@@ -366,10 +388,10 @@ def _end_with_engine(channel: socket.socket) -> None:
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     (size,) = SIZE.unpack(channel.recv(SIZE.size, socket.MSG_WAITALL))
-    [setup] = unpack(channel.recv(size, socket.MSG_WAITALL), DETAILS)
+    setup, checks_only = unpack(channel.recv(size, socket.MSG_WAITALL), DETAILS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # its children get it, too, and have other handlers
     threading.Thread(target=_end_with_engine, args=(channel,), daemon=True).start()
-    asyncio.run(_main(channel, setup))
+    asyncio.run(_main(channel, setup, checks_only=checks_only))
 
 
 if __name__ == "__main__":

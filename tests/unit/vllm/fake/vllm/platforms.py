@@ -1,6 +1,9 @@
-class _Cpu:
+class _Platform:
     def is_sleep_mode_available(self) -> bool:
         return False
 
+    def is_unspecified(self) -> bool:
+        return False
 
-current_platform = _Cpu()
+
+current_platform = _Platform()

@@ -31,9 +31,14 @@ class AsyncEngineArgs:
     enforce_eager: bool = False
     quantization: str | None = None
     enable_lora: bool = False
+    distributed_executor_backend: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 29500
     seed: int = 0
 
-    def create_engine_config(self) -> VllmConfig:
+    def create_engine_config(self, headless: bool = False) -> VllmConfig:
         if self.quantization not in (None, "fp8"):
             raise ValueError(f"quantization {self.quantization!r} is unknown")
         return VllmConfig(self)
