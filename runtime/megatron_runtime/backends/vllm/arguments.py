@@ -31,6 +31,7 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
     Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
     """
     require_version(vllm.__version__)
+    sizes, node = settings.parallel, node_identity(settings.parallel)
     if settings.dtype not in _DTYPES:
         raise ValueError(
             f"dtype {settings.dtype}: vLLM quantizes by its argument quantization; use one of {', '.join(_DTYPES)}"
@@ -39,12 +40,13 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         raise ValueError("batch_invariant is not supported by the vLLM backend: leave it out or use the native backend")
     if settings.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    if current_platform.is_cpu() and node.ranks_per_node > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cpu_shares(node.ranks_per_node))
     # The process has threads and sockets, which a fork would copy.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     problem = problem_of(settings.vllm_arguments, allow_code=settings.vllm_allow_code)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
-    sizes, node = settings.parallel, node_identity(settings.parallel)
     fixed = {
         "model": str(directory),
         "dtype": settings.dtype,
@@ -76,6 +78,16 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         return AsyncEngineArgs(**{**known, **settings.vllm_arguments})
     except TypeError as error:
         raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
+
+
+def _cpu_shares(ranks: int) -> str:
+    """Return the CPUs of each rank in vLLM's notation: equal shares of those that this process may use.
+
+    By itself, vLLM divides NUMA nodes only.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def require_version(version: str) -> None:

@@ -35,6 +35,8 @@ STARTED = 0
 """Number of the message with which the process reports that it has started."""
 SHUTDOWN_SECONDS = 30.0
 """Time for vLLM to end by itself. Then its processes are killed."""
+LOG_SECONDS = 0.2
+"""Time for the last lines of a process that has ended to arrive."""
 LOG_LINES = 400
 """Newest lines of vLLM's log that are searched for the cause of a failure."""
 
@@ -181,6 +183,9 @@ class VllmProcess:
                     continue
                 if error is None:
                     call.set_result(result)
+                elif _CONSEQUENCE.search(error[1]):
+                    await asyncio.sleep(LOG_SECONDS)
+                    call.set_exception(VllmError(cause_of(self._log, None)))
                 else:
                     call.set_exception(_exception(error))
         except (OSError, EOFError):

@@ -2,6 +2,9 @@ class _Platform:
     def is_sleep_mode_available(self) -> bool:
         return False
 
+    def is_cpu(self) -> bool:
+        return True
+
     def is_unspecified(self) -> bool:
         return False
 
