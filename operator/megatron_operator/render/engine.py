@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_operator.model.resource import Backend
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     ENGINE,
@@ -134,7 +135,8 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
-    if ctx.spec.ranks_per_pod > 1:
+    # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
+    if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})
     container: dict[str, Any] = {

@@ -104,12 +104,17 @@ def test_engines_run_the_vllm_image_and_other_components_the_runtime_image(
         assert pod(ctx, "Deployment", name)["containers"][0]["image"] == "registry.example/runtime:1"
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_processes_of_a_pod_share_memory(ranks: int) -> None:
+    ctx = context(engine={"ranksPerPod": ranks}, parallelism={"tensor": ranks})
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in engine(ctx)["volumeMounts"]
+
+
 def test_an_engine_in_one_pod_starts_its_own_ranks() -> None:
     ctx = context(engine={"gpusPerPod": 4}, parallelism={"tensor": 4})
     found = engine(ctx)
     assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
-    assert {"name": "shm", "mountPath": "/dev/shm"} in found["volumeMounts"]
     env = variables(ctx)
     assert (env["NNODES"], env["NPROC_PER_NODE"], env["TENSOR_PARALLEL_SIZE"]) == ("1", "4", "4")
     assert "VLLM_HOST_IP" not in env
