@@ -25,6 +25,7 @@ from megatron_operator.render.context import NotAllowed, RenderContext, Unsuppor
 from megatron_operator.render.engine import revision_of
 from megatron_operator.render.model_source import model_hash
 from megatron_operator.render.revision import context_of, revision_child
+from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import FIELDS
 
 SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
@@ -81,6 +82,15 @@ def test_no_variable_is_expanded_in_an_argument() -> None:
     text = option(engine(with_args({"moe_backend": "$(HF_TOKEN)"}))["args"], "--vllm-arguments")
     assert "$" not in text
     assert json.loads(text) == {"moe_backend": "$(HF_TOKEN)"}
+
+
+def test_megatron_engine_accepts_the_command_line(tmp_path: Path) -> None:
+    wanted = {"load_format": "$(HF_TOKEN)", "gpu_memory_utilization": 0.5}
+    _, *args = engine(with_args(wanted, settings=CODE))["args"]
+    for name, value in (("--threads", "1"), ("--keys-dir", str(tmp_path))):
+        args[args.index(name) + 1] = value
+    params = engine_command.make_context("engine", args).params
+    assert (params["backend"], params["vllm_arguments"], params["vllm_allow_code"]) == ("vllm", wanted, True)
 
 
 def test_a_native_engine_has_nothing_of_vllm() -> None:
