@@ -35,9 +35,9 @@ class Pool:
         self._options = ("--model", str(model), "--dtype", "float32", "--max-sequence-length", "1024")
         self._operations = 0
 
-    async def start(self, **engines: str) -> None:
-        """Start a coordinator and engines. engines: backend by name."""
-        await self.fleet.coordinator()
+    async def start(self, *coordinator: str, **engines: str) -> None:
+        """Start a coordinator with these arguments, and engines. engines: backend by name."""
+        await self.fleet.coordinator(*coordinator)
         for name, backend in engines.items():
             await self.engine(name, backend)
         self.admin = await self.fleet.admin()
@@ -47,10 +47,11 @@ class Pool:
     async def engine(
         self, name: str, backend: str, *options: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        options = ("--backend", backend, *self._options, "--kv-cache-memory", "256Mi", "--threads", "1", *options)
-        if backend == "vllm":
-            options += ("--vllm-arguments", '{"enforce_eager": true}')
-        await self.fleet.engine(name, *options, warm=False, environment=environment)
+        await self.fleet.engine(name, *self.engine_options(backend), *options, warm=False, environment=environment)
+
+    def engine_options(self, backend: str) -> tuple[str, ...]:
+        options = ("--backend", backend, *self._options, "--kv-cache-memory", "256Mi", "--threads", "1")
+        return (*options, "--vllm-arguments", '{"enforce_eager": true}') if backend == "vllm" else options
 
     async def control(self, kind: Header, **fields: object) -> None:
         self._operations += 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from eventually import eventually
-from fleet import Load
+from fleet import Fleet, Load
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
@@ -140,3 +141,34 @@ async def test_log_probabilities_of_prompt_and_answer_are_complete(pool: Pool) -
     assert len(reply["prompt_log_probs"]) == len(prompt) - 1
     for chosen, top in zip(reply["generated_log_probs"], reply["generated_top_n_logprobs"], strict=True):
         assert chosen == pytest.approx(max(value for _, value in top), abs=1e-4)
+
+
+async def test_requests_go_to_the_engine_that_has_their_prefix(fleet: Fleet, pool: Pool) -> None:
+    """Eight long prefixes over two engines. Every continuation finds its prefix in vLLM's cache."""
+    await pool.start("--routing-policy", "LongestPrefix", "--alpha", "1", first="vllm", second="vllm")
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=4, termination_id=-1)
+    rng = random.Random(3)
+    prefixes = [rng.choices(range(100, 40_000), k=300) for _ in range(8)]
+    first = await asyncio.gather(*(pool.client.add_request(prefix, params) for prefix in prefixes))
+    assert [reply["num_cached_tokens"] for reply in first] == [0] * 8
+    longer = [prefix + rng.choices(range(100, 40_000), k=20) for prefix in prefixes]
+    replies = await asyncio.gather(*(pool.client.add_request(prompt, params) for prompt in longer))
+    cached = [reply["num_cached_tokens"] for reply in replies]
+    assert min(cached) >= 128, cached
+
+
+async def test_the_cause_of_a_failed_start_is_the_engines_last_message(fleet: Fleet, pool: Pool) -> None:
+    """vLLM reports in another process that the KV cache is too small for the sequence length."""
+    await pool.start()
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "engine", "--name", "small"),
+        *("--coordinator", f"127.0.0.1:{fleet.engine_port}", "--keys-dir", str(fleet.keys_dir), "--health-port", "off"),
+        *pool.engine_options("vllm"),
+        *("--kv-cache-memory", "1Mi"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, log = await engine.communicate()
+    assert engine.returncode == 1
+    last = log.decode().splitlines()[-1]
+    assert last.startswith("engine small failed: ")
+    assert "KV cache" in last

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_operator.model.resource import Backend
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     ENGINE,
@@ -37,6 +38,7 @@ from megatron_operator.render.model_source import (
     without_weights,
 )
 from megatron_operator.render.pod import http_probe, keys_args, pod_template
+from megatron_operator.render.vllm import engine_image, vllm_env, vllm_options
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
@@ -47,7 +49,11 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """Return the command line without its revision, which is a hash over it."""
+    """Return the command line without its revision, which is a hash over it.
+
+    Raises:
+        UnsupportedByBackend: the backend does not accept an argument of the spec.
+    """
     spec, batching = ctx.spec, ctx.spec.engine.batching
     args = [
         "engine",
@@ -74,12 +80,12 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
         args.append("--no-chunked-prefill")
     if spec.model.format.value != "Auto":
         args += ["--format", spec.model.format.value]
-    return args
+    return args + vllm_options(ctx)
 
 
 def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
     threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
-    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx)]
+    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *vllm_env(ctx)]
     parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
     if parallelism.ranks == 1:
         return env
@@ -129,7 +135,8 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
-    if ctx.spec.ranks_per_pod > 1:
+    # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
+    if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})
     container: dict[str, Any] = {
@@ -147,9 +154,10 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
     before = (_preflight(ctx, index),) if ctx.spec.pods_per_engine > 1 else ()
-    if engine.image is not None:
+    image = engine_image(ctx)
+    if image is not None:
         for each in (container, *before):
-            each["image"] = engine.image
+            each["image"] = image
     template = pod_template(
         ctx,
         ENGINE,
