@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import vllm
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
 from vllm import TokensPrompt
@@ -351,7 +352,7 @@ async def _handle(service: Service, number: int, method: str, arguments: list[An
 def _described(error: Exception) -> list[str]:
     if isinstance(error, ValidationError):
         problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
-        return ["rejected", f"vLLM rejects its arguments: {problems}"]
+        return ["rejected", f"vLLM {vllm.__version__} rejects its arguments: {problems}"]
     kind = "rejected" if isinstance(error, ValueError | OSError) else "failed"
     return [kind, str(error) if kind == "rejected" else f"{type(error).__name__}: {error}"]
 
