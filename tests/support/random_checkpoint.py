@@ -82,10 +82,10 @@ def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.T
     return directory
 
 
-def write_speaking_model(directory: Path) -> Path:
+def write_speaking_model(directory: Path, *, head_dim: int = 16) -> Path:
     """Write a model of four heads with the built-in model's vocabulary and tokenizer."""
-    sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "head_dim": 16}
-    config = replace(LLAMA, **sizes, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
+    sizes = {"vocab_size": 49152, "hidden_size": 4 * head_dim, "intermediate_size": 128, "num_layers": 4}
+    config = replace(LLAMA, **sizes, head_dim=head_dim, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
     model = write_model(directory, config, random_tensors(config, seed=1))
     builtin = resolve("builtin:smollm2-135m")
     write_text_files(open_checkpoint(builtin).config, builtin, model, write_gguf_tokenizer=write_gguf_tokenizer)

