@@ -99,6 +99,11 @@ CREATION: tuple[Cause, ...] = (
 )
 """Causes of a pod that the API server rejected."""
 
+MALFORMED_OBJECT = "failed to create typed patch object"
+"""The API server answers a server-side apply of an object with a wrong type or an unknown field with 500 and this."""
+FAILED_WEBHOOK = "failed calling webhook"
+"""The API server answers with 500 and this if an admission webhook is down."""
+
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",
     127: "the image has no such command",
