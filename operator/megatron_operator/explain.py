@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.remedies import REMEDIES
+from megatron_operator.model.resource import parse_spec
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
+from megatron_operator.plan.references import NO_REFERENCES, References, references
 from megatron_operator.plan.world import PodView
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
@@ -42,21 +46,31 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> li
     engines = {entry["name"]: entry for entry in status.get("engines") or ()}
     views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
     nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
+    named = _references(resource)
     held_up = [view for view in views if not view.ready or view.deleting]
     for name in sorted({view.engine or view.component for view in held_up}):
         entry = engines.get(name)
         state = f" is {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""
         lines.append(f"  {name}{state}")
-        lines += [_pod_line(view, nodes.get(view.name)) for view in held_up if (view.engine or view.component) == name]
+        lines += [
+            _pod_line(view, nodes.get(view.name), named) for view in held_up if (view.engine or view.component) == name
+        ]
     bare = sorted(name for name, entry in engines.items() if entry["state"] == "Pending")
     with_pods = {view.engine for view in views}
     lines += [f"  {name} is Pending and has no pods" for name in bare if name not in with_pods]
     return lines
 
 
-def _pod_line(view: PodView, node: str | None) -> str:
+def _references(resource: Mapping[str, Any]) -> References:
+    try:
+        return references(parse_spec(resource.get("spec") or {}))
+    except ValidationError:
+        return NO_REFERENCES
+
+
+def _pod_line(view: PodView, node: str | None, references: References) -> str:
     where = f"on node {node}" if node else "on no node"
-    found = diagnose(view)
+    found = diagnose(view, references)
     if view.deleting:
         why = "it is being deleted"
     elif found is not None:

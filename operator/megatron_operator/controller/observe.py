@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, Object
@@ -28,15 +28,26 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Rejection, ResourceView, World
+from megatron_operator.plan.world import (
+    EVENT_SECONDS,
+    ChildRef,
+    CoordinatorSnapshot,
+    KeysView,
+    PodView,
+    Rejection,
+    ResourceView,
+    World,
+)
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 
 
-CREATION_SECONDS = 5.0
-"""Interval at which the Events of a StatefulSet without pods are read."""
+POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
+"""Reasons of Events that say why the containers of a pod are not created."""
+_MOUNT_SUMMARY = "Unable to attach or mount volumes"
+"""Begin of an Event that names only volumes; others of the pod name the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,8 @@ class Observer:
         self._keys: tuple[str, Object] | None = None
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
+        self._pod_events: dict[str, tuple[str, str]] = {}
+        self._pod_events_due: dict[str, float] = {}
 
     async def resource(self) -> SeenResource | None:
         """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
@@ -121,7 +134,7 @@ class Observer:
             new_operation_id=secrets.token_hex(8),
             term=term,
             children=self._cache.views(),
-            pods=self._cache.pods(),
+            pods=await self._explained(self._cache.pods(), resource),
             coordinator=coordinator,
             keys=self._keys_view(secret),
             rejections=rejections,
@@ -178,15 +191,51 @@ class Observer:
         )
         if not bare:
             self._creations = {}
-            self._creations_due = time.monotonic() + CREATION_SECONDS
+            self._creations_due = time.monotonic() + EVENT_SECONDS
         elif time.monotonic() >= self._creations_due:
-            self._creations_due = time.monotonic() + CREATION_SECONDS
+            self._creations_due = time.monotonic() + EVENT_SECONDS
             selector = "reason=FailedCreate,regarding.kind=StatefulSet,regarding.name="
             name = bare[0]
             events = await self._api.list(EVENT, resource.namespace, fields=f"{selector}{name}")
             latest = max(events, key=_seen_at, default=None)
             self._creations = {} if latest is None else {name: str(latest.get("note") or "")}
         return self._creations
+
+    async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
+        """Add the reasons of Events to pods that have none. At most one pod of each component is read at a time, the
+        one that has waited longest."""
+        now = time.monotonic()
+        waiting = {pod.uid: pod for pod in pods if pod.unexplained}
+        self._pod_events = {uid: found for uid, found in self._pod_events.items() if uid in waiting}
+        self._pod_events_due = {uid: self._pod_events_due.get(uid, now + EVENT_SECONDS) for uid in waiting}
+        for component in sorted({pod.component for pod in waiting.values()}):
+            due, uid = min(
+                (self._pod_events_due[uid], uid) for uid, pod in waiting.items() if pod.component == component
+            )
+            if due > now:
+                continue
+            self._pod_events_due[uid] = now + EVENT_SECONDS
+            found = await self._pod_event(waiting[uid], resource)
+            if found is not None:
+                self._pod_events[uid] = found
+        return tuple(
+            replace(pod, reason=self._pod_events[pod.uid][0], message=self._pod_events[pod.uid][1])
+            if pod.uid in self._pod_events
+            else pod
+            for pod in pods
+        )
+
+    async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str] | None:
+        """Return reason and message of the last Event that says why a pod's containers are not created."""
+        fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
+        events = [
+            event
+            for event in await self._api.list(EVENT, resource.namespace, fields=fields)
+            if event.get("reason") in POD_EVENTS and (event.get("regarding") or {}).get("uid") == pod.uid
+        ]
+        causes = [event for event in events if not str(event.get("note") or "").startswith(_MOUNT_SUMMARY)]
+        latest = max(causes or events, key=_seen_at, default=None)
+        return None if latest is None else (str(latest["reason"]), str(latest.get("note") or ""))
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """Return the keys Secret: read by name until it exists and is ours, then only at every resync."""

@@ -71,6 +71,7 @@ class Reason(Documented):
     DISK_FULL = "DiskFull", "A volume of a pod is full."
     ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine does not support the spec; the message has the cause."
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
+    VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
     QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota prevents a pod; the message names it."
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. because of a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (

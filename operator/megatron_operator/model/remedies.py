@@ -47,6 +47,11 @@ REMEDIES: dict[Reason, Remedy] = {
         "Create the PersistentVolumeClaim that the spec names, in the namespace of the resource, and see that it is "
         "bound and reachable from the node.",
     ),
+    Reason.VOLUME_FAILED: Remedy(
+        Symptom.POD_DOES_NOT_START,
+        "Read the kubelet's message: it names the volume. Check the storage class, its driver on the node, and that no "
+        "pod on another node has the volume attached.",
+    ),
     Reason.QUOTA_EXCEEDED: Remedy(
         Symptom.POD_DOES_NOT_START,
         "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",

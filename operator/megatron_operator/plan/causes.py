@@ -94,10 +94,10 @@ CREATION: tuple[Cause, ...] = (
     _cause(
         Reason.INVALID_POD_TEMPLATE,
         r"violates PodSecurity|denied the request|is forbidden|is invalid",
-        "correct spec.engine.podTemplate",
+        "correct spec.{component}.podTemplate",
     ),
 )
-"""Causes of a pod that the API server rejected."""
+"""Causes of a pod that the API server rejected; `{component}` is that of the pod."""
 
 MALFORMED_OBJECT = "failed to create typed patch object"
 """The API server answers a server-side apply of an object with a wrong type or an unknown field with 500 and this."""

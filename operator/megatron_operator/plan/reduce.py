@@ -41,9 +41,15 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         model_hash=annotations.get(ANNOTATION_MODEL, ""),
         replicas=int(spec.get("replicas") or 0),
         ready_replicas=int(status.get("readyReplicas") or 0),
+        creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
     )
+
+
+def _creation_error(status: Object) -> str:
+    failure = _condition(status, "ReplicaFailure")
+    return str(failure.get("message") or "") if failure is not None and failure.get("status") == "True" else ""
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:

@@ -18,9 +18,10 @@ from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import Operation
+from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.world import ChildRef, EngineReport, World
+from megatron_operator.plan.world import EVENT_SECONDS, ChildRef, EngineReport, World
 from megatron_operator.render.context import ENGINE, RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
@@ -89,6 +90,11 @@ class Scene:
         """Revision of the weights that engines should load in place; None if they have it."""
         wanted, held = self.world.resource.spec.weights, self.weights_held
         return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
+
+    @cached_property
+    def references(self) -> References:
+        """The Secrets and claims that the spec names."""
+        return references(self.world.resource.spec)
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
@@ -300,6 +306,12 @@ class Scene:
         else:
             return full
         return 0 if leave or engine.scaled == 0 else full
+
+    @cached_property
+    def events_due_in(self) -> float | None:
+        """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
+        bare = any(engine.scaled > 0 and not engine.pods for engine in self.engines)
+        return EVENT_SECONDS if bare or any(pod.unexplained for pod in self.world.pods) else None
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 MAX_FENCE_JUMP = 1_000_000
 """Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
 
+EVENT_SECONDS = 5.0
+"""Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
+
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
 
@@ -76,6 +79,8 @@ class ChildView:
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
+    creation_error: str = ""
+    """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None
     """`data` of a ControllerRevision: the inputs of the engines of that revision."""
     verified: bool = True
@@ -104,7 +109,8 @@ class PodView:
     """Revision of the weights that it started with; empty if the spec has none."""
     restarts: int = 0
     reason: str = ""
-    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
+    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty. While
+    the pod's status has none, that of its last Event about a volume or its sandbox, such as `FailedMount`."""
     message: str = ""
     ended: str = ""
     """Name of the container that terminated last; empty if none did."""
@@ -117,6 +123,11 @@ class PodView:
     last_message: str = ""
     """Its termination message."""
     created_at: datetime | None = None
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether it has a node, or waits for one, and its status has no reason: only Events say what it lacks."""
+        return self.phase == "Pending" and not (self.ready or self.deleting or self.reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, reject_spec
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
+    EVENT_SECONDS,
     ApplyChild,
     ChildRef,
     DeletePods,
@@ -707,6 +708,34 @@ def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str,
     cluster.step()
     assert cluster.condition("Degraded")["reason"] == reason
     assert words in cluster.condition("Degraded")["message"]
+
+
+@pytest.mark.parametrize("component", ["coordinator", "server"])
+def test_shared_pods_that_cannot_be_created_are_explained(make_cluster: Any, component: str) -> None:
+    cluster = make_cluster()
+    cluster.step()
+    deployment = cluster.objects[ChildRef("Deployment", f"demo-{component}", "apps/v1")]
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'
+    deployment["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": said}]}
+    cluster.step()
+    degraded = cluster.condition("Degraded")
+    assert degraded["reason"] == "InvalidPodTemplate"
+    assert degraded["message"] == f"its pods cannot be created: {said}; correct spec.{component}.podTemplate"
+
+
+@pytest.mark.parametrize("component", ["coordinator", "server", "engine"])
+def test_a_pod_that_waits_for_a_missing_secret_is_explained(make_cluster: Any, component: str) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    name, pod = next((name, pod) for name, pod in cluster.pods.items() if f"-{component}-" in name)
+    pod["status"] = {"phase": "Pending"}
+    assert cluster.step().requeue_after == EVENT_SECONDS, "Events are read again soon"
+    said = 'MountVolume.SetUp failed for volume "x" : secret "gone" not found'
+    pod["status"] |= {"reason": "FailedMount", "message": said}
+    cluster.step()
+    degraded = cluster.condition("Degraded")
+    assert degraded["reason"] == "ContainerConfigError"
+    assert f"{name}: FailedMount: {said}; create secret gone" in degraded["message"]
 
 
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
