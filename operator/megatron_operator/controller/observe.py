@@ -30,6 +30,7 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import (
     EVENT_SECONDS,
+    POD_EVENTS,
     ChildRef,
     CoordinatorSnapshot,
     KeysView,
@@ -44,8 +45,6 @@ from megatron_runtime.transport.security import KeyPair
 logger = logging.getLogger(__name__)
 
 
-POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
-"""Reasons of Events that say why the containers of a pod are not created."""
 _MOUNT_SUMMARY = "Unable to attach or mount volumes"
 """Begin of an Event that names only volumes; others of the pod name the cause."""
 

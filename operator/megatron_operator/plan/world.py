@@ -26,6 +26,8 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 MAX_FENCE_JUMP = 1_000_000
 """Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
 
+POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
+"""Reasons of Events that say why the containers of a pod are not created."""
 EVENT_SECONDS = 5.0
 """Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
 
@@ -126,8 +128,8 @@ class PodView:
 
     @property
     def unexplained(self) -> bool:
-        """Whether it has a node, or waits for one, and its status has no reason: only Events say what it lacks."""
-        return self.phase == "Pending" and not (self.ready or self.deleting or self.reason)
+        """Whether its containers are not created and its status has no reason: only Events say what it lacks."""
+        return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 
 
 @dataclass(frozen=True, slots=True)
