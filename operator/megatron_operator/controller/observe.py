@@ -28,6 +28,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
+from megatron_operator.model.states import CoordinatorState
 from megatron_operator.plan.world import (
     EVENT_SECONDS,
     POD_EVENTS,
@@ -72,6 +73,7 @@ class Observer:
         self._keys: tuple[str, Object] | None = None
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
+        self._missing_since: dict[str, float] = {}
         self._pod_events: dict[str, tuple[str, str]] = {}
         self._pod_events_due: dict[str, float] = {}
 
@@ -139,6 +141,7 @@ class Observer:
             rejections=rejections,
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
+            unregistered_seconds=self._unregistered(coordinator),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
@@ -179,6 +182,14 @@ class Observer:
         self._link.point_to(self._options.resolve(resource.name, resource.namespace, service.cluster_ip), keys)
         ready = any(pod.component == COORDINATOR and pod.ready and not pod.deleting for pod in self._cache.pods())
         return await self._link.refresh(expected=ready)
+
+    def _unregistered(self, coordinator: CoordinatorSnapshot) -> Mapping[str, float]:
+        """Return for how long engines with pods have not been registered. The time starts again with a coordinator."""
+        now, registered = time.monotonic(), {report.name for report in coordinator.engines}
+        known = coordinator.reachable and coordinator.state is not CoordinatorState.RECOVERING
+        missing = {pod.engine for pod in self._cache.pods() if pod.engine} - registered if known else set()
+        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
+        return {name: now - since for name, since in self._missing_since.items()}
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""

@@ -48,7 +48,8 @@ class Reason(Documented):
     COORDINATOR_RECOVERING = "CoordinatorRecovering", "The coordinator restarted and collects the state of its engines."
     SERVER_STARTING = "ServerStarting", "No OpenAI server is ready yet."
     ENGINES_STARTING = "EnginesStarting", "Engine pods start or load weights."
-    ENGINE_LOST = "EngineLost", "An engine has a ready pod and is not registered with the coordinator."
+    ENGINE_UNRESPONSIVE = "EngineUnresponsive", "An engine sends no heartbeats; its requests go to other engines."
+    ENGINE_LOST = "EngineLost", "The pods of an engine run and it is not registered with the coordinator."
     REFRESHING_WEIGHTS = (
         "RefreshingWeights",
         "Engines load other weights of one model in place, without a restart.",

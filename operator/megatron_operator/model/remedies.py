@@ -109,6 +109,11 @@ REMEDIES: dict[Reason, Remedy] = {
         "Correct the spec according to the diagnosis in status.engines. Any change of the spec tries again. "
         "spec.lifecycle.restartBudget sets how many restarts are tolerated.",
     ),
+    Reason.ENGINE_UNRESPONSIVE: Remedy(
+        Symptom.CONTAINER_ENDS,
+        "Look at the load and the memory of the engine's node, and at the engine's log. The coordinator removes the "
+        "engine after 10 s; the kubelet restarts it when its liveness probe fails.",
+    ),
     Reason.ENGINE_LOST: Remedy(
         Symptom.CONTAINER_ENDS,
         "Read the log of the engine's pod, and check the NetworkPolicies between engine and coordinator. The kubelet "

@@ -82,7 +82,9 @@ class RestartWindow(ApiModel):
 
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
-    state: str = Field(description="State that the engine last reported, or Pending, Loading, Released, Failed.")
+    state: str = Field(
+        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost."
+    )
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")

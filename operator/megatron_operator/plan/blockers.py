@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
-from megatron_operator.plan.operation import UNSETTLED
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import Scene
@@ -59,7 +57,7 @@ def _creation_finding(said: str, component: str) -> Finding:
 def coordinator_wait(scene: Scene) -> Finding:
     """Return why the coordinator does not answer, as reason and what is waited for."""
     found = rejection(scene, name=scene.ctx.coordinator_name)
-    pods = component_pods(scene, COORDINATOR)
+    pods = [pod for pod in component_pods(scene, COORDINATOR) if not pod.deleting]
     found = found or component_finding(scene, COORDINATOR)
     if found is not None:
         return found[0], f"the coordinator: {found[1]}"
@@ -95,17 +93,16 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     failed = scene.world.failed_creations.get(engine.name)
     if failed is not None and not engine.pods and engine.scaled > 0:
         return _creation_finding(failed, ENGINE)
-    ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
-    coordinator = scene.world.coordinator
-    settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
-    if ready and settled and engine.report is None:
-        return Reason.ENGINE_LOST, f"engine {engine.name} has ready pods and is not registered at its coordinator"
+    if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
+        return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
+    if scene.lost(engine):
+        return Reason.ENGINE_LOST, f"the pods of engine {engine.name} run and it is not registered at its coordinator"
     return None
 
 
 def absent_engines(scene: Scene) -> list[EngineView]:
     """Return the desired engines that should have pods and do not serve."""
-    return [engine for engine in scene.wanted if not engine.serving and scene.pods_for(engine) > 0]
+    return [engine for engine in scene.wanted if not engine.responsive and scene.pods_for(engine) > 0]
 
 
 def engines_wait(scene: Scene) -> Finding:
@@ -113,7 +110,7 @@ def engines_wait(scene: Scene) -> Finding:
     if scene.rendered.engine_error is not None:
         reason, message = scene.rendered.engine_error
         return reason, f"the engines: {message}"
-    absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
+    absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.responsive]
     for engine in absent:
         found = engine_finding(scene, engine)
         if found is not None:

@@ -78,6 +78,11 @@ def _waiting(status: Object) -> tuple[str, str]:
     return str(status.get("reason") or ""), str(status.get("message") or "")
 
 
+def _started(status: Object) -> bool:
+    containers = status.get("containerStatuses") or ()
+    return bool(containers) and all(container.get("started") or container.get("ready") for container in containers)
+
+
 def _succeeded(container: Object) -> bool:
     ended = (container.get("state") or {}).get("terminated")
     return ended is not None and ended.get("exitCode") == 0
@@ -120,6 +125,7 @@ def reduce_pod(obj: Object) -> PodView:
         index=int(index) if index.isdecimal() else 0,
         phase=str(status.get("phase") or "Pending"),
         ready=ready is not None and ready.get("status") == "True",
+        started=_started(status),
         deleting=metadata.get("deletionTimestamp") is not None,
         revision=labels.get(LABEL_REVISION, ""),
         weights=labels.get(LABEL_WEIGHTS, ""),

@@ -26,6 +26,9 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 MAX_FENCE_JUMP = 1_000_000
 """Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
 
+LOST_SECONDS = 4.0
+"""Time after which an engine whose pods have started and that is not registered is lost. Within it, a kubelet reports
+the end of a container, and an engine registers with a coordinator that has restarted."""
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
 """Reasons of Events that say why the containers of a pod are not created."""
 EVENT_SECONDS = 5.0
@@ -105,6 +108,8 @@ class PodView:
     phase: str = "Pending"
     """The kubelet's phase: `Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
     ready: bool = False
+    started: bool = False
+    """Its containers run and have passed their startup probes: it has been ready."""
     deleting: bool = False
     revision: str = ""
     weights: str = ""
@@ -148,6 +153,8 @@ class EngineReport:
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
+    suspect: bool = False
+    """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
     draining: bool = False
     incarnation: str = ""
 
@@ -284,6 +291,14 @@ class World:
     """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
     """Why the pods of a StatefulSet cannot be created: the message of its last Event, by its name."""
+    unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
+    """For how long this process has observed that an engine is not registered with a coordinator that knows its
+    engines, by name of the engine."""
+
+    @property
+    def membership_known(self) -> bool:
+        """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""
+        return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
     @property
     def fence(self) -> int:
