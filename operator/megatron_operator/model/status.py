@@ -99,6 +99,14 @@ class EngineStatus(ApiModel):
     diagnosis: str | None = Field(default=None, description="Why the operator no longer restarts it.")
 
 
+class ComponentRestarts(ApiModel):
+    component: str = Field(description="coordinator, engine or server.")
+    count: int = Field(default=0, description="Container restarts of its current pods.")
+    since: str | None = Field(default=None, description="First restart of the last incident.", json_schema_extra=TIME)
+    base: int | None = Field(default=None, description="Restarts before that incident.")
+    reported: bool | None = Field(default=None, description="Whether an Event has reported it.")
+
+
 class Transition(ApiModel):
     from_: str = Field(alias="from", description="State before.")
     to: str = Field(description="State after.")
@@ -141,6 +149,11 @@ class MegatronInferenceStatus(ApiModel):
         default=None,
         description="The engines.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    restarts: list[ComponentRestarts] | None = Field(
+        default=None,
+        description="Container restarts, by component; one Event reports each incident.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["component"]},
     )
     history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
     failed_requests: list[FailedRequest] | None = Field(

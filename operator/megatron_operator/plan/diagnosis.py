@@ -74,14 +74,11 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
         return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{said}{remedy}"
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
-        return Reason.OUT_OF_MEMORY, (
-            f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
-            "in podTemplate or lower batching.kvCacheMemory"
-        )
+        return termination(pod)
     failed_check = pod.ended == PREFLIGHT and pod.exit_code != 0
     crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2 or failed_check
     if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
-        return _ended(pod)
+        return termination(pod)
     return None
 
 
@@ -95,7 +92,13 @@ def _without_repetition(message: str) -> str:
     return ". ".join(kept)
 
 
-def _ended(pod: PodView) -> tuple[Reason, str]:
+def termination(pod: PodView) -> tuple[Reason, str]:
+    """Return why the container of a pod that terminated last did so."""
+    if pod.exit_reason == "OOMKilled":
+        return Reason.OUT_OF_MEMORY, (
+            f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
+            "in podTemplate or lower batching.kvCacheMemory"
+        )
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
     termination = _termination_message(pod)

@@ -101,6 +101,14 @@ def _last_end(status: Object) -> Object | None:
     return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
 
 
+def _time(value: object) -> datetime | None:
+    """Return a time of the API; None if it has none."""
+    try:
+        return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
 def _image_of(obj: Object, container: str) -> str:
     """Return the image of a container in the pod's spec."""
     spec = obj.get("spec") or {}
@@ -137,5 +145,6 @@ def reduce_pod(obj: Object) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),
+        ended_at=_time(ended.get("finishedAt")),
         created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
     )

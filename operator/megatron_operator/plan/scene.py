@@ -24,6 +24,7 @@ from megatron_operator.plan import operation as operations
 from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
+from megatron_operator.plan.incidents import Restarts, count_restarts
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
@@ -316,6 +317,11 @@ class Scene:
         else:
             return full
         return 0 if leave or engine.scaled == 0 else full
+
+    @cached_property
+    def restarts(self) -> list[Restarts]:
+        """The container restarts of each component."""
+        return count_restarts(self.status.get("restarts") or (), self.world.pods, self.world.now)
 
     @cached_property
     def events_due_in(self) -> float | None:

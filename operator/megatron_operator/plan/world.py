@@ -129,6 +129,8 @@ class PodView:
     """Reason of its termination: `OOMKilled`, `Error`, `Completed`."""
     last_message: str = ""
     """Its termination message."""
+    ended_at: datetime | None = None
+    """Time of its termination, by the clock of its node."""
     created_at: datetime | None = None
 
     @property
