@@ -65,6 +65,10 @@ class Reason(Documented):
     OUT_OF_MEMORY = "OutOfMemory", "A container was killed for exceeding its memory limit."
     GPU_OUT_OF_MEMORY = "GpuOutOfMemory", "An engine does not fit into the memory of its GPUs."
     NO_GPU = "NoGpu", "An engine sees fewer GPUs than it has ranks."
+    GPU_KERNELS_MISSING = (
+        "GpuKernelsMissing",
+        "The image of an engine on GPUs lacks triton or a C compiler, so its kernels cannot be compiled.",
+    )
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
     ACCESS_DENIED = "AccessDenied", "The source of the weights rejects the token, or needs one."
     RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine do not find each other."

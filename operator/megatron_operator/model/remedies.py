@@ -78,6 +78,11 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.CONTAINER_ENDS,
         "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node offers them.",
     ),
+    Reason.GPU_KERNELS_MISSING: Remedy(
+        Symptom.CONTAINER_ENDS,
+        "Use a runtime image with triton, a C compiler and the headers of Python: spec.engine.image, or runtime.image "
+        "of the chart.",
+    ),
     Reason.WEIGHTS_MISSING: Remedy(
         Symptom.CONTAINER_ENDS,
         "Correct spec.model.source or spec.weights.revision. For a volume, check that the path exists in it.",

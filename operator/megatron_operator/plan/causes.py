@@ -62,6 +62,11 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
         r"not divisible|unsupported|is not supported|InvalidConfig|exceeds the model|usage: ",
         "correct the field of the spec that the message names",
     ),
+    _cause(
+        Reason.GPU_KERNELS_MISSING,
+        r"GpuKernelsMissing",
+        "set spec.engine.image or the chart's runtime.image to an image with triton and a C compiler",
+    ),
 )
 """The first match applies, so specific patterns come first."""
 

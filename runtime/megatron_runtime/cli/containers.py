@@ -161,6 +161,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     from megatron_runtime.backends.registry import run_other_rank
     from megatron_runtime.distributed.errors import RankError
     from megatron_runtime.distributed.shard import node_identity, rank_identity
+    from megatron_runtime.engine.termination import write_termination_message
 
     identity = rank_identity(settings.parallel)
     if identity is None:
@@ -178,6 +179,10 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
             run_other_rank(settings, identity)
     except RankError as error:
         end_with(error)
+    except ValueError as error:
+        if identity.rank != 0:  # rank 0 has written its own
+            write_termination_message(error)
+        raise
 
 
 @click.command()

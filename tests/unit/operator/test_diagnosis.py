@@ -48,6 +48,16 @@ CASES: list[tuple[PodView, str, str]] = [
     (crashed("", 137, exit_reason="OOMKilled"), "OutOfMemory", "raise the limit"),
     (crashed("torch.OutOfMemoryError: CUDA out of memory. Tried"), "GpuOutOfMemory", "kvCacheMemory"),
     (crashed("RuntimeError: Found no NVIDIA driver on your system"), "NoGpu", "gpusPerPod"),
+    (
+        crashed('{"reason": "NoGpu", "rank": 0, "message": "torch finds no CUDA device: old driver", "remedy": "x"}'),
+        "NoGpu",
+        "old driver; x",
+    ),
+    (
+        crashed('{"reason": "GpuKernelsMissing", "message": "device cuda:0 needs a C compiler", "remedy": ""}'),
+        "GpuKernelsMissing",
+        "triton and a C compiler",
+    ),
     (crashed("error: --model /model/x: no such directory"), "WeightsMissing", "spec.model.source"),
     (crashed("401 Client Error: Unauthorized for url"), "AccessDenied", "tokenSecretRef"),
     (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "allow their connections"),
