@@ -1,7 +1,7 @@
 """Selects the implementation of each operation: torch, Triton, FlashAttention-3 or FlashInfer.
 
 Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
-CUDA device if triton is installed, and torch otherwise; other packages are used only if a switch names them.
+CUDA device and torch on a CPU; other packages are used only if a switch names them.
 Implementations are imported when they are selected.
 """
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +59,19 @@ _MODULES = {"sample": "sampling"}
 
 class KernelError(ValueError):
     """An operation cannot run as its switch says. The message has the switch, the value and the remedy."""
+
+
+class KernelsMissingError(KernelError):
+    """A CUDA device has no fast kernels. An engine reports it in its termination message.
+
+    reason: the machine-readable cause. remedy: what the user can do.
+    """
+
+    reason = "GpuKernelsMissing"
+    remedy = (
+        "use a runtime image with triton, a C compiler and the headers of Python, or set MEGATRON_KERNELS=torch "
+        "to run the slow reference implementations"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +128,19 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
     Raises:
         KernelError: a backend does not implement the operation, is not installed, or does not run on the device.
+        KernelsMissingError: Triton, the default of a CUDA device, cannot run. The references, which are many times
+            slower, are used only if a switch names them.
     """
     chosen: dict[str, Backend] = {}
     functions: dict[str, Any] = {}
     for field in fields(config):
         name = field.name
-        backend = getattr(config, name) or _default(device)
+        backend = getattr(config, name)
+        if backend is None:
+            backend = _default(device)
+            missing = missing_for_triton() if backend is Backend.TRITON else None
+            if missing is not None:
+                raise KernelsMissingError(f"the Triton kernels of device {device} need {missing}")
         _check(name, backend, device)
         module = importlib.import_module(f"megatron_kernels.{_module(name, backend)}")
         chosen[name], functions[name] = backend, getattr(module, name)
@@ -130,8 +153,19 @@ def is_installed(backend: Backend) -> bool:
     return package is None or importlib.util.find_spec(package) is not None
 
 
+def missing_for_triton() -> str | None:
+    """Return what Triton needs to compile a kernel and its launcher and this machine lacks; None if it has all."""
+    if not is_installed(Backend.TRITON):
+        return "the package triton, which is not installed"
+    if not any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "clang")):
+        return "a C compiler, and there is neither gcc nor clang"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return f"the header {sysconfig.get_path('include')}/Python.h, which does not exist"
+    return None
+
+
 def _default(device: torch.device) -> Backend:
-    return Backend.TRITON if device.type == "cuda" and is_installed(Backend.TRITON) else Backend.TORCH
+    return Backend.TRITON if device.type == "cuda" else Backend.TORCH
 
 
 def _check(name: str, backend: Backend, device: torch.device) -> None:

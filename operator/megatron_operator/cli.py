@@ -324,7 +324,8 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 
     try:
         client = ResourceClient(namespace=namespace, context=context)
-        lines = causes(client.get(name), client.pods(name))
+        resource = client.get(name)
+        lines = causes(resource, client.pods(name), client.operator_problem())
     except ClusterError as error:
         fail(error)
     say_lines(lines)

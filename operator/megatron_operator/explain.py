@@ -6,70 +6,118 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.remedies import REMEDIES
+from megatron_operator.model.resource import parse_spec
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
+from megatron_operator.plan.references import NO_REFERENCES, References, references
 from megatron_operator.plan.world import PodView
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
 """What each reason means, and what to do about it."""
 
 
-def explanation(resource: Mapping[str, Any]) -> list[str]:
-    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions."""
+def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:
+    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions.
+
+    operators: what is wrong with the operators of its namespace (`operator_leases.operator_problem`); None if one runs.
+    """
     metadata, status = resource["metadata"], resource.get("status") or {}
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
+    problem = [f"  {operators}"] if operators is not None else []
     if not status:
-        return [f"{title}: desired {desired}; no status yet. Is an operator running for this namespace?"]
-    lines = [f"{title}: {status.get('state')}, desired {desired}, {status.get('ready', '0/0')} engines ready"]
+        return [f"{title}: desired {desired}; no status yet: no operator has processed it", *problem]
+    lines = [f"{title}: {status.get('state')}, desired {desired}, {status.get('ready', '0/0')} engines ready", *problem]
     if metadata.get("generation") != status.get("observedGeneration"):
         lines.append("  the operator has not processed the latest change of the spec yet")
-    lines += _waiting(status)
+    lines += _waiting(status, idle="  waits for nothing" if operators is None else "")
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
     lines += _history(status)
     return lines
 
 
-def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the chain from the resource down to the pod, scheduler or rank that it waits for, one step per line."""
+def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], operators: str | None = None) -> list[str]:
+    """Return the chain from the resource down to the pod, scheduler or rank that it waits for, one step per line.
+
+    Engines in the same state for the same reason share one entry. operators: as in explanation().
+    """
     status = resource.get("status") or {}
-    lines = list(takewhile(lambda line: line != "conditions:", explanation(resource)))
+    lines = list(takewhile(lambda line: line != "conditions:", explanation(resource, operators)))
     if not status or status.get("plan") is None:
         return lines
     engines = {entry["name"]: entry for entry in status.get("engines") or ()}
     views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
     nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
-    held_up = [view for view in views if not view.ready or view.deleting]
-    for name in sorted({view.engine or view.component for view in held_up}):
+    named = _references(resource)
+    held_up: dict[str, list[PodView]] = {}
+    for view in views:
+        if not view.ready or view.deleting:
+            held_up.setdefault(view.engine or view.component, []).append(view)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(held_up, key=_by_number):
         entry = engines.get(name)
-        state = f" is {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""
-        lines.append(f"  {name}{state}")
-        lines += [_pod_line(view, nodes.get(view.name)) for view in held_up if (view.engine or view.component) == name]
-    bare = sorted(name for name, entry in engines.items() if entry["state"] == "Pending")
+        state = f" {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""
+        whys = (_pod_line(view, nodes.get(view.name), named, where=False) for view in held_up[name])
+        alike.setdefault((state, *(why.replace(name, "") for why in whys)), []).append(name)
+    for (state, *_), names in alike.items():
+        verb = "" if not state else " is" if len(names) == 1 else " are"
+        lines.append(f"  {_together(names)}{verb}{state}{', for example' if len(names) > 1 else ''}")
+        lines += [_pod_line(view, nodes.get(view.name), named, where=True) for view in held_up[names[0]]]
     with_pods = {view.engine for view in views}
-    lines += [f"  {name} is Pending and has no pods" for name in bare if name not in with_pods]
+    bare = [name for name, entry in engines.items() if entry["state"] == "Pending" and name not in with_pods]
+    if bare:
+        lines.append(f"  {_together(sorted(bare, key=_by_number))}: Pending, without pods")
     return lines
 
 
-def _pod_line(view: PodView, node: str | None) -> str:
-    where = f"on node {node}" if node else "on no node"
-    found = diagnose(view)
+def _by_number(name: str) -> tuple[str, int]:
+    """Sort engine-2 before engine-10."""
+    base, _, number = name.rpartition("-")
+    return (base, int(number)) if number.isdecimal() else (name, 0)
+
+
+def _together(names: Sequence[str]) -> str:
+    """Return one name, or several engines of a resource as `engines 0-3, 5`."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [_by_number(name)[1] for name in names]
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return "engines " + ", ".join("-".join(map(str, each)) for each in ranges)
+
+
+def _references(resource: Mapping[str, Any]) -> References:
+    try:
+        return references(parse_spec(resource.get("spec") or {}))
+    except ValidationError:
+        return NO_REFERENCES
+
+
+def _pod_line(view: PodView, node: str | None, references: References, *, where: bool) -> str:
+    found = diagnose(view, references)
     if view.deleting:
         why = "it is being deleted"
     elif found is not None:
         why = f"{found[0].value}: {found[1]}"
     else:
         why = view.reason or ("it runs and is not ready yet" if view.phase == "Running" else "its containers start")
-    return f"    pod {view.name}, {view.phase}, {where}: {why}"
+    place = "" if not where else f", on node {node}" if node else ", on no node"
+    return f"    pod {view.name}, {view.phase}{place}: {why}"
 
 
-def _waiting(status: Mapping[str, Any]) -> list[str]:
+def _waiting(status: Mapping[str, Any], *, idle: str) -> list[str]:
     plan = status.get("plan")
     if plan is None:
-        return ["  waits for nothing"]
+        return [idle] if idle else []
     lines = [f"  because: {plan['step']}", f"  waits for: {plan['waitingOn']}", f"  since: {plan['since']}"]
     lifecycle = status.get("lifecycle") or {}
     if lifecycle.get("phase") not in (None, "Confirmed"):
@@ -93,11 +141,17 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
     engines = status.get("engines") or ()
     if not engines:
         return []
-    rows = []
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for engine in engines:
+        name = engine["name"]
         facts = f"revision {engine.get('revision') or '-'}, {engine.get('restarts', 0)} restarts"
-        why = f": {engine['diagnosis']}" if engine.get("diagnosis") else ""
-        rows.append(f"  {engine['name']:24} {engine['state']:10} {facts}{why}")
+        why = engine.get("diagnosis") or ""
+        alike.setdefault((engine["state"], facts, why.replace(name, "")), []).append(name)
+    whole = {engine["name"]: engine.get("diagnosis") or "" for engine in engines}
+    rows = [
+        f"  {_together(names):24} {state:12} {facts}{f': {whole[names[0]]}' if whole[names[0]] else ''}"
+        for (state, facts, _), names in alike.items()
+    ]
     return ["engines:", *rows]
 
 

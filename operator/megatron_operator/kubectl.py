@@ -38,10 +38,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 def status(name: str, namespace: str | None, context: str | None) -> None:
     """Show the status of NAME, and what it waits for."""
     try:
-        resource = ResourceClient(namespace=namespace, context=context).get(name)
+        client = ResourceClient(namespace=namespace, context=context)
+        lines = explanation(client.get(name), client.operator_problem())
     except ClusterError as error:
         fail(error)
-    say_lines(explanation(resource))
+    say_lines(lines)
 
 
 @main.command()
@@ -50,7 +51,8 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what NAME waits for, down to the pod, the scheduler or the rank."""
     try:
         client = ResourceClient(namespace=namespace, context=context)
-        lines = causes(client.get(name), client.pods(name))
+        resource = client.get(name)
+        lines = causes(resource, client.pods(name), client.operator_problem())
     except ClusterError as error:
         fail(error)
     say_lines(lines)

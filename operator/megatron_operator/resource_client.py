@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from megatron_operator.model.resource import GROUP, PLURAL, VERSION
+from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.context import LABEL_INSTANCE
 
 WATCH_SECONDS = 30
@@ -33,6 +36,7 @@ class ResourceClient:
         self.namespace: str = namespace or (active.get("context") or {}).get("namespace") or "default"
         self._api = client.CustomObjectsApi()
         self._core = client.CoreV1Api()
+        self._leases = client.CoordinationV1Api()
         self._api_exception = client.ApiException
 
     def _call(self, verb: str, name: str, *args: Any) -> dict[str, Any]:
@@ -62,6 +66,23 @@ class ResourceClient:
             raise ClusterError(f"the API server does not answer: {error}") from error
         items: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(found)["items"]
         return items
+
+    def operator_problem(self) -> str | None:
+        """Return what is wrong with the operators of this namespace: none runs, or several do. None if one runs."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            found, _, headers = self._leases.list_lease_for_all_namespaces_with_http_info()
+        except self._api_exception as error:
+            if error.status in (401, 403):
+                return operator_problem(None, self.namespace, datetime.now(UTC))
+            raise ClusterError(f"leases.coordination.k8s.io: {error.status} {error.reason}") from error
+        except HTTPError as error:
+            raise ClusterError(f"the API server does not answer: {error}") from error
+        leases = operator_leases(self._leases.api_client.sanitize_for_serialization(found)["items"])
+        # The user's clock may differ from that of the operators.
+        said = headers.get("Date")
+        return operator_problem(leases, self.namespace, parsedate_to_datetime(said) if said else datetime.now(UTC))
 
     def get(self, name: str) -> dict[str, Any]:
         return self._call("get", name)

@@ -71,6 +71,14 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             manifest({"model": SOURCE, "engine": {"backend": "VLLM"}, "parallelism": {"tensor": 2}}),
             ["spec.engine.vllm.allowPickleBetweenPods", "can run code there", "set it to true"],
         ),
+        (
+            manifest({"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "models"}}}}),
+            ["spec.model.source.persistentVolumeClaim.path: is models; must be an absolute path", "begin it with /"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"batching": {"kvCacheMemory": "2 GB"}}}),
+            ["spec.engine.batching.kvCacheMemory: is 2 GB; must be a positive Kubernetes quantity", "such as 2Gi"],
+        ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
         (manifest({"model": SOURCE, "replicas": -1}), ["spec.replicas", "greater than or equal to 0"]),

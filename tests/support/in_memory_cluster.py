@@ -81,6 +81,7 @@ class FakeEngine:
     uid: str
     draining: bool = False
     serving: bool = True
+    suspect: bool = False
 
 
 @dataclass
@@ -163,7 +164,13 @@ class FakeCoordinator:
             operations=dict(self.operations),
             engines=tuple(
                 EngineReport(
-                    name, name, engine.state, engine.revision, serving=engine.serving, draining=engine.draining
+                    name,
+                    name,
+                    engine.state,
+                    engine.revision,
+                    serving=engine.serving,
+                    suspect=engine.suspect,
+                    draining=engine.draining,
                 )
                 for name, engine in sorted(self.engines.items())
             ),
@@ -200,6 +207,7 @@ class Cluster:
         self.reject: set[ChildRef] = set()
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
+        self.missing_since: dict[str, datetime] = {}
         self.now = START
         self.term = 1
         self.ids = itertools.count(1)
@@ -249,7 +257,16 @@ class Cluster:
             rejections=dict(self.rejections),
             vetted=dict(self.vetted),
             failed_creations=dict(self.failed_creations),
+            unregistered_seconds=self._unregistered(),
         )
+
+    def _unregistered(self) -> dict[str, float]:
+        coordinator = self.coordinator
+        known = coordinator is not None and coordinator.state is not CoordinatorState.RECOVERING
+        named = {pod["metadata"]["labels"].get("inference.megatron.dev/engine") for pod in self.pods.values()} - {None}
+        missing = named - set(coordinator.engines) if coordinator is not None and known else set()
+        self.missing_since = {name: self.missing_since.get(name, self.now) for name in missing}
+        return {name: (self.now - since).total_seconds() for name, since in self.missing_since.items()}
 
     def _keys_view(self) -> KeysView | None:
         secret = self.objects.get(self.secret)

@@ -19,6 +19,7 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration
 
 from megatron_operator.cluster.kinds import Kind
 from megatron_operator.cluster.nesting import decode
+from megatron_operator.plan.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class ApiError(Exception):
 
     @property
     def permanent(self) -> bool:
-        """Whether the same request would fail again."""
+        """Whether the same request would fail again until the object or the cluster's configuration changes."""
+        if self.code == 500:
+            return MALFORMED_OBJECT in self.message or FAILED_WEBHOOK in self.message
         return self.code in (400, 403, 404, 405, 409, 413, 415, 422) and not self.namespace_ends
 
     @property

@@ -23,6 +23,8 @@ from megatron_operator.render.context import FIELD_MANAGER
 logger = logging.getLogger(__name__)
 
 TERM_ANNOTATION = f"{GROUP}/term"
+NAMESPACES_ANNOTATION = f"{GROUP}/namespaces"
+"""The namespaces that the holder serves, joined by commas; absent if it serves all."""
 MAX_TERM = 1 << 32
 """A higher term cannot come from counting acquisitions; counting restarts."""
 
@@ -40,6 +42,9 @@ class LeaseSettings:
     it may take over at once."""
     duration: float = 10.0
     """Seconds without a renewal after which the lease is free."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces that the holder serves; empty means all. Only for readers of the Lease."""
 
     @property
     def renew_interval(self) -> float:
@@ -194,10 +199,10 @@ class Elector:
         if lease is not None:
             metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
             metadata["labels"] = lease["metadata"].get("labels") or {}
-        metadata["annotations"] = {
-            **((lease or {}).get("metadata", {}).get("annotations") or {}),
-            TERM_ANNOTATION: str(term),
-        }
+        kept = (lease or {}).get("metadata", {}).get("annotations") or {}
+        served = {NAMESPACES_ANNOTATION: ",".join(self._settings.namespaces)} if self._settings.namespaces else {}
+        others = {key: value for key, value in kept.items() if key != NAMESPACES_ANNOTATION}
+        metadata["annotations"] = {**others, TERM_ANNOTATION: str(term), **served}
         spec = {
             "holderIdentity": holder,
             "leaseDurationSeconds": max(1, round(self._settings.duration)),

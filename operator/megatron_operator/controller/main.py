@@ -108,6 +108,7 @@ class OperatorProcess:
             name=options.lease_name,
             identity=options.identity,
             duration=options.lease_seconds,
+            namespaces=options.namespaces,
         )
         elector = Elector(lease_api, lease)
         self._phase = "standing by"

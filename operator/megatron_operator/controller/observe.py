@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, Object
@@ -28,15 +28,26 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Rejection, ResourceView, World
+from megatron_operator.model.states import CoordinatorState
+from megatron_operator.plan.world import (
+    EVENT_SECONDS,
+    POD_EVENTS,
+    ChildRef,
+    CoordinatorSnapshot,
+    KeysView,
+    PodView,
+    Rejection,
+    ResourceView,
+    World,
+)
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 
 
-CREATION_SECONDS = 5.0
-"""Interval at which the Events of a StatefulSet without pods are read."""
+_MOUNT_SUMMARY = "Unable to attach or mount volumes"
+"""Begin of an Event that names only volumes; others of the pod name the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,9 @@ class Observer:
         self._keys: tuple[str, Object] | None = None
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
+        self._missing_since: dict[str, float] = {}
+        self._pod_events: dict[str, tuple[str, str]] = {}
+        self._pod_events_due: dict[str, float] = {}
 
     async def resource(self) -> SeenResource | None:
         """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
@@ -121,12 +135,13 @@ class Observer:
             new_operation_id=secrets.token_hex(8),
             term=term,
             children=self._cache.views(),
-            pods=self._cache.pods(),
+            pods=await self._explained(self._cache.pods(), resource),
             coordinator=coordinator,
             keys=self._keys_view(secret),
             rejections=rejections,
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
+            unregistered_seconds=self._unregistered(coordinator),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
@@ -168,6 +183,14 @@ class Observer:
         ready = any(pod.component == COORDINATOR and pod.ready and not pod.deleting for pod in self._cache.pods())
         return await self._link.refresh(expected=ready)
 
+    def _unregistered(self, coordinator: CoordinatorSnapshot) -> Mapping[str, float]:
+        """Return for how long engines with pods have not been registered. The time starts again with a coordinator."""
+        now, registered = time.monotonic(), {report.name for report in coordinator.engines}
+        known = coordinator.reachable and coordinator.state is not CoordinatorState.RECOVERING
+        missing = {pod.engine for pod in self._cache.pods() if pod.engine} - registered if known else set()
+        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
+        return {name: now - since for name, since in self._missing_since.items()}
+
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""
         with_pods = {pod.engine for pod in self._cache.pods()}
@@ -178,15 +201,51 @@ class Observer:
         )
         if not bare:
             self._creations = {}
-            self._creations_due = time.monotonic() + CREATION_SECONDS
+            self._creations_due = time.monotonic() + EVENT_SECONDS
         elif time.monotonic() >= self._creations_due:
-            self._creations_due = time.monotonic() + CREATION_SECONDS
+            self._creations_due = time.monotonic() + EVENT_SECONDS
             selector = "reason=FailedCreate,regarding.kind=StatefulSet,regarding.name="
             name = bare[0]
             events = await self._api.list(EVENT, resource.namespace, fields=f"{selector}{name}")
             latest = max(events, key=_seen_at, default=None)
             self._creations = {} if latest is None else {name: str(latest.get("note") or "")}
         return self._creations
+
+    async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
+        """Add the reasons of Events to pods that have none. At most one pod of each component is read at a time, the
+        one that has waited longest."""
+        now = time.monotonic()
+        waiting = {pod.uid: pod for pod in pods if pod.unexplained}
+        self._pod_events = {uid: found for uid, found in self._pod_events.items() if uid in waiting}
+        self._pod_events_due = {uid: self._pod_events_due.get(uid, now + EVENT_SECONDS) for uid in waiting}
+        for component in sorted({pod.component for pod in waiting.values()}):
+            due, uid = min(
+                (self._pod_events_due[uid], uid) for uid, pod in waiting.items() if pod.component == component
+            )
+            if due > now:
+                continue
+            self._pod_events_due[uid] = now + EVENT_SECONDS
+            found = await self._pod_event(waiting[uid], resource)
+            if found is not None:
+                self._pod_events[uid] = found
+        return tuple(
+            replace(pod, reason=self._pod_events[pod.uid][0], message=self._pod_events[pod.uid][1])
+            if pod.uid in self._pod_events
+            else pod
+            for pod in pods
+        )
+
+    async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str] | None:
+        """Return reason and message of the last Event that says why a pod's containers are not created."""
+        fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
+        events = [
+            event
+            for event in await self._api.list(EVENT, resource.namespace, fields=fields)
+            if event.get("reason") in POD_EVENTS and (event.get("regarding") or {}).get("uid") == pod.uid
+        ]
+        causes = [event for event in events if not str(event.get("note") or "").startswith(_MOUNT_SUMMARY)]
+        latest = max(causes or events, key=_seen_at, default=None)
+        return None if latest is None else (str(latest["reason"]), str(latest.get("note") or ""))
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """Return the keys Secret: read by name until it exists and is ours, then only at every resync."""

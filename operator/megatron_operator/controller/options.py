@@ -35,7 +35,8 @@ class RunOptions:
     identity: str = field(default_factory=default_identity)
     coordinator_address_template: str | None = None
     """None: the cluster IP of each coordinator's Service."""
-    health_host: str = "0.0.0.0"
+    health_host: str | None = None
+    """Address of probes and metrics; None means every address, IPv4 and IPv6."""
     health_port: int = 8080
     resync_seconds: float = 300.0
     """Interval at which each resource's objects are listed again, in case a watch missed something."""

@@ -38,7 +38,7 @@ class Probes:
         heartbeat: Callable[[], Mapping[str, Any]],
         missing: Callable[[], list[str]],
         registry: CollectorRegistry,
-        host: str,
+        host: str | None,
         port: int,
     ) -> None:
         self._heartbeat = heartbeat
@@ -66,7 +66,7 @@ class Probes:
         except OSError as error:
             await self._runner.cleanup()
             raise BindError(
-                f"cannot bind {self._host}:{self._port} ({error.strerror}); choose another --health-port"
+                f"cannot bind {self._host or '*'}:{self._port} ({error.strerror}); choose another --health-port"
             ) from error
 
     async def stop(self) -> None:

@@ -56,7 +56,7 @@ class LinkTimings:
 
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
-    status_interval: float = 5.0
+    status_interval: float = 3.0
     """Interval of STATUS messages while nothing is in progress."""
     status_interval_busy: float = 0.5
     """Interval of STATUS messages while a signal is unanswered or a change is expected."""

@@ -62,6 +62,7 @@ def snapshot_of(
                 in_flight=engine.in_flight,
                 draining=engine.draining,
                 serving=engine.serving,
+                suspect=engine.suspect,
             )
             for engine in sorted(reply.engines, key=lambda engine: engine.name)
         ),

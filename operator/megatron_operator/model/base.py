@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.alias_generators import to_camel
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 T = TypeVar("T", bound=BaseModel)
 Name = Annotated[str, Field(min_length=1, max_length=253)]
@@ -24,6 +27,37 @@ class ApiModel(BaseModel):
         frozen=True,
         use_attribute_docstrings=False,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Annotation of a string field: its pattern, with a sentence instead of a regular expression as the error.
+
+    A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
+    offline commands.
+
+    field: path of the field. pattern: it must match the whole value. want: what it accepts, after "must be".
+    """
+
+    field: str
+    pattern: str
+    want: str
+
+    def check(self, value: str) -> str:
+        if re.fullmatch(self.pattern, value, re.ASCII) is None:
+            raise ValueError(f"is {value!r}; must be {self.want}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        rule = cel(
+            f"self.matches(r'{self.pattern}')",
+            f"{self.field}: must be {self.want}",
+            expression=f"'{self.field}: is ' + self + '; must be {self.want}'",
+        )
+        return {**handler(core), "x-kubernetes-validations": [rule]}
 
 
 def section(model: type[T], description: str) -> Any:

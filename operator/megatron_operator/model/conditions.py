@@ -48,7 +48,8 @@ class Reason(Documented):
     COORDINATOR_RECOVERING = "CoordinatorRecovering", "The coordinator restarted and collects the state of its engines."
     SERVER_STARTING = "ServerStarting", "No OpenAI server is ready yet."
     ENGINES_STARTING = "EnginesStarting", "Engine pods start or load weights."
-    ENGINE_LOST = "EngineLost", "An engine has a ready pod and is not registered with the coordinator."
+    ENGINE_UNRESPONSIVE = "EngineUnresponsive", "An engine sends no heartbeats; its requests go to other engines."
+    ENGINE_LOST = "EngineLost", "The pods of an engine run and it is not registered with the coordinator."
     REFRESHING_WEIGHTS = (
         "RefreshingWeights",
         "Engines load other weights of one model in place, without a restart.",
@@ -64,6 +65,10 @@ class Reason(Documented):
     OUT_OF_MEMORY = "OutOfMemory", "A container was killed for exceeding its memory limit."
     GPU_OUT_OF_MEMORY = "GpuOutOfMemory", "An engine does not fit into the memory of its GPUs."
     NO_GPU = "NoGpu", "An engine sees fewer GPUs than it has ranks."
+    GPU_KERNELS_MISSING = (
+        "GpuKernelsMissing",
+        "The image of an engine on GPUs lacks triton or a C compiler, so its kernels cannot be compiled.",
+    )
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
     ACCESS_DENIED = "AccessDenied", "The source of the weights rejects the token, or needs one."
     RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine do not find each other."
@@ -71,6 +76,7 @@ class Reason(Documented):
     DISK_FULL = "DiskFull", "A volume of a pod is full."
     ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine does not support the spec; the message has the cause."
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
+    VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
     QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota prevents a pod; the message names it."
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. because of a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (

@@ -47,6 +47,11 @@ REMEDIES: dict[Reason, Remedy] = {
         "Create the PersistentVolumeClaim that the spec names, in the namespace of the resource, and see that it is "
         "bound and reachable from the node.",
     ),
+    Reason.VOLUME_FAILED: Remedy(
+        Symptom.POD_DOES_NOT_START,
+        "Read the kubelet's message: it names the volume. Check the storage class, its driver on the node, and that no "
+        "pod on another node has the volume attached.",
+    ),
     Reason.QUOTA_EXCEEDED: Remedy(
         Symptom.POD_DOES_NOT_START,
         "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",
@@ -72,6 +77,11 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.NO_GPU: Remedy(
         Symptom.CONTAINER_ENDS,
         "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node offers them.",
+    ),
+    Reason.GPU_KERNELS_MISSING: Remedy(
+        Symptom.CONTAINER_ENDS,
+        "Use a runtime image with triton, a C compiler and the headers of Python: spec.engine.image, or runtime.image "
+        "of the chart.",
     ),
     Reason.WEIGHTS_MISSING: Remedy(
         Symptom.CONTAINER_ENDS,
@@ -103,6 +113,11 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.CONTAINER_ENDS,
         "Correct the spec according to the diagnosis in status.engines. Any change of the spec tries again. "
         "spec.lifecycle.restartBudget sets how many restarts are tolerated.",
+    ),
+    Reason.ENGINE_UNRESPONSIVE: Remedy(
+        Symptom.CONTAINER_ENDS,
+        "Look at the load and the memory of the engine's node, and at the engine's log. The coordinator removes the "
+        "engine after 10 s; the kubelet restarts it when its liveness probe fails.",
     ),
     Reason.ENGINE_LOST: Remedy(
         Symptom.CONTAINER_ENDS,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
-from megatron_operator.model.base import ApiModel, Name, cel, section
+from megatron_operator.model.base import ApiModel, Matches, Name, cel, section
 from megatron_operator.model.source import Dtype, Format, ModelSpec, SecretKeyRef, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
@@ -49,6 +49,24 @@ VllmArgs = Annotated[
 class Backend(StrEnum):
     NATIVE = "Native"
     VLLM = "VLLM"
+
+
+CacheMemory = Annotated[
+    str,
+    Matches(
+        "spec.engine.batching.kvCacheMemory",
+        QUANTITY_PATTERN,
+        "a positive Kubernetes quantity of bytes, such as 2Gi or 512Mi",
+    ),
+]
+Alpha = Annotated[
+    str,
+    Matches(
+        "spec.coordinator.routing.alpha",
+        r"^(0(\.[0-9]+)?|1(\.0+)?)$",
+        "a decimal number from 0 to 1, such as 0.5",
+    ),
+]
 
 
 class RoutingPolicy(StrEnum):
@@ -108,11 +126,10 @@ class Batching(ApiModel):
         default=None, ge=1, le=16_777_216, description="Limit of tokens in one step; derived from memory if absent."
     )
     block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
-    kv_cache_memory: str = Field(
+    kv_cache_memory: CacheMemory = Field(
         default="2Gi",
         description="KV cache memory of each rank, as a Kubernetes quantity.",
         max_length=20,
-        pattern=QUANTITY_PATTERN,
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
     chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
@@ -201,11 +218,10 @@ class EngineSpec(ApiModel):
 
 class Routing(ApiModel):
     policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="Policy that chooses an engine.")
-    alpha: str = Field(
+    alpha: Alpha = Field(
         default="0.5",
         description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string.",
         max_length=20,
-        pattern=r"^(0(\.[0-9]+)?|1(\.0+)?)$",
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_operator.model.base import ApiModel, Name, cel
+from megatron_operator.model.base import ApiModel, Matches, Name, cel
 
 
 class Format(StrEnum):
@@ -35,13 +35,47 @@ class SecretKeyRef(ApiModel):
 _PATH_PART = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
 """An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
+_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /"
+ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
+ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
+Repository = Annotated[
+    str,
+    Matches(
+        "spec.model.source.huggingFace.repo",
+        r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
+        "a repository of the hub, as org/name",
+    ),
+]
+BuiltinName = Annotated[
+    str,
+    Matches(
+        "spec.model.source.builtin",
+        r"^[a-z0-9][a-z0-9.-]*$",
+        "the name of a builtin model in lower case, such as smollm2-135m",
+    ),
+]
+ModelName = Annotated[
+    str,
+    Matches(
+        "spec.model.name",
+        r"^[A-Za-z0-9][\w./:-]*$",
+        "letters, digits and . _ - / :, beginning with a letter or digit",
+    ),
+]
+WeightsRevision = Annotated[
+    str,
+    Matches(
+        "spec.weights.revision",
+        r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
+        "letters, digits and . _ -, beginning and ending with a letter or digit",
+    ),
+]
 
 
 class HuggingFaceSource(ApiModel):
-    repo: str = Field(
+    repo: Repository = Field(
         description="Repository on the Hugging Face hub, as org/name.",
         max_length=200,
-        pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
     )
     revision: str | None = Field(
         default=None,
@@ -56,12 +90,11 @@ class HuggingFaceSource(ApiModel):
 
 class ClaimSource(ApiModel):
     claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
-    path: str = Field(
+    path: ClaimPath = Field(
         default="/",
         description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
         max_length=1024,
-        pattern=_PATH_PATTERN,
     )
 
 
@@ -71,12 +104,11 @@ class ImageSource(ApiModel):
         min_length=1,
         max_length=512,
     )
-    path: str = Field(
+    path: ImagePath = Field(
         default="/",
         description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
         max_length=1024,
-        pattern=_PATH_PATTERN,
     )
 
 
@@ -100,11 +132,10 @@ class ModelSource(ApiModel):
         }
     )
 
-    builtin: str | None = Field(
+    builtin: BuiltinName | None = Field(
         default=None,
         description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
         max_length=63,
-        pattern=r"^[a-z0-9][a-z0-9.-]*$",
     )
     hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
     persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
@@ -128,12 +159,11 @@ class ModelSource(ApiModel):
 
 
 class ModelSpec(ApiModel):
-    name: str | None = Field(
+    name: ModelName | None = Field(
         default=None,
         description="Name in /v1/models; metadata.name if absent.",
         min_length=1,
         max_length=256,
-        pattern=r"^[A-Za-z0-9][\w./:-]*$",
     )
     source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
     format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto detects it from the files.")
@@ -150,9 +180,8 @@ class ModelSpec(ApiModel):
 
 
 class WeightsSpec(ApiModel):
-    revision: str = Field(
+    revision: WeightsRevision = Field(
         description="Replaces {revision} in the path of the model's source. A change updates the weights in place.",
         min_length=1,
         max_length=63,
-        pattern=r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
     )

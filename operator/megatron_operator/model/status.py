@@ -82,7 +82,9 @@ class RestartWindow(ApiModel):
 
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
-    state: str = Field(description="State that the engine last reported, or Pending, Loading, Released, Failed.")
+    state: str = Field(
+        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost."
+    )
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
@@ -95,6 +97,14 @@ class EngineStatus(ApiModel):
     restarts: int = Field(default=0, description="Container restarts of its current pods.")
     window: RestartWindow | None = Field(default=None, description="Current window of the restart budget.")
     diagnosis: str | None = Field(default=None, description="Why the operator no longer restarts it.")
+
+
+class ComponentRestarts(ApiModel):
+    component: str = Field(description="coordinator, engine or server.")
+    count: int = Field(default=0, description="Container restarts of its current pods.")
+    since: str | None = Field(default=None, description="First restart of the last incident.", json_schema_extra=TIME)
+    base: int | None = Field(default=None, description="Restarts before that incident.")
+    reported: bool | None = Field(default=None, description="Whether an Event has reported it.")
 
 
 class Transition(ApiModel):
@@ -139,6 +149,11 @@ class MegatronInferenceStatus(ApiModel):
         default=None,
         description="The engines.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    restarts: list[ComponentRestarts] | None = Field(
+        default=None,
+        description="Container restarts, by component; one Event reports each incident.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["component"]},
     )
     history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
     failed_requests: list[FailedRequest] | None = Field(

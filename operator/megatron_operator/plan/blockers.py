@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
-from megatron_operator.plan.operation import UNSETTLED
 from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import PodView
-from megatron_operator.render.context import COORDINATOR, SERVER
+from megatron_operator.plan.world import ChildRef, PodView
+from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER
 
 Finding = tuple[Reason, str]
 
@@ -37,11 +36,29 @@ def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
     return None
 
 
+def component_finding(scene: Scene, component: str) -> Finding | None:
+    """Return the error of the coordinator's or the servers' pods, or why none can be created."""
+    pods = component_pods(scene, component)
+    found = first_diagnosis(pods, scene.references)
+    if found is not None:
+        return found
+    name = scene.ctx.coordinator_name if component == COORDINATOR else scene.ctx.server_name
+    view = scene.world.children.get(ChildRef("Deployment", name, APPS))
+    failed = view is not None and view.creation_error and not any(pod.ready for pod in pods)
+    return _creation_finding(view.creation_error, component) if view is not None and failed else None
+
+
+def _creation_finding(said: str, component: str) -> Finding:
+    cause = find_cause(said, CREATION)
+    remedy = f"; {cause.remedy.format(component=component)}" if cause else ""
+    return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {said}{remedy}"
+
+
 def coordinator_wait(scene: Scene) -> Finding:
     """Return why the coordinator does not answer, as reason and what is waited for."""
     found = rejection(scene, name=scene.ctx.coordinator_name)
-    pods = component_pods(scene, COORDINATOR)
-    found = found or first_diagnosis(pods)
+    pods = [pod for pod in component_pods(scene, COORDINATOR) if not pod.deleting]
+    found = found or component_finding(scene, COORDINATOR)
     if found is not None:
         return found[0], f"the coordinator: {found[1]}"
     if any(pod.ready for pod in pods):
@@ -55,7 +72,7 @@ def server_wait(scene: Scene) -> Finding | None:
     pods = component_pods(scene, SERVER)
     if any(pod.ready and not pod.deleting for pod in pods):
         return None
-    found = rejection(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
+    found = rejection(scene, name=scene.ctx.server_name) or component_finding(scene, SERVER)
     if found is not None:
         return found[0], f"a front end: {found[1]}"
     return Reason.SERVER_STARTING, "a front end's pod to become ready"
@@ -70,25 +87,22 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
         rejected = scene.rendered.rejected(manifest)
         if rejected is not None:
             return rejected
-    found = first_diagnosis(engine.pods)
+    found = first_diagnosis(engine.pods, scene.references)
     if found is not None:
         return found
     failed = scene.world.failed_creations.get(engine.name)
     if failed is not None and not engine.pods and engine.scaled > 0:
-        cause = find_cause(failed, CREATION)
-        remedy = f"; {cause.remedy}" if cause else ""
-        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {failed}{remedy}"
-    ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
-    coordinator = scene.world.coordinator
-    settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
-    if ready and settled and engine.report is None:
-        return Reason.ENGINE_LOST, f"engine {engine.name} has ready pods and is not registered at its coordinator"
+        return _creation_finding(failed, ENGINE)
+    if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
+        return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
+    if scene.lost(engine):
+        return Reason.ENGINE_LOST, f"the pods of engine {engine.name} run and it is not registered at its coordinator"
     return None
 
 
 def absent_engines(scene: Scene) -> list[EngineView]:
     """Return the desired engines that should have pods and do not serve."""
-    return [engine for engine in scene.wanted if not engine.serving and scene.pods_for(engine) > 0]
+    return [engine for engine in scene.wanted if not engine.responsive and scene.pods_for(engine) > 0]
 
 
 def engines_wait(scene: Scene) -> Finding:
@@ -96,7 +110,7 @@ def engines_wait(scene: Scene) -> Finding:
     if scene.rendered.engine_error is not None:
         reason, message = scene.rendered.engine_error
         return reason, f"the engines: {message}"
-    absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
+    absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.responsive]
     for engine in absent:
         found = engine_finding(scene, engine)
         if found is not None:
@@ -119,4 +133,4 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])
+    return component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_operator.plan.clock import seconds_since, stamp
 from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.references import references
 from megatron_operator.plan.world import PodView, World
 
 
@@ -63,7 +64,7 @@ def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revisio
     elif restarts > counted and seconds_since(since, world.now) > limit.window_seconds:
         since, base = stamp(world.now), counted
     if since is not None and restarts - base > limit.restarts:
-        found = first_diagnosis(pods)
+        found = first_diagnosis(pods, references(world.resource.spec))
         words = found[1] if found else f"engine {name} restarted {restarts - base} times"
         return Budget(restarts=restarts, exhausted=f"more than {limit.restarts} restarts in a window; {words}")
     return Budget(restarts=restarts, since=since, base=base)

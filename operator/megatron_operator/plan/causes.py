@@ -128,6 +128,11 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
         r"not divisible|unsupported|is not supported|InvalidConfig|exceeds the model|usage: ",
         "correct the field of the spec that the message names",
     ),
+    _cause(
+        Reason.GPU_KERNELS_MISSING,
+        r"GpuKernelsMissing",
+        "set spec.engine.image or the chart's runtime.image to an image with triton and a C compiler",
+    ),
 )
 """The first match applies, so specific patterns come first."""
 
@@ -160,10 +165,15 @@ CREATION: tuple[Cause, ...] = (
     _cause(
         Reason.INVALID_POD_TEMPLATE,
         r"violates PodSecurity|denied the request|is forbidden|is invalid",
-        "correct spec.engine.podTemplate",
+        "correct spec.{component}.podTemplate",
     ),
 )
-"""Causes of a pod that the API server rejected."""
+"""Causes of a pod that the API server rejected; `{component}` is that of the pod."""
+
+MALFORMED_OBJECT = "failed to create typed patch object"
+"""The API server answers a server-side apply of an object with a wrong type or an unknown field with 500 and this."""
+FAILED_WEBHOOK = "failed calling webhook"
+"""The API server answers with 500 and this if an admission webhook is down."""
 
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",

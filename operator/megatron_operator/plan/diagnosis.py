@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, Cause, find_cause
+from megatron_operator.plan.references import NO_REFERENCES, References, missing_object
 from megatron_operator.plan.world import PodView
 from megatron_operator.render.context import PREFLIGHT
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
-_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_CONFIG = frozenset(
+    {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "FailedCreatePodSandBox"}
+)
+_VOLUME = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _TERMINATION_MESSAGE = 400
 """Limit of characters of a termination message in the status."""
 
@@ -52,33 +56,53 @@ def _termination_message(pod: PodView) -> _Termination:
         return _Termination(pod.last_message)
 
 
-def diagnose(pod: PodView) -> tuple[Reason, str] | None:
-    """Return the error of a pod, or None while it starts or runs."""
+def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reason, str] | None:
+    """Return the error of a pod, or None while it starts or runs. `references`: the objects that the spec names."""
     if pod.deleting or pod.ready:
         return None
     said = f": {pod.message}" if pod.message else ""
     if pod.reason in _PULL:
         return Reason.IMAGE_PULL_FAILED, f"pod {pod.name}: {pod.reason}{said}; check the image's name and pull secrets"
-    if pod.reason in _CONFIG:
-        return Reason.CONTAINER_CONFIG_ERROR, f"pod {pod.name}: {pod.reason}{said}"
+    missing = missing_object(pod.message)
+    if pod.reason in _CONFIG or pod.reason in _VOLUME:
+        reason = Reason.VOLUME_FAILED if pod.reason in _VOLUME and missing is None else Reason.CONTAINER_CONFIG_ERROR
+        remedy = f"; {missing.remedy(references, component=pod.component)}" if missing is not None else ""
+        return reason, f"pod {pod.name}: {pod.reason}{said}{remedy}"
     if pod.reason in ("Unschedulable", "SchedulingGated"):
+        said = f": {_without_repetition(pod.message)}" if pod.message else ""
         cause = find_cause(pod.message, SCHEDULING)
+        if cause is not None and missing is not None:
+            remedy = missing.remedy(references, component=pod.component)
+            return cause.reason, f"pod {pod.name} has no node{said}; {remedy}"
         remedy = f"; {cause.remedy}" if cause else ""
         return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{said}{remedy}"
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
+        return termination(pod)
+    failed_check = pod.ended == PREFLIGHT and pod.exit_code != 0
+    crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2 or failed_check
+    if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
+        return termination(pod)
+    return None
+
+
+def _without_repetition(message: str) -> str:
+    """Drop sentences that repeat the end of an earlier one, as in `claim "a" not found. not found` of the scheduler."""
+    kept: list[str] = []
+    for part in message.split(". "):
+        sentence = part.rstrip(".; ")
+        if sentence and not any(earlier.endswith(sentence) for earlier in kept):
+            kept.append(sentence)
+    return ". ".join(kept)
+
+
+def termination(pod: PodView) -> tuple[Reason, str]:
+    """Return why the container of a pod that terminated last did so."""
+    if pod.exit_reason == "OOMKilled":
         return Reason.OUT_OF_MEMORY, (
             f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
             "in podTemplate or lower batching.kvCacheMemory"
         )
-    failed_check = pod.ended == PREFLIGHT and pod.exit_code != 0
-    crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2 or failed_check
-    if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
-        return _ended(pod)
-    return None
-
-
-def _ended(pod: PodView) -> tuple[Reason, str]:
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
     termination = _termination_message(pod)
@@ -92,10 +116,10 @@ def _ended(pod: PodView) -> tuple[Reason, str]:
     return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
 
 
-def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
+def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
     """Return the first diagnosis of the pods, by name."""
     for pod in sorted(pods, key=lambda pod: pod.name):
-        found = diagnose(pod)
+        found = diagnose(pod, references)
         if found is not None:
             return found
     return None

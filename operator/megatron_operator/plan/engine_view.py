@@ -30,6 +30,17 @@ class EngineView:
         return self.report is not None and self.report.serving
 
     @property
+    def responsive(self) -> bool:
+        """It serves and sends heartbeats."""
+        return self.report is not None and self.report.serving and not self.report.suspect
+
+    @property
+    def whole(self) -> bool:
+        """All its pods have started, and none is being deleted."""
+        started = all((pod.started or pod.ready) and not pod.deleting for pod in self.pods)
+        return bool(self.pods) and started and len(self.pods) >= self.scaled
+
+    @property
     def scaled(self) -> int:
         """`spec.replicas` of its StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0

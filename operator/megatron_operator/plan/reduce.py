@@ -41,9 +41,15 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         model_hash=annotations.get(ANNOTATION_MODEL, ""),
         replicas=int(spec.get("replicas") or 0),
         ready_replicas=int(status.get("readyReplicas") or 0),
+        creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
     )
+
+
+def _creation_error(status: Object) -> str:
+    failure = _condition(status, "ReplicaFailure")
+    return str(failure.get("message") or "") if failure is not None and failure.get("status") == "True" else ""
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:
@@ -72,6 +78,11 @@ def _waiting(status: Object) -> tuple[str, str]:
     return str(status.get("reason") or ""), str(status.get("message") or "")
 
 
+def _started(status: Object) -> bool:
+    containers = status.get("containerStatuses") or ()
+    return bool(containers) and all(container.get("started") or container.get("ready") for container in containers)
+
+
 def _succeeded(container: Object) -> bool:
     ended = (container.get("state") or {}).get("terminated")
     return ended is not None and ended.get("exitCode") == 0
@@ -88,6 +99,14 @@ def _last_end(status: Object) -> Object | None:
             if ended:
                 ends.append({**ended, "container": container.get("name", "")})
     return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
+
+
+def _time(value: object) -> datetime | None:
+    """Return a time of the API; None if it has none."""
+    try:
+        return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    except ValueError:
+        return None
 
 
 def _image_of(obj: Object, container: str) -> str:
@@ -114,6 +133,7 @@ def reduce_pod(obj: Object) -> PodView:
         index=int(index) if index.isdecimal() else 0,
         phase=str(status.get("phase") or "Pending"),
         ready=ready is not None and ready.get("status") == "True",
+        started=_started(status),
         deleting=metadata.get("deletionTimestamp") is not None,
         revision=labels.get(LABEL_REVISION, ""),
         weights=labels.get(LABEL_WEIGHTS, ""),
@@ -125,5 +145,6 @@ def reduce_pod(obj: Object) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),
+        ended_at=_time(ended.get("finishedAt")),
         created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
     )

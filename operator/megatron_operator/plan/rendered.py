@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_operator.model.conditions import Reason
+from megatron_operator.plan.causes import MALFORMED_OBJECT
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
@@ -149,7 +150,8 @@ class Rendered:
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
-        template = ref.kind in ("Deployment", "StatefulSet") and rejection.code in (400, 422)
+        malformed = rejection.code in (400, 422) or MALFORMED_OBJECT in rejection.message
+        template = ref.kind in ("Deployment", "StatefulSet") and malformed
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 

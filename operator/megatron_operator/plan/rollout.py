@@ -46,10 +46,12 @@ class EngineFacts:
     canary: Canary = Canary.NONE
     leaving: bool = False
     """Pods of it are being deleted already."""
+    responsive: bool = True
+    """It sends heartbeats."""
 
     @property
     def available(self) -> bool:
-        return self.serving and not self.draining
+        return self.serving and self.responsive and not self.draining
 
     @property
     def unproven(self) -> bool:

@@ -12,15 +12,24 @@ from functools import cached_property
 from typing import Any
 
 from megatron_operator.model.resource import SuspendLevel
-from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.states import (
+    CoordinatorState,
+    DesiredState,
+    EngineState,
+    LifecyclePhase,
+    ResourceState,
+    SignalKind,
+)
 from megatron_operator.plan import operation as operations
 from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
+from megatron_operator.plan.incidents import Restarts, count_restarts
 from megatron_operator.plan.operation import Operation
+from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.world import ChildRef, EngineReport, World
+from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, World
 from megatron_operator.render.context import ENGINE, RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
@@ -29,6 +38,9 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
 """Children of one engine, which remain if the operator is killed while it removes the engine."""
 UNREACHABLE_GRACE_SECONDS = 30
+LOST, UNRESPONSIVE = "Lost", "Unresponsive"
+"""States of an engine in the status, besides those that it reports."""
+_REPORTED_STATES = frozenset(state.value for state in EngineState)
 STUCK_GRACE_SECONDS = 120
 """Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
 engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
@@ -91,6 +103,11 @@ class Scene:
         """Revision of the weights that engines should load in place; None if they have it."""
         wanted, held = self.world.resource.spec.weights, self.weights_held
         return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
+
+    @cached_property
+    def references(self) -> References:
+        """The Secrets and claims that the spec names."""
+        return references(self.world.resource.spec)
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
@@ -302,6 +319,39 @@ class Scene:
         else:
             return full
         return 0 if leave or engine.scaled == 0 else full
+
+    @cached_property
+    def restarts(self) -> list[Restarts]:
+        """The container restarts of each component."""
+        return count_restarts(self.status.get("restarts") or (), self.world.pods, self.world.now)
+
+    @cached_property
+    def events_due_in(self) -> float | None:
+        """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
+        bare = any(engine.scaled > 0 and not engine.pods for engine in self.engines)
+        return EVENT_SECONDS if bare or any(pod.unexplained for pod in self.world.pods) else None
+
+    def lost(self, engine: EngineView) -> bool:
+        """Return whether an engine has left its coordinator although no pod of it is being replaced."""
+        if not self.world.membership_known or engine.report is not None or self.desired is DesiredState.STOPPED:
+            return False
+        if not engine.whole:
+            return False
+        known = self.engine_status(engine.name).get("state") in (UNRESPONSIVE, LOST)
+        return known or self.world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
+
+    @cached_property
+    def lost_in(self) -> float | None:
+        """Seconds until the next engine that is not registered is lost; None if none is about to be."""
+        waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
+        return min((left for left in waits if left > 0), default=None)
+
+    def serves(self, engine: EngineView) -> bool:
+        """Return whether an engine serves and responds. While the coordinator does not know its engines, an engine
+        whose pods still run counts as before."""
+        if self.world.membership_known or engine.serving:
+            return engine.responsive
+        return engine.whole and self.engine_status(engine.name).get("state") in _REPORTED_STATES
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.scene import LOST, UNRESPONSIVE, Scene
 from megatron_operator.render.context import scale_selector
 
 T = ConditionType
@@ -47,7 +47,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     world, ctx = scene.world, scene.ctx
     state = scene.state_with(verdict.operation)
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
-    serving = [engine for engine in scene.wanted if engine.serving]
+    serving = [engine for engine in scene.wanted if scene.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": state.value,
@@ -62,6 +62,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "selector": scale_selector(ctx),
         "conditions": _conditions(scene, verdict, state),
         "lifecycle": _lifecycle(scene, verdict),
+        "restarts": [restarts.to_status() for restarts in scene.restarts],
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
@@ -148,7 +149,13 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
     if engine.budget.exhausted is not None:
         return "Failed"
     if engine.report is not None:
+        if engine.report.suspect:
+            return UNRESPONSIVE
         return engine.report.state.value if engine.report.serving else "Loading"
+    if scene.lost(engine):
+        return LOST
+    if scene.serves(engine):
+        return str(scene.engine_status(engine.name)["state"])
     return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
 
 
@@ -159,13 +166,16 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
+    # A coordinator that restarts does not change what runs.
+    known = scene.engine_status(engine.name) if report is None and scene.serves(engine) else {}
+    digest = report.digest if report else known.get("digest")
     return {
         "name": engine.name,
         "state": _engine_state(scene, engine),
         "revision": engine.statefulset.revision if engine.statefulset else _last_revision(scene, engine),
-        "epoch": report.epoch if report else 0,
-        "ranks": report.ranks if report else 0,
-        **({"digest": report.digest} if report and report.digest else {}),
+        "epoch": report.epoch if report else known.get("epoch", 0),
+        "ranks": report.ranks if report else known.get("ranks", 0),
+        **({"digest": digest} if digest else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),
@@ -241,7 +251,8 @@ def condition(
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
-    serves = state is ResourceState.RUNNING and scene.desired is DesiredState.RUNNING and server_wait(scene) is None
+    running = state is ResourceState.RUNNING and scene.desired is DesiredState.RUNNING
+    serves = running and server_wait(scene) is None and any(engine.responsive for engine in scene.engines)
     return ("True" if serves else "False"), verdict.reason, verdict.message
 
 
@@ -256,13 +267,15 @@ def _coordinator_ready(scene: Scene) -> Finding:
 
 
 def _engines_ready(scene: Scene) -> Finding:
-    serving, wanted = sum(engine.serving for engine in scene.wanted), len(scene.wanted)
+    serving, wanted = sum(engine.responsive for engine in scene.wanted), len(scene.wanted)
     if scene.observed is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.release and scene.engines_empty:
         return "False", Reason.SUSPENDED, "the engine pods are removed"
     if not scene.world.coordinator.reachable:
         return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
+    if not scene.world.membership_known:
+        return "Unknown", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
     if serving == wanted:
         return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
     reason, on = engines_wait(scene)

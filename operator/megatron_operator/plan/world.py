@@ -26,6 +26,14 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 MAX_FENCE_JUMP = 1_000_000
 """Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
 
+LOST_SECONDS = 4.0
+"""Time after which an engine whose pods have started and that is not registered is lost. Within it, a kubelet reports
+the end of a container, and an engine registers with a coordinator that has restarted."""
+POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
+"""Reasons of Events that say why the containers of a pod are not created."""
+EVENT_SECONDS = 5.0
+"""Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
+
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
 
@@ -76,6 +84,8 @@ class ChildView:
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
+    creation_error: str = ""
+    """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None
     """`data` of a ControllerRevision: the inputs of the engines of that revision."""
     verified: bool = True
@@ -98,13 +108,16 @@ class PodView:
     phase: str = "Pending"
     """The kubelet's phase: `Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
     ready: bool = False
+    started: bool = False
+    """Its containers run and have passed their startup probes: it has been ready."""
     deleting: bool = False
     revision: str = ""
     weights: str = ""
     """Revision of the weights that it started with; empty if the spec has none."""
     restarts: int = 0
     reason: str = ""
-    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
+    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty. While
+    the pod's status has none, that of its last Event about a volume or its sandbox, such as `FailedMount`."""
     message: str = ""
     ended: str = ""
     """Name of the container that terminated last; empty if none did."""
@@ -116,7 +129,14 @@ class PodView:
     """Reason of its termination: `OOMKilled`, `Error`, `Completed`."""
     last_message: str = ""
     """Its termination message."""
+    ended_at: datetime | None = None
+    """Time of its termination, by the clock of its node."""
     created_at: datetime | None = None
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether its containers are not created and its status has no reason: only Events say what it lacks."""
+        return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +155,8 @@ class EngineReport:
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
+    suspect: bool = False
+    """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
     draining: bool = False
     incarnation: str = ""
 
@@ -271,6 +293,14 @@ class World:
     """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
     """Why the pods of a StatefulSet cannot be created: the message of its last Event, by its name."""
+    unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
+    """For how long this process has observed that an engine is not registered with a coordinator that knows its
+    engines, by name of the engine."""
+
+    @property
+    def membership_known(self) -> bool:
+        """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""
+        return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
     @property
     def fence(self) -> int:

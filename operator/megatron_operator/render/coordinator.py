@@ -28,7 +28,7 @@ def coordinator_args(ctx: RenderContext) -> list[str]:
     routing, pause = ctx.spec.coordinator.routing, ctx.spec.lifecycle.pause
     return [
         "coordinator",
-        *("--listen", "0.0.0.0"),
+        *("--listen", "::"),
         *("--client-port", str(PORT_CLIENT)),
         *("--engine-port", str(PORT_ENGINE)),
         *("--admin-port", str(PORT_ADMIN)),

@@ -70,6 +70,9 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
         *("--threads", "$(MEGATRON_THREADS)"),
         *keys_args(ctx),
     ]
+    if spec.engine.gpus_per_pod:
+        # Without a working driver the engine must end, not run on the CPU.
+        args += ["--device", "cuda"]
     if batching.max_requests is not None:
         args += ["--max-requests", str(batching.max_requests)]
     if batching.max_tokens is not None:

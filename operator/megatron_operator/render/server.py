@@ -42,7 +42,7 @@ def server_args(ctx: RenderContext) -> list[str]:
         *("--model", model_argument(ctx)),
         *("--model-name", ctx.model_name),
         *("--model-hash", model_hash(ctx)),
-        *("--host", "0.0.0.0"),
+        *("--host", "::"),
         *("--port", str(PORT_HTTP)),
         *("--health-port", str(PORT_HEALTH)),
         *keys_args(ctx),

@@ -35,7 +35,7 @@ _PARALLEL = click.IntRange(1, 64)
 
 
 @click.command()
-@click.option("--listen", default="0.0.0.0", help="Address of every port.")
+@click.option("--listen", default="::", help="Address of every port; :: is every address, IPv4 and IPv6.")
 @click.option("--client-port", type=PORT, default=5555, help="For servers and clients.")
 @click.option("--engine-port", type=PORT, default=5556, help="For engines.")
 @click.option("--admin-port", type=PORT, default=5557, help="For the operator.")
@@ -176,6 +176,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     from megatron_runtime.backends.registry import run_other_rank
     from megatron_runtime.distributed.errors import RankError
     from megatron_runtime.distributed.shard import node_identity, rank_identity
+    from megatron_runtime.engine.termination import write_termination_message
 
     identity = rank_identity(settings.parallel)
     if identity is None:
@@ -193,6 +194,10 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
             run_other_rank(settings, identity)
     except RankError as error:
         end_with(error)
+    except ValueError as error:
+        if identity.rank != 0:  # rank 0 has written its own
+            write_termination_message(error)
+        raise
 
 
 @click.command()
@@ -200,7 +205,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option("--model", default="builtin:smollm2-135m", help="The model whose tokenizer is used.")
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--model-hash", default="", show_default=False, help="Use only engines of a model with this hash.")
-@click.option("--host", default="0.0.0.0")
+@click.option("--host", default="::", help="Address to listen on; :: is every address, IPv4 and IPv6.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option(
     "--health-port",
@@ -249,7 +254,7 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 @click.option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
 @click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
 @click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
-@click.option("--listen", default="0.0.0.0", help="Address of both ports.")
+@click.option("--listen", default="::", help="Address of both ports; :: is every address, IPv4 and IPv6.")
 @log_level
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""

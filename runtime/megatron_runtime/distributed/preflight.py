@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
+
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
 """Larger than a packet and than a small socket buffer, so that a wrong MTU is detected."""
@@ -38,7 +40,7 @@ class PreflightPlan:
     names: tuple[str, ...]
     port: int
     timeout_seconds: float = 15.0
-    listen: str = "0.0.0.0"
+    listen: str = EVERY_ADDRESS
 
 
 class PreflightError(RuntimeError):
@@ -103,8 +105,8 @@ async def _listening(plan: PreflightPlan, called: Mapping[int, asyncio.Event]) -
                 called[int(await reader.readexactly(8))].set()
         writer.close()
 
-    second = await asyncio.start_server(on_second_port, plan.listen, 0)
-    first = await asyncio.start_server(on_port, plan.listen, plan.port, reuse_address=True)
+    second = await asyncio.start_server(on_second_port, sock=listening_socket(plan.listen, 0))
+    first = await asyncio.start_server(on_port, sock=listening_socket(plan.listen, plan.port))
     try:
         yield
     finally:

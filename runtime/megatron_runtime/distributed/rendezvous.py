@@ -73,7 +73,8 @@ class Meeting:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
         own = _own_address(identity)
-        self.pull = _socket(self.context, zmq.PULL)
+        self._ipv6 = ":" in own
+        self.pull = _socket(self.context, zmq.PULL, ipv6=self._ipv6)
         if self._keys is not None:
             self.pull.curve_server = True
             self.pull.curve_publickey = self._keys.own.public
@@ -131,7 +132,7 @@ class Meeting:
     def connect(self, rank: int) -> zmq.Socket[bytes]:
         """Return a PUSH socket to `rank`, after wait_for_all(). It never blocks."""
         address, public = self._peers[rank]
-        push = _socket(self.context, zmq.PUSH)
+        push = _socket(self.context, zmq.PUSH, ipv6=self._ipv6)
         if self._keys is not None:
             push.curve_publickey = self._keys.own.public
             push.curve_secretkey = self._keys.own.secret
@@ -159,12 +160,13 @@ def _is_accepted(key: bytes, file: Path) -> bool:
         return False
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
     """Return a socket without a limit of queued messages, which closes silent connections."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
         (zmq.LINGER, 0),
+        (zmq.IPV6, int(ipv6)),
         (zmq.HEARTBEAT_IVL, int(BEAT_SECONDS * 1000)),
         (zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000)),
     ):
@@ -173,12 +175,14 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 def _own_address(identity: RankIdentity) -> str:
-    """Return the address of the network interface towards rank 0."""
+    """Return the address of the network interface towards rank 0; an IPv6 address in brackets."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((identity.address, identity.port))
-        return str(probe.getsockname()[0])
+    family, *_, address = socket.getaddrinfo(identity.address, identity.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if ":" in own else own
 
 
 def _key(rank: int) -> str:

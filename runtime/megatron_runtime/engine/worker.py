@@ -333,12 +333,18 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
-    """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails.
+    """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
+    termination message has the cause, also that of a ValueError of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
     """
-    failure = asyncio.run(_serve(settings, make_backend, link))
+    try:
+        failure = asyncio.run(_serve(settings, make_backend, link))
+    except ValueError as error:
+        # A setting that this machine or model does not support.
+        write_termination_message(error)
+        raise
     if failure is not None:
         print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
         write_termination_message(failure)

@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class HealthServer:
 
     missing: Callable[[], Sequence[str]]
     registry: CollectorRegistry | None = None
-    host: str = "0.0.0.0"
+    host: str = EVERY_ADDRESS
     port: int = 8080
 
     def __post_init__(self) -> None:
@@ -47,10 +50,12 @@ class HealthServer:
     async def start(self) -> None:
         """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
-            self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=MAX_REQUEST_BYTES)
+            listener = listening_socket(self.host, self.port)
         except OSError as error:
-            message = f"cannot bind {self.host}:{self.port} ({error.strerror}): choose another --health-port"
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            message = f"cannot bind {self.host}:{self.port} ({reason}): choose another --health-port"
             raise OSError(error.errno, message) from error
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_REQUEST_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -217,6 +217,8 @@ class EngineStatus(_Map):
     revision: Text = ""
     in_flight: Count = 0
     silent_seconds: float = 0.0
+    suspect: bool = False
+    """It has sent no heartbeat for SUSPECT_SECONDS and announced no long step: it gets no new requests."""
     plain: bool = False
     draining: bool = False
     digest: Label = ""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+
+from megatron_runtime.process.listening import listening_socket
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 2048
@@ -122,16 +125,13 @@ def listen(*, host: str, port: int) -> socket.socket:
 
     Raises OSError that names the address and the options to change.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener = listening_socket(host, port, backlog=BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        message = f"cannot listen on {host}:{port} ({reason}): choose another --host or --port"
+        raise OSError(error.errno, message) from error
     # Accepted connections inherit TCP_NODELAY. asyncio sets it only on sockets with an explicit protocol number.
     # Without it the second event of a stream waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        message = f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
-        raise OSError(error.errno, message) from error
     return listener

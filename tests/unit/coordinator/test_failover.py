@@ -223,9 +223,13 @@ async def test_an_engine_that_falls_silent_gets_no_new_work(stage, params) -> No
     await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
     await asyncio.sleep(0.1)
     assert silent.dispatches == []
+    (reported,) = coordinator.core.status().engines
+    assert (reported.serving, reported.suspect) == (True, True)
     silent.heartbeat_seconds = 0.05
     silent._beat()
     await future
+    (reported,) = coordinator.core.status().engines
+    assert not reported.suspect
 
 
 async def test_an_engine_that_said_it_is_busy_may_be_silent(stage) -> None:
@@ -236,7 +240,9 @@ async def test_an_engine_that_said_it_is_busy_may_be_silent(stage) -> None:
         timer.cancel()
     engine.send(Heartbeat(incarnation=engine.incarnation, busy_for=1.0))
     await asyncio.sleep(0.6)
-    assert coordinator.core.engines.named("engine-0") is not None
+    assert coordinator.core.engines.named("engine-0").suspect
+    (reported,) = coordinator.core.status().engines
+    assert not reported.suspect, "a long step that was announced is no error"
     await stage.until(lambda: coordinator.core.engines.named("engine-0") is None)
 
 

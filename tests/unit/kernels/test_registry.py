@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_kernels import add_rms_norm, paged_decode, paged_prefill, swiglu
-from megatron_kernels.registry import Backend, KernelConfig, KernelError, Kernels, select_kernels
+from megatron_kernels.registry import Backend, KernelConfig, KernelError, Kernels, KernelsMissingError, select_kernels
 
 CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(KernelConfig)]
@@ -68,6 +68,35 @@ def test_an_invalid_environment_variable_is_rejected_by_name(environment, messag
 def test_an_unavailable_backend_is_rejected_by_name(config, message):
     with pytest.raises(KernelError, match=message):
         select_kernels(config, CPU)
+
+
+def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+def _no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("remove", "missing"),
+    [(_no_triton, "the package triton"), (_no_compiler, "a C compiler"), (_no_headers, "/nowhere/Python.h")],
+)
+def test_a_gpu_never_falls_back_to_the_references_by_itself(monkeypatch, remove, missing):
+    remove(monkeypatch)
+    device = torch.device("cuda", 0)
+    with pytest.raises(KernelsMissingError, match=missing) as caught:
+        select_kernels(KernelConfig(), device)
+    assert caught.value.reason == "GpuKernelsMissing"
+    assert "MEGATRON_KERNELS=torch" in caught.value.remedy
+    chosen = select_kernels(KernelConfig(**dict.fromkeys(OPERATIONS, Backend.TORCH)), device)
+    assert set(chosen.backends.values()) == {Backend.TORCH}, "a user may choose the references"
+    assert set(select_kernels(KernelConfig(), CPU).backends.values()) == {Backend.TORCH}
 
 
 def test_references_need_neither_triton_nor_a_gpu():

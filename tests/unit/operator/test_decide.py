@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,8 @@ from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, reject_spec
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
+    EVENT_SECONDS,
+    LOST_SECONDS,
     ApplyChild,
     ChildRef,
     DeletePods,
@@ -734,6 +737,34 @@ def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str,
     assert words in cluster.condition("Degraded")["message"]
 
 
+@pytest.mark.parametrize("component", ["coordinator", "server"])
+def test_shared_pods_that_cannot_be_created_are_explained(make_cluster: Any, component: str) -> None:
+    cluster = make_cluster()
+    cluster.step()
+    deployment = cluster.objects[ChildRef("Deployment", f"demo-{component}", "apps/v1")]
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'
+    deployment["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": said}]}
+    cluster.step()
+    degraded = cluster.condition("Degraded")
+    assert degraded["reason"] == "InvalidPodTemplate"
+    assert degraded["message"] == f"its pods cannot be created: {said}; correct spec.{component}.podTemplate"
+
+
+@pytest.mark.parametrize("component", ["coordinator", "server", "engine"])
+def test_a_pod_that_waits_for_a_missing_secret_is_explained(make_cluster: Any, component: str) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    name, pod = next((name, pod) for name, pod in cluster.pods.items() if f"-{component}-" in name)
+    pod["status"] = {"phase": "Pending"}
+    assert cluster.step().requeue_after == EVENT_SECONDS, "Events are read again soon"
+    said = 'MountVolume.SetUp failed for volume "x" : secret "gone" not found'
+    pod["status"] |= {"reason": "FailedMount", "message": said}
+    cluster.step()
+    degraded = cluster.condition("Degraded")
+    assert degraded["reason"] == "ContainerConfigError"
+    assert f"{name}: FailedMount: {said}; create secret gone" in degraded["message"]
+
+
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
     cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
     cluster.settle()
@@ -1038,14 +1069,136 @@ def test_only_the_last_failed_requests_are_kept_and_the_status_does_not_flap(mak
         assert decide(cluster.world()).status == settled
 
 
-def test_an_engine_with_ready_pods_that_is_not_registered_is_reported_lost(make_cluster: Any) -> None:
+def engine_states(cluster: Any) -> list[str]:
+    return [entry["state"] for entry in cluster.status["engines"]]
+
+
+def test_an_engine_with_ready_pods_that_stays_unregistered_is_reported_lost(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
     del cluster.coordinator.engines["demo-engine-1"]
+    assert cluster.step().requeue_after == LOST_SECONDS
+    assert (engine_states(cluster), cluster.status["ready"]) == (["RUNNING", "Pending"], "1/2")
+    assert cluster.condition("Degraded")["status"] == "False", "its kubelet or a new registration may explain it"
+    cluster.now += timedelta(seconds=LOST_SECONDS)
     cluster.step()
     assert cluster.condition("Degraded")["reason"] == "EngineLost"
-    assert cluster.status["ready"] == "1/2"
+    assert (engine_states(cluster), cluster.status["ready"]) == (["RUNNING", "Lost"], "1/2")
     assert cluster.condition("Ready")["status"] == "True"
+
+
+def test_a_frozen_engine_is_unresponsive_then_lost_and_never_starting(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    frozen = cluster.coordinator.engines["demo-engine-1"]
+    frozen.suspect = True
+    cluster.step()
+    assert (engine_states(cluster), cluster.status["ready"], cluster.state) == (
+        ["RUNNING", "Unresponsive"],
+        "1/2",
+        "Running",
+    )
+    assert cluster.condition("Degraded")["reason"] == "EngineUnresponsive"
+    assert "engine demo-engine-1 sends no heartbeats" in cluster.condition("Degraded")["message"]
+    assert cluster.condition("EnginesReady")["reason"] == "EngineUnresponsive"
+
+    # The coordinator removes it, then its readiness probe fails.
+    del cluster.coordinator.engines["demo-engine-1"]
+    pod = cluster.pods["demo-engine-1-0"]
+    running = {"ready": True, "started": True, "restartCount": 0, "state": {"running": {}}}
+    for ready in (True, False):
+        status = "True" if ready else "False"
+        pod["status"]["conditions"] = [{"type": "Ready", "status": status}]
+        pod["status"]["containerStatuses"] = [{**running, "ready": ready}]
+        cluster.step()
+        assert engine_states(cluster) == ["RUNNING", "Lost"]
+        assert cluster.condition("Degraded")["reason"] == "EngineLost"
+
+    # The kubelet restarts its container.
+    pod["status"]["containerStatuses"] = [{**running, "ready": False, "started": False, "restartCount": 1}]
+    cluster.step()
+    assert engine_states(cluster) == ["RUNNING", "Pending"]
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_the_only_engine_that_does_not_respond_makes_the_resource_not_ready(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator.engines["demo-engine-0"].suspect = True
+    cluster.step()
+    ready = cluster.condition("Ready")
+    assert (ready["status"], ready["reason"], cluster.status["ready"]) == ("False", "EngineUnresponsive", "0/1")
+
+
+def test_an_engine_whose_pod_is_deleted_is_not_lost(make_cluster: Any) -> None:
+    """An eviction, kubectl delete pod, or the node's shutdown: the engine leaves before its pod is gone."""
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.pods["demo-engine-1-0"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    for suspect in (True, False):
+        if suspect:
+            cluster.coordinator.engines["demo-engine-1"].suspect = True
+        else:
+            del cluster.coordinator.engines["demo-engine-1"]
+        cluster.now += timedelta(seconds=LOST_SECONDS)
+        cluster.step()
+        cluster.now += timedelta(seconds=LOST_SECONDS)
+        cluster.step()
+        assert cluster.condition("Degraded")["status"] == "False"
+    assert [event for event in cluster.events if event.type == "Warning"] == []
+
+
+def test_a_restart_of_the_coordinator_changes_no_engine_in_the_status(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    engines, coordinator = copy.deepcopy(cluster.status["engines"]), cluster.coordinator
+    pod = next(pod for name, pod in cluster.pods.items() if "-coordinator-" in name)
+    ready = pod["status"]["conditions"]
+
+    def check(reason: str) -> None:
+        cluster.step()
+        assert (cluster.status["ready"], cluster.status["readyReplicas"]) == ("2/2", 2)
+        assert cluster.status["engines"] == engines
+        assert cluster.condition("Ready")["reason"] == reason
+        assert cluster.condition("EnginesReady")["status"] == "Unknown"
+        assert cluster.condition("Degraded")["status"] == "False"
+
+    cluster.coordinator = None
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    check("CoordinatorStarting")
+    del pod["metadata"]["deletionTimestamp"]
+    pod["status"]["conditions"] = []
+    check("CoordinatorStarting")
+    pod["status"]["conditions"] = ready
+    check("CoordinatorUnreachable")
+    survivors = coordinator.engines
+    cluster.coordinator = dataclasses.replace(coordinator, state=CoordinatorState.RECOVERING, engines={})
+    cluster.now += timedelta(seconds=2 * LOST_SECONDS)
+    check("CoordinatorRecovering")
+    cluster.coordinator.engines = {"demo-engine-0": survivors["demo-engine-0"]}
+    check("CoordinatorRecovering")
+    cluster.coordinator = dataclasses.replace(coordinator, engines=survivors)
+    cluster.settle()
+    assert cluster.state == "Running"
+
+    # An engine that died with the coordinator does not count as serving for long.
+    cluster.coordinator = dataclasses.replace(coordinator, engines={"demo-engine-0": survivors["demo-engine-0"]})
+    cluster.step()
+    assert cluster.status["ready"] == "1/2"
+
+
+def test_a_rollout_waits_for_an_engine_that_does_not_respond(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    cluster.coordinator.engines["demo-engine-0"].suspect = True
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    for _ in range(10):
+        cluster.step()
+        cluster.tick()
+    assert cluster.signals() == []
+    cluster.coordinator.engines["demo-engine-0"].suspect = False
+    cluster.settle()
+    assert cluster.status["updatedReplicas"] == 3
 
 
 def test_a_condition_keeps_its_time_while_its_status_stays(make_cluster: Any) -> None:

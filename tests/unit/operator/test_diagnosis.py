@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_operator.model.resource import parse_spec
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
+from megatron_operator.plan.references import references
 from megatron_operator.plan.world import PodView
 
 
@@ -38,10 +40,24 @@ CASES: list[tuple[PodView, str, str]] = [
     (waiting("CreateContainerConfigError", 'secret "x" not found'), "ContainerConfigError", 'secret "x" not found'),
     (waiting("Unschedulable", "0/3 nodes: 3 Insufficient nvidia.com/gpu"), "Unschedulable", "free GPUs"),
     (waiting("Unschedulable", "0/3 nodes: 3 node(s) had untolerated taint"), "Unschedulable", "toleration"),
-    (waiting("Unschedulable", 'persistentvolumeclaim "models" not found'), "VolumeMissing", "create the claim"),
+    (
+        waiting("Unschedulable", 'persistentvolumeclaim "models" not found'),
+        "VolumeMissing",
+        "create persistentvolumeclaim models",
+    ),
     (crashed("", 137, exit_reason="OOMKilled"), "OutOfMemory", "raise the limit"),
     (crashed("torch.OutOfMemoryError: CUDA out of memory. Tried"), "GpuOutOfMemory", "kvCacheMemory"),
     (crashed("RuntimeError: Found no NVIDIA driver on your system"), "NoGpu", "gpusPerPod"),
+    (
+        crashed('{"reason": "NoGpu", "rank": 0, "message": "torch finds no CUDA device: old driver", "remedy": "x"}'),
+        "NoGpu",
+        "old driver; x",
+    ),
+    (
+        crashed('{"reason": "GpuKernelsMissing", "message": "device cuda:0 needs a C compiler", "remedy": ""}'),
+        "GpuKernelsMissing",
+        "triton and a C compiler",
+    ),
     (crashed("error: --model /model/x: no such directory"), "WeightsMissing", "spec.model.source"),
     (crashed("401 Client Error: Unauthorized for url"), "AccessDenied", "tokenSecretRef"),
     (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "allow their connections"),
@@ -58,6 +74,86 @@ def test_each_pod_failure_has_its_reason_and_its_remedy(pod: PodView, reason: st
     assert found is not None
     assert found[0].value == reason
     assert words in found[1]
+
+
+SPEC = parse_spec(
+    {
+        "model": {
+            "source": {
+                "huggingFace": {"repo": "org/model", "tokenSecretRef": {"name": "hub", "key": "token"}},
+            }
+        },
+        "server": {"apiKeysSecretRef": {"name": "clients", "key": "list"}, "tls": {"secretName": "certificate"}},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("component", "reason", "message", "remedy"),
+    [
+        (
+            "server",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "api-keys" : secret "clients" not found',
+            "create secret clients in the namespace of the resource, or correct spec.server.apiKeysSecretRef",
+        ),
+        (
+            "server",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "api-keys" : references non-existent secret key: list',
+            "add key list to its Secret, or correct spec.server.apiKeysSecretRef",
+        ),
+        (
+            "server",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "tls" : secret "certificate" not found',
+            "or correct spec.server.tls.secretName",
+        ),
+        (
+            "engine",
+            "CreateContainerConfigError",
+            'secret "hub" not found',
+            "or correct spec.model.source.huggingFace.tokenSecretRef",
+        ),
+        (
+            "engine",
+            "CreateContainerConfigError",
+            "couldn't find key token in Secret default/hub",
+            "add key token to secret hub, or correct spec.model.source.huggingFace.tokenSecretRef",
+        ),
+        (
+            "coordinator",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "extra" : configmap "settings" not found',
+            "create configmap settings in the namespace of the resource, or correct spec.coordinator.podTemplate",
+        ),
+    ],
+)
+def test_a_missing_secret_or_configmap_is_named_with_the_field_that_refers_to_it(
+    component: str, reason: str, message: str, remedy: str
+) -> None:
+    pod = PodView("demo-0", "u", component, reason=reason, message=message)
+    found = diagnose(pod, references(SPEC))
+    assert found is not None
+    assert found[0].value == "ContainerConfigError"
+    assert message in found[1]
+    assert found[1].endswith(remedy)
+
+
+def test_a_volume_that_cannot_be_attached_has_the_kubelets_words() -> None:
+    said = 'AttachVolume.Attach failed for volume "pvc-1" : volume is attached to node other'
+    found = diagnose(waiting("FailedAttachVolume", said))
+    assert found is not None
+    assert found[0].value == "VolumeFailed"
+    assert said in found[1]
+
+
+def test_the_schedulers_repetition_is_removed() -> None:
+    said = '0/1 nodes are available: persistentvolumeclaim "models" not found. not found'
+    found = diagnose(waiting("Unschedulable", said))
+    assert found is not None
+    assert '"models" not found; create' in found[1]
+    assert found[1].count("not found") == 1
 
 
 def test_a_crash_names_its_rank_exit_code_and_termination_message() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_operator.generate import generated_files
 from megatron_operator.install import HOME_RULES, install_manifests
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.remedies import REMEDIES, Symptom
+from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.keys import ADMIN_SECRET
 
 ROOT = Path(__file__).parents[3]
@@ -110,8 +112,90 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
     assert not [line for line in lines if "demo-engine-0" in line]
 
 
-def test_explain_without_a_status_asks_for_an_operator() -> None:
-    assert "Is an operator running" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
+def test_engines_in_the_same_state_share_one_entry(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=12)
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in (*range(8), 9, 10)}
+    for _ in range(6):
+        cluster.step()
+        cluster.tick()
+    cluster.status["engines"][11] |= {"state": "Pending"}
+    for number, pod in enumerate(cluster.pods.values()):
+        pod["spec"]["nodeName"] = f"node-{number}"
+    metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
+    resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
+    lines = causes(resource, [pod for name, pod in cluster.pods.items() if name != "demo-engine-11-0"])
+    at = lines.index("  engines 0-7, 9-10 are Pending, 0 ranks registered, for example")
+    assert lines[at + 1].startswith("    pod demo-engine-0-0, Running, on node ")
+    assert "node rank 0 of demo-engine-0" in lines[at + 1]
+    assert lines[at + 2 :] == ["  demo-engine-11: Pending, without pods"]
+    rows = explanation(resource)
+    rows = rows[rows.index("engines:") + 1 :]
+    assert [row.strip().split("  ")[0] for row in rows[:3]] == ["engines 0-7, 9-10", "demo-engine-8", "demo-engine-11"]
+
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def lease(name: str, *, holder: str = "operator-a", age: float = 2.0, namespaces: str = "") -> dict[str, Any]:
+    annotations = {"inference.megatron.dev/term": "3"}
+    if namespaces:
+        annotations["inference.megatron.dev/namespaces"] = namespaces
+    renewed = (NOW - timedelta(seconds=age)).isoformat().replace("+00:00", "Z")
+    spec = {"holderIdentity": holder, "renewTime": renewed, "leaseDurationSeconds": 10}
+    return {"metadata": {"namespace": "system", "name": name, "annotations": annotations}, "spec": spec}
+
+
+FOREIGN = {"metadata": {"namespace": "kube-system", "name": "scheduler"}, "spec": {"holderIdentity": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([lease("a")], None),
+        ([lease("a", age=19)], None),
+        ([lease("a", holder="operator-b", namespaces="default,prod"), lease("b", namespaces="other")], None),
+        ([lease("a", age=3600), lease("b")], None),
+        ([], "no operator runs for namespace default: there is no Lease of one"),
+        ([lease("a", namespaces="other")], "there is no Lease of one"),
+        ([lease("a", age=3600)], "since 2026-01-01T11:00:00Z: Lease system/a is not held, operator-a does not renew"),
+        (
+            [lease("a", age=60, holder="")],
+            "since 2026-01-01T11:59:00Z: Lease system/a is not held, its holder released",
+        ),
+        (
+            [lease("a", age=60), lease("b", age=30), lease("c", namespaces="x")],
+            "since 2026-01-01T11:59:30Z: Lease system/b",
+        ),
+        (
+            [lease("a"), lease("b", holder="operator-b", namespaces="default")],
+            "2 operators serve namespace default, stop all but one: Lease system/a is held by operator-a; "
+            "Lease system/b is held by operator-b",
+        ),
+    ],
+)
+def test_the_leases_tell_which_operator_serves_a_namespace(items: list[dict[str, Any]], words: str | None) -> None:
+    found = operator_problem(operator_leases([FOREIGN, *items]), "default", NOW)
+    assert (found is None) == (words is None)
+    assert words is None or (found is not None and words in found)
+
+
+def test_without_an_operator_the_resource_does_not_wait_for_nothing(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
+    resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
+    problem = operator_problem([], "default", NOW)
+    for said in (explanation(resource, problem), causes(resource, [], problem)):
+        assert f"  {problem}" in said
+        assert not [line for line in said if "waits for nothing" in line]
+    assert "  waits for nothing" in explanation(resource)
+    assert "unknown whether an operator runs" in (operator_problem(None, "default", NOW) or "")
+
+
+def test_a_resource_without_a_status_was_not_processed() -> None:
+    problem = operator_problem([], "default", NOW)
+    lines = explanation({"metadata": {"name": "x"}, "spec": {}}, problem)
+    assert lines == ["default/x: desired Running; no status yet: no operator has processed it", f"  {problem}"]
 
 
 @pytest.mark.parametrize("name", sorted(generated_files()))

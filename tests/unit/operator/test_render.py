@@ -126,6 +126,7 @@ def test_an_engine_spans_as_many_pods_as_its_ranks_ask_for() -> None:
     assert engine["spec"]["replicas"] == 2
     container = engine["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert container["args"][container["args"].index("--device") + 1] == "cuda"
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert (env["WORLD_SIZE"], env["NNODES"], env["NPROC_PER_NODE"]) == ("8", "2", "4")
     assert env["MASTER_ADDR"] == "demo-engine-0-0.demo-engine-0.default.svc"

@@ -173,6 +173,35 @@ def test_print_columns_narrow_and_wide() -> None:
     assert [name for name, _, _, priority in COLUMNS if priority] == ["Backend", "Epoch", "Revision", "Endpoint"]
 
 
+def test_no_field_of_the_spec_shows_a_user_a_regular_expression() -> None:
+    schema = _version()["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert [path for path, node in _nodes(schema) if "pattern" in node] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "models"}}}},
+            "is 'models'; must be an absolute path without . and .. parts, such as /models/llama; begin it with /",
+        ),
+        (
+            {"model": {"source": {"huggingFace": {"repo": "gpt2"}}}},
+            "is 'gpt2'; must be a repository of the hub, as org/name",
+        ),
+        ({"model": {"source": {"builtin": "x\n"}}}, "must be the name of a builtin model"),
+        (
+            {"model": {"source": {"builtin": "x"}}, "coordinator": {"routing": {"alpha": "2"}}},
+            "is '2'; must be a decimal number from 0 to 1, such as 0.5",
+        ),
+    ],
+)
+def test_the_offline_commands_show_the_same_sentence(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        parse_spec(spec)
+    assert words in str(caught.value)
+
+
 def test_every_rule_has_a_message_that_names_its_field() -> None:
     schema = _version()["schema"]["openAPIV3Schema"]
     rules = [rule for _, node in _nodes(schema) for rule in node.get("x-kubernetes-validations", [])]

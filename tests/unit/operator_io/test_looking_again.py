@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
+from megatron_operator.cluster.kinds import EVENT, Kind
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import ResourceTask
 from megatron_operator.model.settings import Settings
+from megatron_operator.plan.world import EVENT_SECONDS
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -123,3 +128,73 @@ async def test_only_the_keys_secret_of_the_resource_is_read() -> None:
     assert world.keys is not None
     assert await observer.reread_keys(seen) is not None
     assert {name for kind, name in asked if kind == "Secret"} == {"demo-keys"}
+
+
+class EventsApi(InMemoryApi):
+    """Lists Events, and counts the lists."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.events: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+
+    async def list(self, kind: Kind, namespace: str, *, fields: str) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        assert kind is EVENT
+        self.asked.append(fields)
+        wanted = dict(part.split("=") for part in fields.split(","))
+        return [event for event in self.events if event["regarding"]["name"] == wanted["regarding.name"]]
+
+
+def event(pod: dict[str, Any], note: str, *, at: str, reason: str = "FailedMount", uid: str = "") -> dict[str, Any]:
+    name = pod["metadata"]["name"]
+    regarding = {"kind": "Pod", "name": name, "uid": uid or pod["metadata"]["uid"]}
+    return {"reason": reason, "note": note, "deprecatedLastTimestamp": at, "regarding": regarding}
+
+
+async def test_events_of_a_waiting_pod_are_read_at_intervals_and_written_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster({**SPEC, "server": {"apiKeysSecretRef": {"name": "clients", "key": "list"}}}, security=False)
+    api = EventsApi(cluster)
+    watch = Watch(api)
+    clock = [1000.0]
+    monkeypatch.setattr("megatron_operator.controller.observe.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    task = new_operator(api, watch, DirectLink(cluster), term=1)
+    for _ in range(8):
+        watch.show()
+        await task.run_once()
+        cluster.tick()
+    api.asked.clear()
+    name, pod = next((name, pod) for name, pod in cluster.pods.items() if "-server-" in name)
+    pod["status"] = {"phase": "Pending"}
+    missing = 'MountVolume.SetUp failed for volume "api-keys" : secret "clients" not found'
+    api.events = [
+        event(pod, "secret of an earlier pod", at="2026-01-01T00:00:09Z", uid="earlier"),
+        event(pod, missing, at="2026-01-01T00:00:05Z"),
+        event(pod, "Unable to attach or mount volumes: unmounted volumes=[api-keys]", at="2026-01-01T00:00:08Z"),
+        event(pod, "Back-off pulling image", reason="BackOff", at="2026-01-01T00:00:09Z"),
+    ]
+    watch.show()
+    assert await pause_of(task) <= EVENT_SECONDS
+    assert api.asked == [], "a pod that has just been created needs no explanation"
+    clock[0] += EVENT_SECONDS
+    await pause_of(task)
+    assert api.asked == [f"type=Warning,regarding.kind=Pod,regarding.name={name}"]
+    degraded = cluster.condition("Degraded")
+    assert degraded["reason"] == "ContainerConfigError"
+    assert f"pod {name}: FailedMount: {missing}" in degraded["message"]
+    assert "or correct spec.server.apiKeysSecretRef" in degraded["message"]
+
+    written = copy.deepcopy(cluster.status)
+    for _ in range(3):
+        clock[0] += EVENT_SECONDS
+        await pause_of(task)
+    assert len(api.asked) == 4
+    assert cluster.status == written
+
+    pod["status"] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    watch.show()
+    await pause_of(task)
+    assert len(api.asked) == 4
+    assert cluster.condition("Degraded")["status"] == "False"

@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,21 @@ from megatron_operator.model.resource import API_VERSION, KIND
 RESOURCES = "/apis/inference.megatron.dev/v1alpha1/namespaces/default/megatroninferences"
 
 
+LEASES = "/apis/coordination.k8s.io/v1/leases"
+
+
+def _lease(*, age: float = 0.0) -> dict[str, Any]:
+    renewed = (datetime.now(UTC) - timedelta(seconds=age)).isoformat().replace("+00:00", "Z")
+    return {
+        "metadata": {"name": "op", "namespace": "system", "annotations": {"inference.megatron.dev/term": "1"}},
+        "spec": {"holderIdentity": "op-0", "renewTime": renewed, "leaseDurationSeconds": 600},
+    }
+
+
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Bodies by path; what is not there is 404."""
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {LEASES: {"apiVersion": "coordination.k8s.io/v1", "kind": "LeaseList", "items": [_lease()]}}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -79,6 +91,21 @@ def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], pro
     result = CliRunner().invoke(program, ["explain", "demo"])
     assert result.exit_code == 0, result.output
     assert "pod demo-engine-1-0, Running, on node node-a: CrashLooping: " in result.output
+
+
+@pytest.mark.parametrize("command", ["status", "explain"])
+def test_a_resource_that_no_operator_serves_says_so(answers: dict[str, Any], command: str) -> None:
+    cluster = Cluster({**MINIMAL})
+    cluster.settle()
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    answers["/api/v1/namespaces/default/pods"] = {"apiVersion": "v1", "kind": "PodList", "items": []}
+    assert "waits for nothing" in CliRunner().invoke(kubectl.main, [command, "demo"]).output
+    answers[LEASES]["items"] = [_lease(age=3600)]
+    result = CliRunner().invoke(kubectl.main, [command, "demo"])
+    assert result.exit_code == 0, result.output
+    assert "no operator runs for namespace default since " in result.output
+    assert "Lease system/op is not held, op-0 does not renew it" in result.output
+    assert "waits for nothing" not in result.output
 
 
 HOSTILE = "\x1b[2Jgone\nforged: line\u202e"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +32,11 @@ def write_keys(folder: Path, own: KeyPair, *admitted: KeyPair) -> Path:
 
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Meeting]]:
-    """meet(rank, store, keys): return the rendezvous of one rank of two."""
+    """meet(rank, store, keys, address): return the rendezvous of one rank of two, with rank 0 at `address`."""
     meetings: list[Meeting] = []
 
-    def make(rank: int, store: dist.Store, keys_dir: Path | None) -> Meeting:
-        identity = RankIdentity(rank=rank, local_rank=0, world=2, local_world=1, address="127.0.0.1", port=1)
+    def make(rank: int, store: dist.Store, keys_dir: Path | None, address: str = "127.0.0.1") -> Meeting:
+        identity = RankIdentity(rank=rank, local_rank=0, world=2, local_world=1, address=address, port=1)
         meetings.append(Meeting(identity, store, keys_dir=keys_dir))
         return meetings[-1]
 
@@ -48,6 +50,11 @@ def until(seconds: float = SECONDS) -> float:
     return time.monotonic() + seconds
 
 
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 9)) in (0, errno.ECONNREFUSED)
+
+
 def send(sender: Meeting, receiver: Meeting, *, to: int) -> bytes:
     push = sender.connect(to)
     push.send(b"an order")
@@ -56,11 +63,14 @@ def send(sender: Meeting, receiver: Meeting, *, to: int) -> bytes:
     return receiver.pull.recv()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("with_keys", [True, False])
-def test_ranks_with_the_mounted_keys_connect(meet, tmp_path: Path, with_keys: bool) -> None:
+def test_ranks_with_the_mounted_keys_connect(meet, tmp_path: Path, with_keys: bool, address: str) -> None:
+    if address == "::1" and not has_ipv6():
+        pytest.skip("this system has no IPv6")
     keys = write_keys(tmp_path / "keys", KeyPair.generate()) if with_keys else None
     store = dist.HashStore()
-    leader, follower = meet(0, store, keys), meet(1, store, keys)
+    leader, follower = meet(0, store, keys, address), meet(1, store, keys, address)
     for one in (leader, follower):
         one.wait_for_all(until=until())
     assert send(leader, follower, to=1) == send(follower, leader, to=0) == b"an order"

@@ -103,6 +103,7 @@ def engine_facts(scene: Scene, engine: EngineView) -> EngineFacts:
         draining=report is not None and report.draining,
         drained=drained(scene, engine),
         canary=engine.canary,
+        responsive=engine.report is None or not engine.report.suspect,
     )
 
 

@@ -278,22 +278,44 @@ def _on_host(logits_NV: torch.Tensor) -> Float32:
     return host_NV
 
 
+class NoGpuError(ValueError):
+    """An engine for GPUs has none. It does not fall back to the CPU, which would be many times slower.
+
+    reason, remedy: for the termination message.
+    """
+
+    reason = "NoGpu"
+    remedy = (
+        "check that the node's driver and device plugin work and that the pod requests nvidia.com/gpu "
+        "(spec.engine.gpusPerPod); use --device auto or cpu to run on the CPU"
+    )
+
+
+def _cuda_error() -> str:
+    """Return why torch cannot use CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return f"it sees {torch.cuda.device_count()} devices"
+
+
 def torch_device(name: str, *, local_rank: int) -> torch.device:
     """Return the device of a rank's tensors: with GPUs, the GPU of its number on its machine.
 
     name:       "cpu", "cuda", or "auto" for a GPU if there is one.
     local_rank: number of this rank among those of its machine.
 
-    Raises ValueError: there is no such device; the message has the remedy.
+    Raises NoGpuError: there is no such device; the message has the remedy.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
+        raise NoGpuError(f"device='cuda': torch finds no CUDA device: {_cuda_error()}")
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise NoGpuError(
             f"device={name!r}: rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}: "
             "start as many ranks on it as it has GPUs (gpusPerPod)"
         )

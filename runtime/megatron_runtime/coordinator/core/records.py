@@ -174,6 +174,7 @@ class Engine:
             revision=self.revision,
             in_flight=len(self.in_flight),
             silent_seconds=round(max(0.0, now - self.heard), 3),
+            suspect=self.suspect and now > self.busy_until,
             plain=self.plain,
             draining=self.draining,
             digest=self.digest,

@@ -36,7 +36,7 @@ class Timing:
 class CoordinatorSettings:
     """Settings of `megatron coordinator`.
 
-    listen:          address to bind.
+    listen:          address to bind; "::" is every address of the host.
     client_port, engine_port, admin_port: 0 picks a free port.
     single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
     health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
@@ -53,7 +53,7 @@ class CoordinatorSettings:
     schedule_output_path: JSON file for the scheduling decisions, written at the end.
     """
 
-    listen: str = "0.0.0.0"
+    listen: str = "::"
     client_port: int = 5555
     engine_port: int = 5556
     admin_port: int = 5557

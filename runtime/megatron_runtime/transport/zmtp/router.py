@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from megatron_runtime.process.listening import listening_socket
 from megatron_runtime.protocol.codec import Frames
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp.connection import Connection, PeerId
@@ -75,13 +76,10 @@ class Router:
         self._next_id = secrets.randbits(32)
 
     def bind(self, host: str, port: int) -> str:
-        """Listen, and return the address. "*": IPv4; "::": IPv4 and IPv6; port 0: a free port. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        both = host == "::" and socket.has_dualstack_ipv6()
-        where = ("" if host == "*" else host, port)
-        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        """Listen, and return the address. "*": IPv4; "::": every address; port 0: a free port. Raises OSError."""
+        listener = listening_socket("" if host == "*" else host, port, backlog=_BACKLOG)
         name, bound = listener.getsockname()[:2]
-        address = f"tcp://[{name}]:{bound}" if family == socket.AF_INET6 else f"tcp://{name}:{bound}"
+        address = f"tcp://[{name}]:{bound}" if ":" in name else f"tcp://{name}:{bound}"
         return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
 
     def bind_path(self, path: Path) -> str:

@@ -1,0 +1,22 @@
+"""Listening TCP sockets, for IPv4 and IPv6. No torch."""
+
+from __future__ import annotations
+
+import socket
+
+EVERY_ADDRESS = "::"
+"""Every address of the host: IPv4 and IPv6 where the system has IPv6, else IPv4."""
+
+
+def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
+    """Return a socket that listens on TCP.
+
+    host: address or name; EVERY_ADDRESS accepts clients of both protocols. port: 0 picks a free one.
+    backlog: limit of connections that wait to be accepted.
+
+    Raises OSError: the address is in use or is none of this host.
+    """
+    if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=host == EVERY_ADDRESS)
