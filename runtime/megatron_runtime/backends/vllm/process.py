@@ -198,7 +198,7 @@ class VllmProcess:
             on_lost(lost)
 
     def _lost(self) -> VllmError:
-        """Return the cause of an end that nobody asked for."""
+        """Return the cause of an unexpected end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         status = self._process.poll()
