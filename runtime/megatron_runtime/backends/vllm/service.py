@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import vllm
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
 from vllm import TokensPrompt
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -112,11 +114,16 @@ class Service:
         if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
             self._arguments.create_model_config()
         else:
-            self._arguments.create_engine_config()
+            self._config()
+
+    def _config(self) -> VllmConfig:
+        """Return vLLM's configuration. Raises vLLM's errors."""
+        arguments = copy(self._arguments)  # the call changes them
+        return arguments.create_engine_config(headless=arguments.node_rank > 0)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
-        config = self._arguments.create_engine_config(headless=self._arguments.node_rank > 0)
+        config = self._config()
         model, cache = config.model_config, config.cache_config
         return {
             "directory": str(self._directory),
@@ -132,7 +139,7 @@ class Service:
     # --- memory and weights -------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        config = await asyncio.to_thread(self._arguments.create_engine_config)
+        config = await asyncio.to_thread(self._config)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
         self._llm = llm
         self._background.append(asyncio.create_task(self._watch_health(llm)))
@@ -143,7 +150,7 @@ class Service:
 
     async def run_workers(self) -> None:
         """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""
-        config = await asyncio.to_thread(self._arguments.create_engine_config, headless=True)
+        config = await asyncio.to_thread(self._config)
         executor = await asyncio.to_thread(MultiprocExecutor, config, monitor_workers=False)
         await asyncio.to_thread(executor.start_worker_monitor, inline=True)  # returns when a rank has ended
         os._exit(1)
