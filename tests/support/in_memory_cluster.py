@@ -81,6 +81,7 @@ class FakeEngine:
     uid: str
     draining: bool = False
     serving: bool = True
+    in_flight: int = 0
 
 
 @dataclass
@@ -163,7 +164,13 @@ class FakeCoordinator:
             operations=dict(self.operations),
             engines=tuple(
                 EngineReport(
-                    name, name, engine.state, engine.revision, serving=engine.serving, draining=engine.draining
+                    name,
+                    name,
+                    engine.state,
+                    engine.revision,
+                    in_flight=engine.in_flight,
+                    serving=engine.serving,
+                    draining=engine.draining,
                 )
                 for name, engine in sorted(self.engines.items())
             ),
@@ -420,8 +427,14 @@ class Cluster:
         for pod in self.pods.values():
             labels = pod["metadata"]["labels"]
             name = labels.get("inference.megatron.dev/engine")
-            if not name or name in self.broken_engines:
+            if not name or name in self.broken_engines or labels["apps.kubernetes.io/pod-index"] != "0":
                 continue
+            others = (other["metadata"]["labels"] for other in self.pods.values())
+            ranks = [other for other in others if other.get("inference.megatron.dev/engine") == name]
+            if {each["inference.megatron.dev/revision"] for each in ranks} != {
+                labels["inference.megatron.dev/revision"]
+            }:
+                continue  # pods of two revisions form no process group
             known = self.coordinator.engines.get(name)
             if known is None or known.uid != pod["metadata"]["uid"]:
                 revision = labels["inference.megatron.dev/revision"]

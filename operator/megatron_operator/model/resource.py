@@ -209,8 +209,8 @@ class SuspendSpec(ApiModel):
     )
     wake_on_request: bool = Field(
         default=False,
-        description="A request that arrives while suspended makes the resource run again, until it is idle or the spec "
-        "changes.",
+        description="A request that arrives while suspended makes the resource run again, until it is idle or "
+        "desiredState changes.",
     )
     idle_seconds: int = Field(
         default=600,

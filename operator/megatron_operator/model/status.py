@@ -53,8 +53,8 @@ class Lifecycle(ApiModel):
     since: str | None = Field(
         default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
     )
-    woken_generation: int | None = Field(
-        default=None, description="Generation at which a request woke the suspended resource."
+    woken: bool | None = Field(
+        default=None, description="Whether a request woke the suspended resource, which has not been idle since."
     )
 
 

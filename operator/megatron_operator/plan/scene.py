@@ -102,13 +102,16 @@ class Scene:
 
     @cached_property
     def woken(self) -> bool:
-        """Whether a request woke the suspended resource, now or earlier in this generation of the spec."""
+        """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
+
+        Only desiredState, zero replicas and wakeOnRequest end this before: an autoscaler changes the spec, too.
+        """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
             return False
         if spec.replicas == 0:
             return False
-        already = self.lifecycle.get("wokenGeneration") == self.world.resource.generation
+        already = bool(self.lifecycle.get("woken"))
         if already and self.idle_in is not None and self.idle_in <= 0:
             return False
         suspended = coordinator.reachable and coordinator.state is CoordinatorState.SUSPENDED
@@ -122,11 +125,13 @@ class Scene:
 
     @cached_property
     def idle_in(self) -> float | None:
-        """Seconds until a woken resource without requests is suspended again; None while unknown."""
-        coordinator = self.world.coordinator
+        """Seconds until a woken resource without queued requests or requests in flight is suspended again; None while
+        unknown."""
+        coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
             return None
-        return self.world.resource.spec.lifecycle.suspend.idle_seconds - coordinator.idle_seconds
+        busy = coordinator.queue_length > 0 or any(engine.in_flight for engine in coordinator.engines)
+        return float(limit) if busy else limit - coordinator.idle_seconds
 
     @cached_property
     def desired(self) -> DesiredState:

@@ -126,7 +126,7 @@ def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     if scene.world.fence_offset:
         fields["fenceOffset"] = scene.world.fence_offset
     if scene.woken:
-        fields["wokenGeneration"] = scene.world.resource.generation
+        fields["woken"] = True
     if verdict.operation is not None:
         fields |= verdict.operation.to_status()
     return fields

@@ -347,7 +347,17 @@ def test_no_replicas_behaves_as_release_pods(make_cluster: Any) -> None:
     assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
 
 
-def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluster: Any) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"lifecycle": {"suspend": {"wakeOnRequest": False}}},
+        {"replicas": 0},
+        {"desiredState": "Paused"},
+    ],
+)
+def test_a_request_wakes_a_suspended_resource_until_its_desired_state_changes(
+    make_cluster: Any, ends: dict[str, Any]
+) -> None:
     cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
     cluster.settle()
     assert cluster.state == "Suspended"
@@ -357,7 +367,37 @@ def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluste
     cluster.coordinator.queue = 0
     cluster.settle()
     assert cluster.state == "Running"
+    cluster.patch(**ends)
+    cluster.settle()
     cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    assert cluster.state == "Suspended"
+
+
+def test_an_autoscaler_does_not_suspend_a_woken_resource(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
+    cluster.settle()
+    cluster.coordinator.queue = 1
+    cluster.settle()
+    cluster.coordinator.queue = 0
+    before = cluster.signals()
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
+    assert cluster.signals() == before
+
+
+def test_a_woken_resource_with_requests_in_flight_is_not_idle(make_cluster: Any) -> None:
+    suspend = {"wakeOnRequest": True, "idleSeconds": 60}
+    cluster = make_cluster(lifecycle={"suspend": suspend}, desiredState="Suspended")
+    cluster.settle()
+    cluster.coordinator.queue = 1
+    cluster.settle()
+    cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
+    cluster.coordinator.engines["demo-engine-0"].in_flight = 1
+    decision = cluster.settle()
+    assert (cluster.state, decision.requeue_after) == ("Running", 60)
+    cluster.coordinator.engines["demo-engine-0"].in_flight = 0
     cluster.settle()
     assert cluster.state == "Suspended"
 
@@ -372,7 +412,7 @@ def test_a_woken_resource_that_is_idle_sleeps_again_until_the_next_request(make_
     cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
     cluster.settle()
     assert cluster.state == "Suspended"
-    assert "wokenGeneration" not in cluster.status["lifecycle"]
+    assert "woken" not in cluster.status["lifecycle"]
     cluster.coordinator.queue, cluster.coordinator.idle = 1, 0.0
     cluster.settle()
     assert cluster.state == "Running"
@@ -486,6 +526,52 @@ def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None
     assert all(cluster.pods[name]["metadata"]["uid"] != old[name] for name in cluster.engine_pods())
     assert cluster.status["updatedReplicas"] == 3
     assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
+
+
+CPU = {"ranksPerPod": 1}
+GPU = {"gpusPerPod": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "tensor", "changed", "pods"),
+    [
+        (CPU, 1, {"parallelism": {"tensor": 2}}, (1, 2)),
+        (CPU, 2, {"parallelism": {"tensor": 1}}, (2, 1)),
+        (CPU, 2, {"engine": {"ranksPerPod": 2}}, (2, 1)),
+        (GPU, 2, {"engine": {"gpusPerPod": 2}}, (2, 1)),
+        (GPU, 4, {"engine": {"gpusPerPod": 2}}, (4, 2)),
+    ],
+)
+def test_the_number_of_pods_changes_with_the_template_in_each_engines_turn(
+    make_cluster: Any, engine: dict[str, Any], tensor: int, changed: dict[str, Any], pods: tuple[int, int]
+) -> None:
+    cluster = make_cluster(replicas=3, engine=engine, parallelism={"tensor": tensor})
+    cluster.settle()
+    first = cluster.status["revision"]
+    cluster.patch(**changed)
+    for _ in range(60):
+        cluster.step()
+        for ref, obj in cluster.objects.items():
+            if ref.kind == "StatefulSet":
+                old = obj["spec"]["template"]["metadata"]["labels"]["inference.megatron.dev/revision"] == first
+                assert obj["spec"]["replicas"] == pods[not old]
+        assert sum(not engine.draining for engine in cluster.coordinator.engines.values()) >= 2
+        cluster.tick()
+    assert cluster.status["updatedReplicas"] == 3
+    assert len(cluster.engine_pods()) == 3 * pods[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_rejected_template_with_another_number_of_pods_resizes_no_engine(
+    make_cluster: Any, before: int, after: int
+) -> None:
+    cluster = make_cluster(replicas=2, parallelism={"tensor": before})
+    cluster.settle()
+    held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.reject |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
+    cluster.patch(parallelism={"tensor": after})
+    cluster.settle()
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
 
 
 def test_a_revert_during_a_rollout_leaves_unchanged_engines_alone(make_cluster: Any) -> None:
