@@ -97,6 +97,7 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
     for engine in engines:
         facts = f"revision {engine.get('revision') or '-'}, {engine.get('restarts', 0)} restarts"
         why = f": {engine['diagnosis']}" if engine.get("diagnosis") else ""
+        why += f"; it is started again at {engine['retryAt']}" if engine.get("retryAt") else ""
         rows.append(f"  {engine['name']:24} {engine['state']:10} {facts}{why}")
     return ["engines:", *rows]
 

@@ -198,6 +198,7 @@ class Cluster:
         self.spec = copy.deepcopy(spec)
         self.settings = Settings(runtime_image=image, security=security, pod_policy=pod_policy or PodPolicy())
         self.generation = 1
+        self.restarted_at = ""
         self.status: dict[str, Any] = {}
         self.objects: dict[ChildRef, dict[str, Any]] = {}
         self.unverified: set[ChildRef] = set()
@@ -244,6 +245,7 @@ class Cluster:
                 generation=self.generation,
                 spec=parse_spec(self.spec),
                 status=copy.deepcopy(self.status),
+                restarted_at=self.restarted_at,
             ),
             settings=self.settings,
             now=self.now,

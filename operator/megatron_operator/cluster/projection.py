@@ -11,7 +11,7 @@ from typing import Any
 from megatron_operator.model.resource import GROUP, KIND
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
-from megatron_operator.render.context import LABEL_INSTANCE
+from megatron_operator.render.context import ANNOTATION_RESTARTED, LABEL_INSTANCE
 
 Object = Mapping[str, Any]
 
@@ -64,6 +64,7 @@ class SeenResource:
     status: Object
     deleting: bool
     changed_by: str
+    restarted_at: str
 
 
 def version_of(obj: Object) -> int:
@@ -126,6 +127,7 @@ def project_resource(obj: Object) -> SeenResource:
         status=obj.get("status") or {},
         deleting=metadata.get("deletionTimestamp") is not None,
         changed_by=_changed_by(metadata),
+        restarted_at=str((metadata.get("annotations") or {}).get(ANNOTATION_RESTARTED, "")),
     )
 
 

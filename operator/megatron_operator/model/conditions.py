@@ -75,7 +75,8 @@ class Reason(Documented):
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. because of a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",
-        "An engine crashed too often; it is tried again after a change of the spec.",
+        "An engine crashed too often and has no pods. It is started again after a backoff if the cause is in the "
+        "infrastructure, otherwise after a change of the spec or a restart command.",
     )
     REQUEST_ENDS_ENGINES = (
         "RequestEndsEngines",

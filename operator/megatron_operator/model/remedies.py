@@ -101,7 +101,8 @@ REMEDIES: dict[Reason, Remedy] = {
     ),
     Reason.RESTART_BUDGET_EXHAUSTED: Remedy(
         Symptom.CONTAINER_ENDS,
-        "Correct the spec according to the diagnosis in status.engines. Any change of the spec tries again. "
+        "Remove the cause that the diagnosis in status.engines names. A change of the model, the weights or the "
+        "engines in the spec starts the engine again, and so does `kubectl megatron restart NAME`. "
         "spec.lifecycle.restartBudget sets how many restarts are tolerated.",
     ),
     Reason.ENGINE_LOST: Remedy(

@@ -222,9 +222,14 @@ class SuspendSpec(ApiModel):
 
 class RestartBudget(ApiModel):
     restarts: int = Field(
-        default=5, ge=0, le=1000, description="Limit of container restarts of one engine in the window."
+        default=5,
+        ge=0,
+        le=1000,
+        description="Restarts of one engine, with all its pods, that are tolerated in short succession.",
     )
-    window_seconds: int = Field(default=600, ge=1, le=86400, description="Length of the window.")
+    window_seconds: int = Field(
+        default=600, ge=1, le=86400, description="Time in which as many restarts are forgiven, one after another."
+    )
 
 
 class LifecycleSpec(ApiModel):

@@ -75,11 +75,6 @@ class Plan(ApiModel):
     since: str = Field(description="Since when.", json_schema_extra=TIME)
 
 
-class RestartWindow(ApiModel):
-    since: str = Field(description="Start of the window.", json_schema_extra=TIME)
-    base: int = Field(description="Restarts before the window.")
-
-
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(description="State that the engine last reported, or Pending, Loading, Released, Failed.")
@@ -92,9 +87,21 @@ class EngineStatus(ApiModel):
         description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent.",
     )
     canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
-    restarts: int = Field(default=0, description="Container restarts of its current pods.")
-    window: RestartWindow | None = Field(default=None, description="Current window of the restart budget.")
-    diagnosis: str | None = Field(default=None, description="Why the operator no longer restarts it.")
+    restarts: int = Field(default=0, description="Restarts of the engine with its current pods.")
+    forgiven_at: str | None = Field(
+        default=None, description="Time when the restart budget is complete again.", json_schema_extra=TIME
+    )
+    retries: int | None = Field(
+        default=None, description="Number of times that it was started again after an exhausted restart budget."
+    )
+    diagnosis: str | None = Field(
+        default=None, description="Cause of the last restart of an exhausted restart budget. It has no pods."
+    )
+    retry_at: str | None = Field(
+        default=None,
+        description="Time when it is started again after a cause in the infrastructure; not by itself if absent.",
+        json_schema_extra=TIME,
+    )
 
 
 class Transition(ApiModel):
@@ -135,6 +142,11 @@ class MegatronInferenceStatus(ApiModel):
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
+    attempt: str | None = Field(
+        default=None,
+        description="Digest of the inputs of the engines and the last kubectl megatron restart. A new one resets the "
+        "restart budgets.",
+    )
     engines: list[EngineStatus] | None = Field(
         default=None,
         description="The engines.",

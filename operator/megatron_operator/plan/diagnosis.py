@@ -74,6 +74,11 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
     return None
 
 
+def is_rank_lost(pod: PodView) -> bool:
+    """Return whether its container ended because another rank of its engine was lost."""
+    return pod.exit_code is not None and _termination_message(pod).reason == "RankLost"
+
+
 def _ended(pod: PodView) -> tuple[Reason, str]:
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"

@@ -21,7 +21,7 @@ from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.world import ChildRef, EngineReport, World
-from megatron_operator.render.context import ENGINE, RenderContext
+from megatron_operator.render.context import ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
@@ -229,6 +229,27 @@ class Scene:
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
         return tuple(self._engine(index, reports) for index in sorted(indexes))
 
+    @cached_property
+    def attempt(self) -> str:
+        """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
+        resource = self.world.resource
+        manifest = self.rendered.engine_manifest(0)
+        wanted = resource.spec.weights
+        return digest(
+            [
+                engine_revision(manifest) if manifest is not None else "",
+                wanted.revision if wanted is not None else "",
+                resource.spec.lifecycle.restart_budget.model_dump(mode="json"),
+                resource.restarted_at,
+            ]
+        )
+
+    @cached_property
+    def retry_in(self) -> float | None:
+        """Seconds until the next engine with an exhausted budget is started again; None if none is."""
+        times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
+        return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
+
     def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
         world, name = self.world, self.ctx.engine_name(index)
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
@@ -242,7 +263,7 @@ class Scene:
             pods=pods,
             report=reports.get(name),
             rendered_revision=revision,
-            budget=engine_budget(world, name, pods, revision=revision),
+            budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
             **self._canary(name),
         )
 

@@ -62,6 +62,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "selector": scale_selector(ctx),
         "conditions": _conditions(scene, verdict, state),
         "lifecycle": _lifecycle(scene, verdict),
+        "attempt": scene.attempt,
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }

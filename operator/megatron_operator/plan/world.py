@@ -44,6 +44,8 @@ class ResourceView:
     deleting: bool = False
     changed_by: str = ""
     """Field manager that last wrote `spec.desiredState`, if known; for the history."""
+    restarted_at: str = ""
+    """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator import cli, kubectl
+from megatron_operator.cluster.projection import project_resource
 from megatron_operator.model.resource import API_VERSION, KIND
+from megatron_operator.plan.clock import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1alpha1/namespaces/default/megatroninferences"
 
@@ -34,6 +36,13 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def do_PATCH(self) -> None:
+            """Merge the metadata of a patch."""
+            patch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert list(patch) == ["metadata"]
+            table[self.path]["metadata"] |= patch["metadata"]
+            self.do_GET()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
@@ -79,6 +88,16 @@ def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], pro
     result = CliRunner().invoke(program, ["explain", "demo"])
     assert result.exit_code == 0, result.output
     assert "pod demo-engine-1-0, Running, on node node-a: CrashLooping: " in result.output
+
+
+def test_a_restart_command_changes_only_what_begins_new_restart_budgets(answers: dict[str, Any]) -> None:
+    cluster = Cluster({**MINIMAL})
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    result = CliRunner().invoke(kubectl.main, ["restart", "demo"])
+    assert result.exit_code == 0, result.output
+    seen = project_resource(answers[f"{RESOURCES}/demo"])
+    assert parse(seen.restarted_at) is not None
+    assert (seen.spec, seen.generation) == (cluster.spec, cluster.generation)
 
 
 HOSTILE = "\x1b[2Jgone\nforged: line\u202e"
