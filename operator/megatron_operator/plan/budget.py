@@ -1,9 +1,9 @@
 """The restart budget: limit of incidents of one engine, after which the operator removes its pods.
 
 An incident is a restart of an engine. The containers of all its pods restart together, so the highest restart count of
-a pod is the number of incidents. Each one is forgiven after windowSeconds / restarts. The budget is exhausted while more
-than `restarts` are not forgiven. Restarts from before the budget do not count, nor do those of pods of another revision
-than the spec's, so that a reverted change is not charged.
+a pod is the number of incidents. Each one is forgiven after windowSeconds / restarts. The budget is exhausted while
+more than `restarts` are not forgiven. Restarts from before the budget do not count, nor do those of pods of another
+revision than the spec's, so that a reverted change is not charged.
 
 An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts it again
 after a backoff. Otherwise it waits for other inputs of the engines or `kubectl megatron restart`, which begin new
