@@ -9,7 +9,7 @@ from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import UNSETTLED
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.scene import MAX_STARTING, Scene
 from megatron_operator.plan.world import PodView
 from megatron_operator.render.context import COORDINATOR, SERVER
 
@@ -104,10 +104,12 @@ def engines_wait(scene: Scene) -> Finding:
     bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
     if bare is not None:
         return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
-    names = ", ".join(engine.name for engine in absent[:8])
+    started = [engine for engine in absent if engine.name not in scene.held_back] or absent
+    names = ", ".join(engine.name for engine in started[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"
-    return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}"
+    later = f"; {len(scene.held_back)} more start then, at most {MAX_STARTING} at a time" if scene.held_back else ""
+    return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"
 
 
 def degradation(scene: Scene) -> Finding | None:

@@ -26,6 +26,9 @@ from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
+MAX_STARTING = 256
+"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
+the nodes and the source of the weights start this many engines of one resource in parallel."""
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
 """Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
@@ -303,6 +306,13 @@ class Scene:
             for engine in self.engines
             if engine.statefulset is not None and engine.scaled > 0 and engine.statefulset.model_hash != self.model_hash
         )
+
+    @cached_property
+    def held_back(self) -> frozenset[str]:
+        """Names of the engines that get their pods later, because MAX_STARTING others start."""
+        room = max(0, MAX_STARTING - sum(engine.starting for engine in self.engines))
+        without_pods = [engine.name for engine in self.wanted if engine.scaled == 0 and self.pods_for(engine) > 0]
+        return frozenset(without_pods[room:])
 
     @cached_property
     def engines_empty(self) -> bool:

@@ -101,6 +101,8 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     found = engine.statefulset
     if engine.surplus and engine.empty:
         return remove_engine(scene, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+    if engine.name in scene.held_back:
+        return []
     actions: list[Action] = [apply(service)] if _due(scene, service) else []
     pods = scene.pods_for(engine)
     if found is not None and (found.deleting or not found.owned):

@@ -16,6 +16,7 @@ from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, reject_spec
+from megatron_operator.plan.scene import MAX_STARTING
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
     ApplyChild,
@@ -466,6 +467,45 @@ def test_an_engine_that_still_loads_is_removed_without_a_drain(make_cluster: Any
     cluster.settle()
     assert cluster.signals() == []
     assert cluster.engine_pods() == ["demo-engine-0-0"]
+
+
+@pytest.mark.parametrize("desired", ["Running", "Paused", "Suspended"])
+def test_engines_that_never_served_are_removed_at_once(make_cluster: Any, desired: str) -> None:
+    cluster = make_cluster(replicas=2, desiredState=desired)
+    cluster.settle()
+    before = cluster.signals()
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in range(2, 40)}
+    cluster.patch(replicas=40)
+    cluster.settle()
+    assert len(cluster.engine_pods()) == 40
+    cluster.patch(replicas=2)
+    cluster.step()
+    assert {ref.name for ref in cluster.objects if ref.kind == "StatefulSet"} == {"demo-engine-0", "demo-engine-1"}
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == (desired, "2/2")
+    assert cluster.signals() == before
+
+
+def test_a_bounded_number_of_engines_starts_at_a_time(make_cluster: Any) -> None:
+    def statefulsets() -> int:
+        return sum(ref.kind == "StatefulSet" for ref in cluster.objects)
+
+    cluster = make_cluster(replicas=MAX_STARTING + 2)
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in range(1, MAX_STARTING)}
+    for _ in range(2):
+        cluster.step()
+        assert statefulsets() == MAX_STARTING
+    cluster.tick()
+    for pod in cluster.pods.values():
+        pod["status"].pop("containerStatuses", None)
+    cluster.step()
+    assert statefulsets() == MAX_STARTING + 1, "one serves"
+    assert f"1 more start then, at most {MAX_STARTING} at a time" in cluster.condition("EnginesReady")["message"]
+    for name in ("demo-engine-1", "demo-engine-2"):
+        ref = ChildRef("StatefulSet", name, "apps/v1")
+        cluster.objects[ref]["status"] = {"readyReplicas": 1}
+    cluster.step()
+    assert statefulsets() == MAX_STARTING + 2
 
 
 def test_an_engine_without_its_statefulset_keeps_its_revision_in_the_status(make_cluster: Any) -> None:
