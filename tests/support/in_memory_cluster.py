@@ -82,6 +82,9 @@ class FakeEngine:
     draining: bool = False
     serving: bool = True
     in_flight: int = 0
+    epoch: int = 0
+    source: str | None = ""
+    digest: str = ""
 
 
 @dataclass
@@ -98,6 +101,8 @@ class FakeCoordinator:
     idle: float = 0.0
     epoch: int = 0
     sources: list[str] = field(default_factory=list)
+    source_revisions: set[str] = field(default_factory=set)
+    """Revisions of the engines that were updated in place; their successors adopt the last source."""
     bad_sources: set[str] = field(default_factory=set)
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
     keys: KeysInUse | None = None
@@ -130,6 +135,9 @@ class FakeCoordinator:
         if signal.epoch is not None:
             self.epoch = signal.epoch
             self.sources.append(str(signal.source))
+            self.source_revisions = {engine.revision for engine in self.engines.values()}
+            for engine in self.engines.values():
+                engine.epoch, engine.source = self.epoch, self.sources[-1]
         ranks = len(self.engines)
         self.operations[signal.operation_id] = OperationReport(
             OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
@@ -168,6 +176,9 @@ class FakeCoordinator:
                     name,
                     engine.state,
                     engine.revision,
+                    epoch=engine.epoch,
+                    digest=engine.digest,
+                    source=engine.source,
                     in_flight=engine.in_flight,
                     serving=engine.serving,
                     draining=engine.draining,
@@ -442,7 +453,12 @@ class Cluster:
                 revision = labels["inference.megatron.dev/revision"]
                 state = JOINS[self.coordinator.state]
                 self.coordinator.engines[name] = FakeEngine(
-                    state, revision, pod["metadata"]["uid"], draining=self.coordinator.all_draining
+                    state,
+                    revision,
+                    pod["metadata"]["uid"],
+                    draining=self.coordinator.all_draining,
+                    epoch=self.coordinator.epoch,
+                    source=self.coordinator.sources[-1] if revision in self.coordinator.source_revisions else "",
                 )
 
     def settle(self, *, limit: int = 80) -> Decision:

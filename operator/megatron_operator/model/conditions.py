@@ -53,6 +53,10 @@ class Reason(Documented):
         "RefreshingWeights",
         "Engines load other weights of one model in place, without a restart.",
     )
+    WRONG_WEIGHTS = (
+        "WrongWeights",
+        "Engines serve other weights than those of spec.weights.revision, or different files of them.",
+    )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
     ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."

@@ -61,6 +61,12 @@ class Lifecycle(ApiModel):
 class WeightsStatus(ApiModel):
     revision: str = Field(description="Revision of the weights that engines hold.")
     model: str = Field(description="Hash of the model.")
+    epoch: int | None = Field(default=None, description="Epoch of the last update in place; absent if there was none.")
+    different_digests: list[str] | None = Field(
+        default=None,
+        description="Digests of engines of one revision that differ although every engine has loaded the weights "
+        "again.",
+    )
 
 
 class KeysStatus(ApiModel):
@@ -82,6 +88,9 @@ class EngineStatus(ApiModel):
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
     digest: str | None = Field(default=None, description="Digest of its weights; equal weights have equal digests.")
+    weights: str | None = Field(
+        default=None, description="Revision of the weights that it serves; absent if unknown or of another source."
+    )
     canary: str | None = Field(
         default=None,
         description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent.",

@@ -112,6 +112,18 @@ def engines_wait(scene: Scene) -> Finding:
     return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"
 
 
+def weights_finding(scene: Scene) -> Finding | None:
+    """Return that engines serve other weights than asked, or different ones."""
+    if scene.wrong_weights:
+        names = ", ".join(engine.name for engine in scene.wrong_weights[:8])
+        return Reason.WRONG_WEIGHTS, f"{names} serve other weights than revision {scene.weights_held}"
+    if scene.mixed_weights:
+        digests = ", ".join(digest[:12] for digest in scene.mixed_weights[:8])
+        text = f"engines of one revision report different digests of their weights: {digests}"
+        return Reason.WRONG_WEIGHTS, f"{text}; make the files of the weights equal on all nodes"
+    return None
+
+
 def degradation(scene: Scene) -> Finding | None:
     """Return any error that waiting alone may not resolve."""
     found = rejection(scene)
@@ -121,4 +133,7 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
+    found = weights_finding(scene)
+    if found is not None:
+        return found
     return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])

@@ -23,12 +23,14 @@ from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.world import ChildRef, EngineReport, World
 from megatron_operator.render.context import ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
-from megatron_operator.render.model_source import model_hash
+from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 MAX_STARTING = 256
 """Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
 the nodes and the source of the weights start this many engines of one resource in parallel."""
+WEIGHTS_REPORT_SECONDS = 30
+"""Time in which engines report the weights of an update. Then a wrong report leads to another update."""
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
 """Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
@@ -88,10 +90,64 @@ class Scene:
         return model_hash(plain)
 
     @cached_property
+    def weights_epoch(self) -> int:
+        """Epoch of the last confirmed update of the weights of this model; 0 if there was none."""
+        found = self.operation
+        if found is not None and found.weights is not None and found.phase is LifecyclePhase.CONFIRMED:
+            return found.epoch or 0
+        stored = self.status.get("weights") or {}
+        return int(stored.get("epoch", 0)) if stored.get("model") == self.model_hash else 0
+
+    def weights_of(self, engine: EngineView) -> str | None:
+        """Return the revision of the weights that a serving engine reports; empty if they are of another source. None
+        if that is unknown.
+
+        An engine that was not updated in place has the weights of its pod. So does one that restarts in its pod while
+        no coordinator remembers the update.
+        """
+        report, held = engine.report, self.weights_held
+        if report is None or not report.serving or held is None:
+            return None
+        if report.source:
+            return held if report.source == model_argument(self.ctx) else ""
+        if report.source is None and report.epoch >= self.weights_epoch:
+            return held
+        return next((pod.weights for pod in engine.pods if not pod.deleting), None)
+
+    @cached_property
+    def wrong_weights(self) -> tuple[EngineView, ...]:
+        """Serving engines with other weights than those of the last confirmed update."""
+        if self.old_model:
+            return ()
+        held = self.weights_held
+        return tuple(engine for engine in self.wanted if self.weights_of(engine) not in (None, held))
+
+    @cached_property
+    def mixed_weights(self) -> tuple[str, ...]:
+        """Digests of the weights of engines of one revision, if they differ: they loaded different files."""
+        digests: dict[str, set[str]] = {}
+        for engine in self.serving:
+            if engine.report is not None and engine.report.digest:
+                digests.setdefault(engine.report.revision, set()).add(engine.report.digest)
+        mixed = (found for found in digests.values() if len(found) > 1)
+        return tuple(sorted(set().union(*mixed)))
+
+    @cached_property
+    def mixed_after_update(self) -> tuple[str, ...]:
+        """The different digests, if loading the weights again has not made them equal."""
+        last, stored = self.operation, (self.status.get("weights") or {}).get("differentDigests")
+        updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
+        recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
+        return self.mixed_weights if recent or stored == list(self.mixed_weights) else ()
+
+    @cached_property
     def weights_due(self) -> str | None:
         """Revision of the weights that engines should load in place; None if they have it."""
         wanted, held = self.world.resource.spec.weights, self.weights_held
-        return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
+        if wanted is None or held is None:
+            return None
+        mixed = self.mixed_weights and not self.mixed_after_update
+        return wanted.revision if held != wanted.revision or self.wrong_weights or mixed else None
 
     @cached_property
     def status(self) -> Mapping[str, Any]:

@@ -97,7 +97,14 @@ def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
     if wanted is None:
         return None
     held = scene.weights_held or (wanted.revision if serving else None)
-    return None if held is None else {"revision": held, "model": scene.model_hash}
+    if held is None:
+        return None
+    return {
+        "revision": held,
+        "model": scene.model_hash,
+        **({"epoch": scene.weights_epoch} if scene.weights_epoch else {}),
+        **({"differentDigests": list(scene.mixed_after_update)} if scene.mixed_after_update else {}),
+    }
 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:
@@ -167,6 +174,7 @@ def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
         "epoch": report.epoch if report else 0,
         "ranks": report.ranks if report else 0,
         **({"digest": report.digest} if report and report.digest else {}),
+        **({"weights": weights} if (weights := scene.weights_of(engine)) else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),

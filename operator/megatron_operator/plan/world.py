@@ -134,6 +134,8 @@ class EngineReport:
     ranks: int = 1
     digest: str = ""
     """Digest of its weights; empty if unknown."""
+    source: str | None = None
+    """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""

@@ -1299,3 +1299,101 @@ def test_new_weights_wait_while_suspended(make_cluster: Any) -> None:
     cluster.patch(desiredState="Running")
     cluster.settle()
     assert cluster.coordinator.sources == ["/model/x/7"]
+
+
+def _reboot(cluster: Any, *engines: str) -> None:
+    """Restart the containers of the coordinator and of these engines in their pods: they know of no update."""
+    cluster.coordinator.epoch = 0
+    cluster.coordinator.source_revisions.clear()
+    for name in engines:
+        cluster.coordinator.engines[name].epoch = 0
+        cluster.coordinator.engines[name].source = ""
+
+
+@pytest.mark.parametrize("engines", [("demo-engine-0", "demo-engine-1"), ("demo-engine-1",)])
+def test_weights_that_a_reboot_reverted_are_updated_again(make_cluster: Any, engines: tuple[str, ...]) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    assert [engine["weights"] for engine in cluster.status["engines"]] == ["7", "7"]
+    pods = cluster.engine_pods()
+    _reboot(cluster, *engines)
+    cluster.now += timedelta(minutes=1)
+    decision = cluster.step()
+    assert decision.reason == "RefreshingWeights"
+    assert f"{', '.join(engines)} serve other weights than revision 7" in cluster.condition("Ready")["message"]
+    assert cluster.condition("Degraded")["reason"] == "WrongWeights"
+    assert {engine["name"] for engine in cluster.status["engines"] if engine["weights"] == "6"} == set(engines)
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"] * 2
+    assert cluster.coordinator.sources == ["/model/x/7"] * 2
+    assert cluster.coordinator.epoch == 2, "an epoch is not used again"
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.engine_pods() == pods
+    assert cluster.status["weights"] == {**cluster.status["weights"], "revision": "7", "epoch": 2}
+
+
+def test_engines_of_a_coordinator_without_sources_are_judged_by_their_epoch(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    for engine in cluster.coordinator.engines.values():
+        engine.source = None
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"]
+    cluster.coordinator.engines["demo-engine-1"].epoch = 0
+    cluster.now += timedelta(minutes=1)
+    assert cluster.step().reason == "RefreshingWeights"
+
+
+def test_wrong_weights_wait_while_suspended(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    _reboot(cluster, "demo-engine-0")
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE", "SUSPEND"]
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.signals()[3:] == ["RESUME", "UNPAUSE", "UPDATE_WEIGHTS"]
+
+
+def test_an_engine_that_still_reports_other_weights_after_an_update_gets_the_next_one_later(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    cluster.coordinator.engines["demo-engine-0"].source = "/model/x/5"
+    cluster.now += timedelta(minutes=1)
+    for _ in range(3):
+        cluster.step()
+        cluster.tick()
+        cluster.coordinator.engines["demo-engine-0"].source = "/model/x/5"
+    decision = cluster.step()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"] * 2
+    assert (decision.reason, 0 < decision.requeue_after <= 30) == ("WrongWeights", True)
+
+
+def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
+        cluster.coordinator.engines[name].digest = digest
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"]
+    assert cluster.status["weights"]["differentDigests"] == ["aaaa", "bbbb"]
+    assert "aaaa, bbbb; make the files" in cluster.condition("Degraded")["message"]
+    cluster.now += timedelta(days=1)
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE"]
+    for engine in cluster.coordinator.engines.values():
+        engine.digest = "aaaa"
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert "differentDigests" not in cluster.status["weights"]

@@ -177,6 +177,7 @@ class Engine:
             plain=self.plain,
             draining=self.draining,
             digest=self.digest,
+            source=None if self.plain else self.source or "",
         )
 
 
