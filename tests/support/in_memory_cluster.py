@@ -394,7 +394,7 @@ class Cluster:
         wanted: dict[str, dict[str, Any]] = {}
         for ref, obj in self.objects.items():
             if ref.kind in ("Deployment", "StatefulSet"):
-                for index in range(obj["spec"]["replicas"]):
+                for index in range(obj["spec"].get("replicas", 1)):
                     wanted[f"{ref.name}-{index}"] = {"template": obj["spec"]["template"], "index": index}
         for name in set(self.pods) - set(wanted):
             self._remove_pod(name)

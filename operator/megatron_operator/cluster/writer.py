@@ -10,6 +10,8 @@ from megatron_operator.cluster.projection import SeenChild, SeenResource, projec
 from megatron_operator.plan.world import ChildRef, Manifest
 from megatron_operator.render.context import FIELD_MANAGER
 
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
+"""Field manager that keeps the number of replicas of a Deployment when this operator ceases to own it."""
 NO_VERSION = "1"
 """A resource version that no object has. A write with it succeeds only if the object does not exist."""
 
@@ -60,11 +62,25 @@ class Writer:
                 known = project_child(existing)
         if known.owner_uid != owner_uid:
             raise NotOwnedError(known.ref, namespace=manifest["metadata"]["namespace"])
+        if known.owns_replicas and "replicas" not in manifest.get("spec", {}):
+            await self._hand_over_replicas(kind, manifest, known)
         return await self._apply(kind, _onto(manifest, known), force=True)
 
-    async def _apply(self, kind: Kind, body: Manifest, *, force: bool) -> SeenChild:
+    async def _hand_over_replicas(self, kind: Kind, manifest: Manifest, known: SeenChild) -> None:
+        """Let another manager own the present number of replicas. Without an owner it would become the default, 1."""
+        metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
+        metadata["resourceVersion"] = str(known.version)
+        body = {
+            "apiVersion": manifest["apiVersion"],
+            "kind": manifest["kind"],
+            "metadata": metadata,
+            "spec": {"replicas": known.view.replicas},
+        }
+        await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
+
+    async def _apply(self, kind: Kind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
         self._guard()
-        answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=force)
+        answer = await self._api.apply(kind, body, manager=manager, force=force)
         self._count("apply", kind.kind)
         return project_child(answer)
 

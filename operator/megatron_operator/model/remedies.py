@@ -99,11 +99,6 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.CONTAINER_ENDS,
         "Correct the field that the message names.",
     ),
-    Reason.WRONG_WEIGHTS: Remedy(
-        Symptom.CHANGE_STOPPED,
-        "Wait: the operator lets every engine load the weights again. If status.weights.differentDigests remains, the "
-        "files differ between nodes or were changed in place: make them equal, and use another spec.weights.revision.",
-    ),
     Reason.RESTART_BUDGET_EXHAUSTED: Remedy(
         Symptom.CONTAINER_ENDS,
         "Remove the cause that the diagnosis in status.engines names. A change of the model, the weights or the "
@@ -155,6 +150,11 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.SPEC_REJECTED,
         "Delete the object that the message names, or give the resource another name. The operator never touches an "
         "object that it does not own.",
+    ),
+    Reason.WRONG_WEIGHTS: Remedy(
+        Symptom.CHANGE_STOPPED,
+        "Wait: the operator lets every engine load the weights again. If status.weights.differentDigests remains, the "
+        "files differ between nodes or were changed in place: make them equal, and use another spec.weights.revision.",
     ),
     Reason.SIGNAL_FAILED: Remedy(
         Symptom.CHANGE_STOPPED,
