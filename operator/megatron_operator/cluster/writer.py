@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import POD, RESOURCE, Kind, kind_of
@@ -31,14 +33,24 @@ class NotOwnedError(ApiError):
 class Writer:
     """The operator's writes.
 
-    guard: called before every request; raises if this process is not the leader.
+    guard: called before every request. Returns its timeout in seconds, None for that of the API client, so that it does
+        not take effect when another process leads. Raises if this process is not the leader.
     count: called with the verb and kind of every request that reached the server.
     """
 
-    def __init__(self, api: KubeApi, *, guard: Callable[[], None], count: Callable[[str, str], None]) -> None:
+    def __init__(self, api: KubeApi, *, guard: Callable[[], float | None], count: Callable[[str, str], None]) -> None:
         self._api = api
         self._guard = guard
         self._count = count
+
+    @asynccontextmanager
+    async def _leading(self, kind: Kind) -> AsyncIterator[None]:
+        """Cancel the request when another process may lead."""
+        try:
+            async with asyncio.timeout(self._guard()):
+                yield
+        except TimeoutError:
+            raise ApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
@@ -79,8 +91,8 @@ class Writer:
         await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
 
     async def _apply(self, kind: Kind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
-        self._guard()
-        answer = await self._api.apply(kind, body, manager=manager, force=force)
+        async with self._leading(kind):
+            answer = await self._api.apply(kind, body, manager=manager, force=force)
         self._count("apply", kind.kind)
         return project_child(answer)
 
@@ -91,8 +103,8 @@ class Writer:
             ApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        self._guard()
-        await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
+        async with self._leading(kind):
+            await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
         """Replace `.status`, only on the version that the decision was based on.
@@ -111,37 +123,37 @@ class Writer:
             },
             "status": status,
         }
-        self._guard()
-        answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
+        async with self._leading(RESOURCE):
+            answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
         self._count("apply", f"{RESOURCE.kind}/status")
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
         """Create an object. Raises ApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        self._guard()
-        answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
+        async with self._leading(kind):
+            answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
         self._count("create", kind.kind)
         return answer
 
     async def patch(self, kind: Kind, name: str, *, namespace: str, body: Object) -> Object:
         """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
-        self._guard()
-        answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
+        async with self._leading(kind):
+            answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
         self._count("patch", kind.kind)
         return answer
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
         """Delete a child. Raises ApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
-        self._guard()
-        await self._api.delete(kind, namespace, ref.name, uid=uid)
+        async with self._leading(kind):
+            await self._api.delete(kind, namespace, ref.name, uid=uid)
         self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str) -> None:
         """Delete a pod. Raises ApiError like delete_child()."""
-        self._guard()
-        await self._api.delete(POD, namespace, name, uid=uid)
+        async with self._leading(POD):
+            await self._api.delete(POD, namespace, name, uid=uid)
         self._count("delete", POD.kind)
 
 

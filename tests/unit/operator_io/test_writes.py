@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from dataclasses import replace
 from typing import Any
@@ -206,3 +207,21 @@ async def test_replicas_that_are_no_longer_applied_get_another_owner_first(store
     store.version += 1
     with pytest.raises(ApiError, match="modified"):  # an autoscaler was faster
         await writer.apply_child({**deployment, "spec": {}}, owner_uid="u", known=owner)
+
+
+async def test_a_write_without_an_answer_is_cancelled_when_the_lease_may_expire(store: Any) -> None:
+    cancelled = asyncio.Event()
+
+    async def unanswered(*arguments: Any, **options: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    store.apply = store.delete = unanswered
+    writer = Writer(store, guard=lambda: 0.01, count=lambda verb, kind: None)
+    with pytest.raises(ApiError, match="Timeout: write of a Service: no answer"):
+        await writer.apply_child(manifest(), owner_uid="u", known=None)
+    assert cancelled.is_set()
+    with pytest.raises(ApiError, match="Timeout"):
+        await writer.delete_pod("demo-engine-0-0", namespace="prod", uid="u")
