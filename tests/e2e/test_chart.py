@@ -72,6 +72,7 @@ SWITCHES = {
     "podPolicy.metadata={example.org/a}": ["--allow-metadata", "example.org/a"],
     "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
     "networkPolicy.egress=false": ["--no-egress-policies"],
+    "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
     "podPolicy=null": [],
     "networkPolicy.egress=null": [],
 }

@@ -24,7 +24,10 @@ from megatron_operator.render.context import (
 
 
 def service_account(ctx: RenderContext) -> Manifest:
-    return seal(child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False))
+    """Return the service account of all pods. It has the pull secrets, so that a change of them restarts no pod."""
+    secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
+    body = {"imagePullSecrets": secrets} if secrets else {}
+    return seal(child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False, **body))
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:

@@ -423,3 +423,14 @@ def test_absent_limits_of_a_batch_are_the_engines_defaults() -> None:
     assert f"; {defaults.max_requests} if absent" in str(fields["max_requests"].description)
     assert f"; {defaults.max_tokens} if absent" in str(fields["max_tokens"].description)
     assert EngineSettings(coordinator="", name="", max_tokens=1).inference_config.max_tokens == defaults.max_requests
+
+
+def test_pull_secrets_of_the_installation_reach_all_pods_and_restart_none() -> None:
+    plain = _context()
+    secret = replace(plain, settings=replace(SETTINGS, image_pull_secrets=("registry",)))
+    before, after = ({(m["kind"], m["metadata"]["name"]): m for m in all_children(ctx)} for ctx in (plain, secret))
+    account = after["ServiceAccount", "demo"]
+    assert account["imagePullSecrets"] == [{"name": "registry"}]
+    assert "imagePullSecrets" not in before["ServiceAccount", "demo"]
+    assert [key for key in after if after[key] != before[key]] == [("ServiceAccount", "demo")]
+    assert {pod["serviceAccountName"] for pod in _pods(secret).values()} == {"demo"}
