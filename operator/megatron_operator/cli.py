@@ -56,6 +56,13 @@ image_pull_policy = click.option(
     show_default=True,
     help="Pull policy of the runtime images.",
 )
+image_pull_secrets = click.option(
+    "--image-pull-secret",
+    "image_pull_secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Secret in the namespace of each resource with which its images are pulled. May be repeated.",
+)
 resource_file = click.option(
     "-f",
     "--file",
@@ -113,8 +120,8 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     names = (
-        *("runtime_image", "vllm_runtime_image", "operator_namespace", "image_pull_policy", "security"),
-        *("quoted_repositories", "egress_policies"),
+        *("runtime_image", "vllm_runtime_image", "operator_namespace", "image_pull_policy", "image_pull_secrets"),
+        *("security", "quoted_repositories", "egress_policies"),
     )
     given = {name: options.pop(name) for name in names if name in options}
     return Settings(**given, pod_policy=policy), options
@@ -135,6 +142,7 @@ def main() -> None:
 @vllm_runtime_image
 @operator_namespace
 @image_pull_policy
+@image_pull_secrets
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
 @click.option(
     "--kubeconfig",
@@ -231,6 +239,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @vllm_runtime_image
 @operator_namespace
 @image_pull_policy
+@image_pull_secrets
 @pod_policy
 @egress_policies
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
@@ -266,6 +275,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @vllm_runtime_image
 @operator_namespace
 @image_pull_policy
+@image_pull_secrets
 @pod_policy
 @egress_policies
 def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
@@ -298,6 +308,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
 @click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace for the files.")
 @runtime_image
 @image_pull_policy
+@image_pull_secrets
 @egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
     """Print a Job that downloads a resource's Hugging Face repository to a claim, and the spec that uses the claim."""

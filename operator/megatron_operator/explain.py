@@ -142,12 +142,14 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
     if not engines:
         return []
     alike: dict[tuple[str, str, str], list[str]] = {}
+    whole: dict[str, str] = {}
     for engine in engines:
         name = engine["name"]
         facts = f"revision {engine.get('revision') or '-'}, {engine.get('restarts', 0)} restarts"
         why = engine.get("diagnosis") or ""
+        why += f"; it is started again at {engine['retryAt']}" if engine.get("retryAt") else ""
         alike.setdefault((engine["state"], facts, why.replace(name, "")), []).append(name)
-    whole = {engine["name"]: engine.get("diagnosis") or "" for engine in engines}
+        whole[name] = why
     rows = [
         f"  {_together(names):24} {state:12} {facts}{f': {whole[names[0]]}' if whole[names[0]] else ''}"
         for (state, facts, _), names in alike.items()

@@ -1,8 +1,9 @@
-"""kubectl megatron: the verbs as commands. kubectl finds `kubectl-megatron` on PATH. It only patches the spec."""
+"""kubectl megatron: the verbs as commands. kubectl finds `kubectl-megatron` on PATH. It only patches the resource."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -10,6 +11,8 @@ import click
 from megatron_operator import __version__
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import DesiredState
+from megatron_operator.plan.clock import stamp
+from megatron_operator.render.context import ANNOTATION_RESTARTED
 from megatron_operator.resource_client import ClusterError, ResourceClient
 from megatron_operator.terminal import fail, say, say_lines
 
@@ -56,6 +59,18 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         fail(error)
     say_lines(lines)
+
+
+@main.command()
+@_options
+def restart(name: str, namespace: str | None, context: str | None) -> None:
+    """Start engines of NAME again that have used up their restart budget. Engines that serve stay as they are."""
+    try:
+        now = stamp(datetime.now(UTC))
+        ResourceClient(namespace=namespace, context=context).annotate(name, {ANNOTATION_RESTARTED: now})
+    except ClusterError as error:
+        fail(error)
+    say(f"{name}: restart budgets are reset")
 
 
 def _verb(verb: str) -> None:

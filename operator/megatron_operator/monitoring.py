@@ -44,7 +44,7 @@ ALERTS: list[Object] = [
         wait="1m",
         severity="critical",
         summary="{{ $labels.namespace }}/{{ $labels.name }}: the restart budget of every engine is exhausted.",
-        action="Correct the spec according to the diagnosis in status.engines; any change resets the budget.",
+        action="Remove the cause in the diagnosis of status.engines, then run kubectl megatron restart NAME.",
     ),
     _alert(
         "MegatronKeyRotationStuck",

@@ -98,6 +98,10 @@ class ResourceClient:
         """Merge-patch fields of the spec."""
         return self._call("patch", name, {"spec": fields})
 
+    def annotate(self, name: str, annotations: dict[str, str]) -> dict[str, Any]:
+        """Merge-patch annotations."""
+        return self._call("patch", name, {"metadata": {"annotations": annotations}})
+
     def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> dict[str, Any]:
         """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource.
 

@@ -52,7 +52,7 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
 async def test_a_changed_or_deleted_child_is_restored(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
-    await resource.create()
+    await resource.create(server={"replicas": 1})
     await resource.settled("Running")
 
     await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="other")
@@ -67,6 +67,33 @@ async def test_a_changed_or_deleted_child_is_restored(
             if restored and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
                 break
             await asyncio.sleep(0.1)
+
+
+async def test_the_number_of_servers_belongs_to_an_autoscaler_unless_the_spec_has_it(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str, kubectl: Any
+) -> None:
+    async def servers_after(change: dict[str, Any]) -> int:
+        """Change the server in the spec. Return the number of servers when the operator has applied the change."""
+        await resource.patch(server=change)
+        generation = (await resource.get())["metadata"]["generation"]
+        await resource.until(lambda status: status["observedGeneration"] == generation)
+        flag, wanted = "--allow-priority", change["allowPriority"]
+        async with asyncio.timeout(scaled(60)):
+            while True:
+                spec = (await api.get(DEPLOYMENT, namespace, "demo-server"))["spec"]
+                if (flag in spec["template"]["spec"]["containers"][0]["args"]) is wanted:
+                    return int(spec["replicas"])
+                await asyncio.sleep(0.1)
+
+    await resource.create()
+    await resource.settled("Running")
+    assert await servers_after({"replicas": 2, "allowPriority": True}) == 2
+    assert await servers_after({"replicas": None, "allowPriority": False}) == 2, "it keeps the last number"
+    for count in (3, 1):
+        scaled_to = kubectl("scale", "deployment/demo-server", f"--replicas={count}")
+        assert scaled_to.returncode == 0, scaled_to.stderr
+        assert await servers_after({"allowPriority": count == 3}) == count
+    assert await servers_after({"replicas": 2, "allowPriority": True}) == 2
 
 
 async def test_a_foreign_object_is_kept_and_named_in_the_status(

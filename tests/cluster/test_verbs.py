@@ -18,6 +18,7 @@ CHILDREN = {
     "Secret demo-keys",
     "ServiceAccount demo",
     "PodDisruptionBudget demo-engines",
+    "PodDisruptionBudget demo-server",
     "NetworkPolicy demo-coordinator",
     "NetworkPolicy demo-engines",
     "NetworkPolicy demo-server",

@@ -76,6 +76,7 @@ SWITCHES = {
     "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
     "networkPolicy.egress=false": ["--no-egress-policies"],
     "vllm.allowCode=true": ["--allow-vllm-code"],
+    "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
     "podPolicy=null": [],
     "networkPolicy.egress=null": [],
 }

@@ -23,7 +23,7 @@ WEDGES: list[dict[str, Any]] = [
     {"engine": {"startupSeconds": 10}},
     {"engine": {"batching": {"kvCacheMemory": "1Ti"}}},
     {"model": {"source": {"builtin": "no-such-model"}}},
-    {"model": {**GOOD["model"], "dtype": "Float8"}},
+    {"model": {**GOOD["model"], "format": "TorchDist"}},
     {"model": {**GOOD["model"], "maxSequenceLength": 16_777_216}},
     {"parallelism": {"tensor": 3}},
     {"coordinator": {"podTemplate": {"spec": {"containers": 7}}}},

@@ -82,6 +82,10 @@ class FakeEngine:
     draining: bool = False
     serving: bool = True
     suspect: bool = False
+    in_flight: int = 0
+    epoch: int = 0
+    source: str | None = ""
+    digest: str = ""
 
 
 @dataclass
@@ -98,6 +102,8 @@ class FakeCoordinator:
     idle: float = 0.0
     epoch: int = 0
     sources: list[str] = field(default_factory=list)
+    source_revisions: set[str] = field(default_factory=set)
+    """Revisions of the engines that were updated in place; their successors adopt the last source."""
     bad_sources: set[str] = field(default_factory=set)
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
     keys: KeysInUse | None = None
@@ -130,6 +136,9 @@ class FakeCoordinator:
         if signal.epoch is not None:
             self.epoch = signal.epoch
             self.sources.append(str(signal.source))
+            self.source_revisions = {engine.revision for engine in self.engines.values()}
+            for engine in self.engines.values():
+                engine.epoch, engine.source = self.epoch, self.sources[-1]
         ranks = len(self.engines)
         self.operations[signal.operation_id] = OperationReport(
             OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
@@ -168,6 +177,10 @@ class FakeCoordinator:
                     name,
                     engine.state,
                     engine.revision,
+                    epoch=engine.epoch,
+                    digest=engine.digest,
+                    source=engine.source,
+                    in_flight=engine.in_flight,
                     serving=engine.serving,
                     suspect=engine.suspect,
                     draining=engine.draining,
@@ -198,6 +211,7 @@ class Cluster:
         self.spec = copy.deepcopy(spec)
         self.settings = Settings(runtime_image=image, security=security, pod_policy=pod_policy or PodPolicy())
         self.generation = 1
+        self.restarted_at = ""
         self.status: dict[str, Any] = {}
         self.objects: dict[ChildRef, dict[str, Any]] = {}
         self.unverified: set[ChildRef] = set()
@@ -245,6 +259,7 @@ class Cluster:
                 generation=self.generation,
                 spec=parse_spec(self.spec),
                 status=copy.deepcopy(self.status),
+                restarted_at=self.restarted_at,
             ),
             settings=self.settings,
             now=self.now,
@@ -391,7 +406,7 @@ class Cluster:
         wanted: dict[str, dict[str, Any]] = {}
         for ref, obj in self.objects.items():
             if ref.kind in ("Deployment", "StatefulSet"):
-                for index in range(obj["spec"]["replicas"]):
+                for index in range(obj["spec"].get("replicas", 1)):
                     wanted[f"{ref.name}-{index}"] = {"template": obj["spec"]["template"], "index": index}
         for name in set(self.pods) - set(wanted):
             self._remove_pod(name)
@@ -437,14 +452,25 @@ class Cluster:
         for pod in self.pods.values():
             labels = pod["metadata"]["labels"]
             name = labels.get("inference.megatron.dev/engine")
-            if not name or name in self.broken_engines:
+            if not name or name in self.broken_engines or labels["apps.kubernetes.io/pod-index"] != "0":
                 continue
+            others = (other["metadata"]["labels"] for other in self.pods.values())
+            ranks = [other for other in others if other.get("inference.megatron.dev/engine") == name]
+            if {each["inference.megatron.dev/revision"] for each in ranks} != {
+                labels["inference.megatron.dev/revision"]
+            }:
+                continue  # pods of two revisions form no process group
             known = self.coordinator.engines.get(name)
             if known is None or known.uid != pod["metadata"]["uid"]:
                 revision = labels["inference.megatron.dev/revision"]
                 state = JOINS[self.coordinator.state]
                 self.coordinator.engines[name] = FakeEngine(
-                    state, revision, pod["metadata"]["uid"], draining=self.coordinator.all_draining
+                    state,
+                    revision,
+                    pod["metadata"]["uid"],
+                    draining=self.coordinator.all_draining,
+                    epoch=self.coordinator.epoch,
+                    source=self.coordinator.sources[-1] if revision in self.coordinator.source_revisions else "",
                 )
 
     def settle(self, *, limit: int = 80) -> Decision:

@@ -93,6 +93,15 @@ class Elector:
                 f"lease {self._settings.name}: not renewed for {self._settings.renew_deadline:g} s"
             )
 
+    def write_seconds(self) -> float:
+        """Check leadership. Return the timeout of a write, in seconds: until another process may lead.
+
+        Raises:
+            LeadershipLostError: the last renewal has expired.
+        """
+        self.check()
+        return self.seconds_left + self._settings.duration - self._settings.renew_deadline
+
     async def acquire(self) -> int:
         """Wait until this process leads. Return its term."""
         while True:
@@ -112,8 +121,6 @@ class Elector:
                 await self._renew()
             except ApiError as error:
                 logger.warning("lease not renewed", extra={"error": str(error), "seconds_left": self.seconds_left})
-                if error.conflict or error.not_found:
-                    await self._reread()
             self.check()
 
     async def release(self) -> None:
@@ -159,7 +166,12 @@ class Elector:
 
     async def _renew(self) -> None:
         async with self._swap:
-            await self._write(term=self.term)
+            try:
+                await self._write(term=self.term)
+            except ApiError as error:
+                if not (error.conflict or error.not_found):
+                    raise
+                await self._reread()
 
     async def _reread(self) -> None:
         """After a failed swap, check whether the lease is still ours: the answer to a successful write may be lost."""

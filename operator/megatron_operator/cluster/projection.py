@@ -11,7 +11,7 @@ from typing import Any
 from megatron_operator.model.resource import GROUP, KIND
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
-from megatron_operator.render.context import LABEL_INSTANCE
+from megatron_operator.render.context import ANNOTATION_RESTARTED, FIELD_MANAGER, LABEL_INSTANCE
 
 Object = Mapping[str, Any]
 
@@ -33,6 +33,8 @@ class SeenChild:
     """Hash of the fields that a user could change: everything but status and bookkeeping."""
     cluster_ip: str = ""
     """Services: the virtual address; empty for headless ones."""
+    owns_replicas: bool = False
+    """This operator's applies own `spec.replicas`."""
 
     @property
     def uid(self) -> str:
@@ -64,6 +66,7 @@ class SeenResource:
     status: Object
     deleting: bool
     changed_by: str
+    restarted_at: str
 
 
 def version_of(obj: Object) -> int:
@@ -107,6 +110,7 @@ def project_child(obj: Object) -> SeenChild:
         view=view,
         fingerprint=fingerprint(obj),
         cluster_ip="" if cluster_ip == "None" else cluster_ip,
+        owns_replicas=any(entry.get("manager") == FIELD_MANAGER for entry in _owners(obj["metadata"], "f:replicas")),
     )
 
 
@@ -126,15 +130,21 @@ def project_resource(obj: Object) -> SeenResource:
         status=obj.get("status") or {},
         deleting=metadata.get("deletionTimestamp") is not None,
         changed_by=_changed_by(metadata),
+        restarted_at=str((metadata.get("annotations") or {}).get(ANNOTATION_RESTARTED, "")),
     )
 
 
 def _changed_by(metadata: Object) -> str:
     """Return the field manager that owns `spec.desiredState`; of several, the latest."""
-    owners = [
-        entry
-        for entry in metadata.get("managedFields") or ()
-        if "f:desiredState" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
-    ]
+    owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""
+
+
+def _owners(metadata: Object, field: str) -> list[Object]:
+    """Return the entries of field managers that own a field of the spec."""
+    return [
+        entry
+        for entry in metadata.get("managedFields") or ()
+        if field in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]

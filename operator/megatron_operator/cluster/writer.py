@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import POD, RESOURCE, Kind, kind_of
@@ -10,6 +12,8 @@ from megatron_operator.cluster.projection import SeenChild, SeenResource, projec
 from megatron_operator.plan.world import ChildRef, Manifest
 from megatron_operator.render.context import FIELD_MANAGER
 
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
+"""Field manager that keeps the number of replicas of a Deployment when this operator ceases to own it."""
 NO_VERSION = "1"
 """A resource version that no object has. A write with it succeeds only if the object does not exist."""
 
@@ -29,14 +33,24 @@ class NotOwnedError(ApiError):
 class Writer:
     """The operator's writes.
 
-    guard: called before every request; raises if this process is not the leader.
+    guard: called before every request. Returns its timeout in seconds, None for that of the API client, so that it does
+        not take effect when another process leads. Raises if this process is not the leader.
     count: called with the verb and kind of every request that reached the server.
     """
 
-    def __init__(self, api: KubeApi, *, guard: Callable[[], None], count: Callable[[str, str], None]) -> None:
+    def __init__(self, api: KubeApi, *, guard: Callable[[], float | None], count: Callable[[str, str], None]) -> None:
         self._api = api
         self._guard = guard
         self._count = count
+
+    @asynccontextmanager
+    async def _leading(self, kind: Kind) -> AsyncIterator[None]:
+        """Cancel the request when another process may lead."""
+        try:
+            async with asyncio.timeout(self._guard()):
+                yield
+        except TimeoutError:
+            raise ApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
@@ -60,11 +74,25 @@ class Writer:
                 known = project_child(existing)
         if known.owner_uid != owner_uid:
             raise NotOwnedError(known.ref, namespace=manifest["metadata"]["namespace"])
+        if known.owns_replicas and "replicas" not in manifest.get("spec", {}):
+            await self._hand_over_replicas(kind, manifest, known)
         return await self._apply(kind, _onto(manifest, known), force=True)
 
-    async def _apply(self, kind: Kind, body: Manifest, *, force: bool) -> SeenChild:
-        self._guard()
-        answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=force)
+    async def _hand_over_replicas(self, kind: Kind, manifest: Manifest, known: SeenChild) -> None:
+        """Let another manager own the present number of replicas. Without an owner it would become the default, 1."""
+        metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
+        metadata["resourceVersion"] = str(known.version)
+        body = {
+            "apiVersion": manifest["apiVersion"],
+            "kind": manifest["kind"],
+            "metadata": metadata,
+            "spec": {"replicas": known.view.replicas},
+        }
+        await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
+
+    async def _apply(self, kind: Kind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
+        async with self._leading(kind):
+            answer = await self._api.apply(kind, body, manager=manager, force=force)
         self._count("apply", kind.kind)
         return project_child(answer)
 
@@ -75,8 +103,8 @@ class Writer:
             ApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        self._guard()
-        await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
+        async with self._leading(kind):
+            await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
         """Replace `.status`, only on the version that the decision was based on.
@@ -95,37 +123,37 @@ class Writer:
             },
             "status": status,
         }
-        self._guard()
-        answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
+        async with self._leading(RESOURCE):
+            answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
         self._count("apply", f"{RESOURCE.kind}/status")
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
         """Create an object. Raises ApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        self._guard()
-        answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
+        async with self._leading(kind):
+            answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
         self._count("create", kind.kind)
         return answer
 
     async def patch(self, kind: Kind, name: str, *, namespace: str, body: Object) -> Object:
         """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
-        self._guard()
-        answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
+        async with self._leading(kind):
+            answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
         self._count("patch", kind.kind)
         return answer
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
         """Delete a child. Raises ApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
-        self._guard()
-        await self._api.delete(kind, namespace, ref.name, uid=uid)
+        async with self._leading(kind):
+            await self._api.delete(kind, namespace, ref.name, uid=uid)
         self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str) -> None:
         """Delete a pod. Raises ApiError like delete_child()."""
-        self._guard()
-        await self._api.delete(POD, namespace, name, uid=uid)
+        async with self._leading(POD):
+            await self._api.delete(POD, namespace, name, uid=uid)
         self._count("delete", POD.kind)
 
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 AT_ONCE = 8
-"""Limit of concurrent applies of one resource."""
+"""Limit of concurrent applies or deletions of one resource."""
 WORKLOADS = ("Deployment", "StatefulSet")
 
 
@@ -90,13 +90,17 @@ class Actor:
             LeadershipLostError: this process must end.
         """
         changed = False
-        for applies, together in groupby(actions, lambda action: isinstance(action, ApplyChild)):
-            if applies:
+        for kind, together in groupby(actions, type):
+            if kind is ApplyChild:
                 changed = True
                 if not await self._apply_all(
                     [action for action in together if isinstance(action, ApplyChild)], resource
                 ):
                     break
+                continue
+            if kind is DeleteChild:
+                changed = True
+                await self._delete_all([action for action in together if isinstance(action, DeleteChild)], resource)
                 continue
             done, went_on = await self._others(together, resource)
             changed = changed or done
@@ -121,9 +125,6 @@ class Actor:
                     changed = True
                     if not await self._vet(action, resource):
                         return changed, False
-                case DeleteChild():
-                    changed = True
-                    await self._delete_child(action, resource)
                 case DeletePods():
                     changed = True
                     await self._delete_pods(action, resource)
@@ -240,6 +241,18 @@ class Actor:
             hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
         )
         return False
+
+    async def _delete_all(self, actions: Sequence[DeleteChild], resource: SeenResource) -> None:
+        """Delete children concurrently."""
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def delete(action: DeleteChild) -> None:
+            async with room:
+                await self._delete_child(action, resource)
+
+        for outcome in await asyncio.gather(*map(delete, actions), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})

@@ -133,7 +133,7 @@ class OperatorProcess:
         options = self._options
         if not await self._unless_stopped(self._await_crd(api)):
             return 0
-        writer = Writer(api, guard=elector.check, count=self._metrics.count_write)
+        writer = Writer(api, guard=elector.write_seconds, count=self._metrics.count_write)
         admin: KeyPair | None = None
         if options.settings.security:
             admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)

@@ -129,6 +129,7 @@ class Observer:
                 status=resource.status,
                 deleting=resource.deleting,
                 changed_by=resource.changed_by,
+                restarted_at=resource.restarted_at,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),

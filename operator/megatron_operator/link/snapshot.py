@@ -59,6 +59,7 @@ def snapshot_of(
                 epoch=engine.epoch,
                 ranks=engine.ranks,
                 digest=printable(engine.digest, NAME_CHARACTERS),
+                source=engine.source,
                 in_flight=engine.in_flight,
                 draining=engine.draining,
                 serving=engine.serving,

@@ -54,6 +54,10 @@ class Reason(Documented):
         "RefreshingWeights",
         "Engines load other weights of one model in place, without a restart.",
     )
+    WRONG_WEIGHTS = (
+        "WrongWeights",
+        "Engines serve other weights than those of spec.weights.revision, or different files of them.",
+    )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
     ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."
@@ -81,7 +85,8 @@ class Reason(Documented):
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. because of a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",
-        "An engine crashed too often; it is tried again after a change of the spec.",
+        "An engine crashed too often and has no pods. It is started again after a backoff if the cause is in the "
+        "infrastructure, otherwise after a change of the spec or a restart command.",
     )
     REQUEST_ENDS_ENGINES = (
         "RequestEndsEngines",

@@ -111,7 +111,8 @@ REMEDIES: dict[Reason, Remedy] = {
     ),
     Reason.RESTART_BUDGET_EXHAUSTED: Remedy(
         Symptom.CONTAINER_ENDS,
-        "Correct the spec according to the diagnosis in status.engines. Any change of the spec tries again. "
+        "Remove the cause that the diagnosis in status.engines names. A change of the model, the weights or the "
+        "engines in the spec starts the engine again, and so does `kubectl megatron restart NAME`. "
         "spec.lifecycle.restartBudget sets how many restarts are tolerated.",
     ),
     Reason.ENGINE_UNRESPONSIVE: Remedy(
@@ -168,6 +169,11 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.SPEC_REJECTED,
         "Delete the object that the message names, or give the resource another name. The operator never touches an "
         "object that it does not own.",
+    ),
+    Reason.WRONG_WEIGHTS: Remedy(
+        Symptom.CHANGE_STOPPED,
+        "Wait: the operator lets every engine load the weights again. If status.weights.differentDigests remains, the "
+        "files differ between nodes or were changed in place: make them equal, and use another spec.weights.revision.",
     ),
     Reason.SIGNAL_FAILED: Remedy(
         Symptom.CHANGE_STOPPED,

@@ -96,9 +96,18 @@ class SuspendLevel(StrEnum):
 
 
 class Parallelism(ApiModel):
-    tensor: int = Field(default=1, ge=1, le=256, description="Tensor-parallel ranks, which share every layer.")
-    pipeline: int = Field(default=1, ge=1, le=256, description="Pipeline stages.")
-    expert: int = Field(default=1, ge=1, le=256, description="Expert-parallel ranks.")
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=128,
+        description="Tensor-parallel ranks, which share every layer. The model's attention heads must be a multiple.",
+    )
+    pipeline: int = Field(
+        default=1, ge=1, le=128, description="Pipeline stages; at most as many as the model has layers."
+    )
+    expert: int = Field(
+        default=1, ge=1, le=256, description="Expert-parallel ranks. The model's experts must be a multiple."
+    )
 
     @property
     def ranks(self) -> int:
@@ -120,10 +129,13 @@ class Batching(ApiModel):
     )
 
     max_requests: int | None = Field(
-        default=None, ge=1, le=65536, description="Limit of requests in one batch; derived from memory if absent."
+        default=None, ge=1, le=65536, description="Limit of requests in one batch; 64 if absent."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, le=16_777_216, description="Limit of tokens in one step; derived from memory if absent."
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Limit of tokens in one step; 2048 if absent, and never fewer than the limit of requests.",
     )
     block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
     kv_cache_memory: CacheMemory = Field(
@@ -242,7 +254,13 @@ class TlsSpec(ApiModel):
 
 
 class ServerSpec(ApiModel):
-    replicas: int = Field(default=1, ge=1, le=100, description="Number of OpenAI servers.")
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Number of OpenAI servers. If absent, 1 is created, and the operator does not change the number "
+        "afterwards, so that an autoscaler may set that of the Deployment.",
+    )
     tls: TlsSpec | None = Field(
         default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
     )
@@ -289,8 +307,8 @@ class SuspendSpec(ApiModel):
     )
     wake_on_request: bool = Field(
         default=False,
-        description="A request that arrives while suspended makes the resource run again, until it is idle or the spec "
-        "changes.",
+        description="A request that arrives while suspended makes the resource run again, until it is idle or "
+        "desiredState changes.",
     )
     idle_seconds: int = Field(
         default=600,
@@ -302,9 +320,14 @@ class SuspendSpec(ApiModel):
 
 class RestartBudget(ApiModel):
     restarts: int = Field(
-        default=5, ge=0, le=1000, description="Limit of container restarts of one engine in the window."
+        default=5,
+        ge=0,
+        le=1000,
+        description="Restarts of one engine, with all its pods, that are tolerated in short succession.",
     )
-    window_seconds: int = Field(default=600, ge=1, le=86400, description="Length of the window.")
+    window_seconds: int = Field(
+        default=600, ge=1, le=86400, description="Time in which as many restarts are forgiven, one after another."
+    )
 
 
 class LifecycleSpec(ApiModel):
@@ -335,10 +358,12 @@ class RolloutSpec(ApiModel):
     )
 
 
+MAX_RANKS = 256
+"""Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
 _NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it to the path, or remove spec.weights"
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
-_NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4, Dtype.FLOAT8)
+_NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
 _VLLM_DTYPE = (
     "vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and set "
     "spec.engine.vllm.args.quantization, or set spec.engine.backend to Native"
@@ -363,6 +388,11 @@ class MegatronInferenceSpec(ApiModel):
                     f"{_RANKS} % {_POD_DIVISOR} == 0",
                     "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
                     "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
+                ),
+                cel(
+                    f"{_RANKS} <= {MAX_RANKS}",
+                    f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
+                    "engine; lower one of them, and raise spec.replicas for more throughput",
                 ),
                 cel(
                     "!has(self.weights) || !has(self.model.source.huggingFace) || "
@@ -442,6 +472,11 @@ class MegatronInferenceSpec(ApiModel):
             raise ValueError(
                 f"spec.parallelism: tensor x pipeline x expert = {ranks} ranks is not divisible by "
                 f"spec.engine.{field} = {divisor}; make one a multiple of the other"
+            )
+        if ranks > MAX_RANKS:
+            raise ValueError(
+                f"spec.parallelism: tensor x pipeline x expert = {ranks} must be at most {MAX_RANKS}, the ranks of one "
+                "engine; lower one of them, and raise spec.replicas for more throughput"
             )
         source = self.model.source
         if self.weights is not None and source.hugging_face is not None and source.hugging_face.revision is not None:

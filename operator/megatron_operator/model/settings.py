@@ -22,6 +22,9 @@ class Settings:
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets in the namespaces of the resources with which kubelets pull images, unless a podTemplate sets
+    others."""
     security: bool = True
     """CURVE on every socket: keys are created, mounted and passed on the command lines."""
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)

@@ -24,7 +24,6 @@ class Dtype(StrEnum):
     FLOAT32 = "Float32"
     INT8 = "Int8"
     INT4 = "Int4"
-    FLOAT8 = "Float8"
 
 
 class SecretKeyRef(ApiModel):

@@ -49,7 +49,7 @@ class ResourceState(StrEnum):
     STOPPING = "Stopping"
     STOPPED = "Stopped"
     UNKNOWN = "Unknown"  # the coordinator did not answer, so the state of the engines is unknown
-    FAILED = "Failed"  # the restart budget is exhausted; a change of the spec resets it
+    FAILED = "Failed"  # the restart budget of every engine is exhausted
 
 
 class SignalKind(StrEnum):

@@ -53,14 +53,20 @@ class Lifecycle(ApiModel):
     since: str | None = Field(
         default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
     )
-    woken_generation: int | None = Field(
-        default=None, description="Generation at which a request woke the suspended resource."
+    woken: bool | None = Field(
+        default=None, description="Whether a request woke the suspended resource, which has not been idle since."
     )
 
 
 class WeightsStatus(ApiModel):
     revision: str = Field(description="Revision of the weights that engines hold.")
     model: str = Field(description="Hash of the model.")
+    epoch: int | None = Field(default=None, description="Epoch of the last update in place; absent if there was none.")
+    different_digests: list[str] | None = Field(
+        default=None,
+        description="Digests of engines of one revision that differ although every engine has loaded the weights "
+        "again.",
+    )
 
 
 class KeysStatus(ApiModel):
@@ -75,11 +81,6 @@ class Plan(ApiModel):
     since: str = Field(description="Since when.", json_schema_extra=TIME)
 
 
-class RestartWindow(ApiModel):
-    since: str = Field(description="Start of the window.", json_schema_extra=TIME)
-    base: int = Field(description="Restarts before the window.")
-
-
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(
@@ -89,14 +90,29 @@ class EngineStatus(ApiModel):
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
     digest: str | None = Field(default=None, description="Digest of its weights; equal weights have equal digests.")
+    weights: str | None = Field(
+        default=None, description="Revision of the weights that it serves; absent if unknown or of another source."
+    )
     canary: str | None = Field(
         default=None,
         description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent.",
     )
     canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
-    restarts: int = Field(default=0, description="Container restarts of its current pods.")
-    window: RestartWindow | None = Field(default=None, description="Current window of the restart budget.")
-    diagnosis: str | None = Field(default=None, description="Why the operator no longer restarts it.")
+    restarts: int = Field(default=0, description="Restarts of the engine with its current pods.")
+    forgiven_at: str | None = Field(
+        default=None, description="Time when the restart budget is complete again.", json_schema_extra=TIME
+    )
+    retries: int | None = Field(
+        default=None, description="Number of times that it was started again after an exhausted restart budget."
+    )
+    diagnosis: str | None = Field(
+        default=None, description="Cause of the last restart of an exhausted restart budget. It has no pods."
+    )
+    retry_at: str | None = Field(
+        default=None,
+        description="Time when it is started again after a cause in the infrastructure; not by itself if absent.",
+        json_schema_extra=TIME,
+    )
 
 
 class ComponentRestarts(ApiModel):
@@ -145,6 +161,11 @@ class MegatronInferenceStatus(ApiModel):
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
+    attempt: str | None = Field(
+        default=None,
+        description="Digest of the inputs of the engines and the last kubectl megatron restart. A new one resets the "
+        "restart budgets.",
+    )
     engines: list[EngineStatus] | None = Field(
         default=None,
         description="The engines.",

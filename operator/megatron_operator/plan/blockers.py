@@ -8,7 +8,7 @@ from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
-from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.scene import MAX_STARTING, Scene
 from megatron_operator.plan.world import ChildRef, PodView
 from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER
 
@@ -118,10 +118,24 @@ def engines_wait(scene: Scene) -> Finding:
     bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
     if bare is not None:
         return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
-    names = ", ".join(engine.name for engine in absent[:8])
+    started = [engine for engine in absent if engine.name not in scene.held_back] or absent
+    names = ", ".join(engine.name for engine in started[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"
-    return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}"
+    later = f"; {len(scene.held_back)} more start then, at most {MAX_STARTING} at a time" if scene.held_back else ""
+    return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"
+
+
+def weights_finding(scene: Scene) -> Finding | None:
+    """Return that engines serve other weights than asked, or different ones."""
+    if scene.wrong_weights:
+        names = ", ".join(engine.name for engine in scene.wrong_weights[:8])
+        return Reason.WRONG_WEIGHTS, f"{names} serve other weights than revision {scene.weights_held}"
+    if scene.mixed_weights:
+        digests = ", ".join(digest[:12] for digest in scene.mixed_weights[:8])
+        text = f"engines of one revision report different digests of their weights: {digests}"
+        return Reason.WRONG_WEIGHTS, f"{text}; make the files of the weights equal on all nodes"
+    return None
 
 
 def degradation(scene: Scene) -> Finding | None:
@@ -133,4 +147,4 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)
+    return weights_finding(scene) or component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)

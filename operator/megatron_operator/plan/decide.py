@@ -44,7 +44,12 @@ def decide(world: World) -> Decision:
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status), *crashes)),
         attentive=bool(verdict.step) or scene.may_wake,
         requeue_after=_soonest(
-            verdict.requeue_after, scene.rendered.rejection_retry_in, scene.events_due_in, scene.lost_in, *reports
+            verdict.requeue_after,
+            scene.rendered.rejection_retry_in,
+            scene.events_due_in,
+            scene.lost_in,
+            scene.retry_in,
+            *reports,
         ),
     )
 

@@ -103,6 +103,7 @@ def termination(pod: PodView) -> tuple[Reason, str]:
             f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
             "in podTemplate or lower batching.kvCacheMemory"
         )
+
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
     termination = _termination_message(pod)
@@ -114,6 +115,11 @@ def termination(pod: PodView) -> tuple[Reason, str]:
     reason = cause.reason if cause else Reason.CRASH_LOOPING
     what = f"container {pod.ended}" if pod.ended == PREFLIGHT else "its container"
     return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
+
+
+def is_rank_lost(pod: PodView) -> bool:
+    """Return whether its container ended because another rank of its engine was lost."""
+    return pod.exit_code is not None and _termination_message(pod).reason == "RankLost"
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:

@@ -46,6 +46,12 @@ class EngineView:
         return self.statefulset.replicas if self.statefulset else 0
 
     @property
+    def starting(self) -> bool:
+        """It has or gets pods, and neither serves nor are all its pods ready."""
+        found = self.statefulset
+        return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
+
+    @property
     def empty(self) -> bool:
         """It has no pods and should have none."""
         return self.scaled == 0 and not self.pods

@@ -9,6 +9,7 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
 - Engines that do not serve are replaced first, because that costs no capacity.
 - An engine of the desired revision is never changed, whatever revisions were desired in between: edits collapse into
   the last one, and a revert keeps engines of the old revision.
+- The number of pods belongs to the revision: it changes together with the template, never before.
 """
 
 from __future__ import annotations
@@ -101,6 +102,17 @@ class Finished:
 
 
 Step = Replace | Drain | Prove | Await | Halt | Finished
+
+
+def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
+    """Return whether an engine keeps template and number of pods of its own revision, until a Replace step.
+
+    Args:
+        current: its StatefulSet has the desired revision.
+        has_pods: its StatefulSet has pods, or creates them.
+        wants_pods: the lifecycle lets it have pods.
+    """
+    return has_pods and wants_pods and not current
 
 
 def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool) -> Step:

@@ -30,13 +30,18 @@ from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, World
-from megatron_operator.render.context import ENGINE, RenderContext
+from megatron_operator.render.context import ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
-from megatron_operator.render.model_source import model_hash
+from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
 """Children of one engine, which remain if the operator is killed while it removes the engine."""
+MAX_STARTING = 256
+"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
+the nodes and the source of the weights start this many engines of one resource in parallel."""
+WEIGHTS_REPORT_SECONDS = 30
+"""Time in which engines report the weights of an update. Then a wrong report leads to another update."""
 UNREACHABLE_GRACE_SECONDS = 30
 LOST, UNRESPONSIVE = "Lost", "Unresponsive"
 """States of an engine in the status, besides those that it reports."""
@@ -99,10 +104,64 @@ class Scene:
         return model_hash(plain)
 
     @cached_property
+    def weights_epoch(self) -> int:
+        """Epoch of the last confirmed update of the weights of this model; 0 if there was none."""
+        found = self.operation
+        if found is not None and found.weights is not None and found.phase is LifecyclePhase.CONFIRMED:
+            return found.epoch or 0
+        stored = self.status.get("weights") or {}
+        return int(stored.get("epoch", 0)) if stored.get("model") == self.model_hash else 0
+
+    def weights_of(self, engine: EngineView) -> str | None:
+        """Return the revision of the weights that a serving engine reports; empty if they are of another source. None
+        if that is unknown.
+
+        An engine that was not updated in place has the weights of its pod. So does one that restarts in its pod while
+        no coordinator remembers the update.
+        """
+        report, held = engine.report, self.weights_held
+        if report is None or not report.serving or held is None:
+            return None
+        if report.source:
+            return held if report.source == model_argument(self.ctx) else ""
+        if report.source is None and report.epoch >= self.weights_epoch:
+            return held
+        return next((pod.weights for pod in engine.pods if not pod.deleting), None)
+
+    @cached_property
+    def wrong_weights(self) -> tuple[EngineView, ...]:
+        """Serving engines with other weights than those of the last confirmed update."""
+        if self.old_model:
+            return ()
+        held = self.weights_held
+        return tuple(engine for engine in self.wanted if self.weights_of(engine) not in (None, held))
+
+    @cached_property
+    def mixed_weights(self) -> tuple[str, ...]:
+        """Digests of the weights of engines of one revision, if they differ: they loaded different files."""
+        digests: dict[str, set[str]] = {}
+        for engine in self.serving:
+            if engine.report is not None and engine.report.digest:
+                digests.setdefault(engine.report.revision, set()).add(engine.report.digest)
+        mixed = (found for found in digests.values() if len(found) > 1)
+        return tuple(sorted(set().union(*mixed)))
+
+    @cached_property
+    def mixed_after_update(self) -> tuple[str, ...]:
+        """The different digests, if loading the weights again has not made them equal."""
+        last, stored = self.operation, (self.status.get("weights") or {}).get("differentDigests")
+        updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
+        recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
+        return self.mixed_weights if recent or stored == list(self.mixed_weights) else ()
+
+    @cached_property
     def weights_due(self) -> str | None:
         """Revision of the weights that engines should load in place; None if they have it."""
         wanted, held = self.world.resource.spec.weights, self.weights_held
-        return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
+        if wanted is None or held is None:
+            return None
+        mixed = self.mixed_weights and not self.mixed_after_update
+        return wanted.revision if held != wanted.revision or self.wrong_weights or mixed else None
 
     @cached_property
     def references(self) -> References:
@@ -121,13 +180,16 @@ class Scene:
 
     @cached_property
     def woken(self) -> bool:
-        """Whether a request woke the suspended resource, now or earlier in this generation of the spec."""
+        """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
+
+        Only desiredState, zero replicas and wakeOnRequest end this before: an autoscaler changes the spec, too.
+        """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
             return False
         if spec.replicas == 0:
             return False
-        already = self.lifecycle.get("wokenGeneration") == self.world.resource.generation
+        already = bool(self.lifecycle.get("woken"))
         if already and self.idle_in is not None and self.idle_in <= 0:
             return False
         suspended = coordinator.reachable and coordinator.state is CoordinatorState.SUSPENDED
@@ -141,11 +203,13 @@ class Scene:
 
     @cached_property
     def idle_in(self) -> float | None:
-        """Seconds until a woken resource without requests is suspended again; None while unknown."""
-        coordinator = self.world.coordinator
+        """Seconds until a woken resource without queued requests or requests in flight is suspended again; None while
+        unknown."""
+        coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
             return None
-        return self.world.resource.spec.lifecycle.suspend.idle_seconds - coordinator.idle_seconds
+        busy = coordinator.queue_length > 0 or any(engine.in_flight for engine in coordinator.engines)
+        return float(limit) if busy else limit - coordinator.idle_seconds
 
     @cached_property
     def desired(self) -> DesiredState:
@@ -243,6 +307,27 @@ class Scene:
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
         return tuple(self._engine(index, reports) for index in sorted(indexes))
 
+    @cached_property
+    def attempt(self) -> str:
+        """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
+        resource = self.world.resource
+        manifest = self.rendered.engine_manifest(0)
+        wanted = resource.spec.weights
+        return digest(
+            [
+                engine_revision(manifest) if manifest is not None else "",
+                wanted.revision if wanted is not None else "",
+                resource.spec.lifecycle.restart_budget.model_dump(mode="json"),
+                resource.restarted_at,
+            ]
+        )
+
+    @cached_property
+    def retry_in(self) -> float | None:
+        """Seconds until the next engine with an exhausted budget is started again; None if none is."""
+        times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
+        return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
+
     def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
         world, name = self.world, self.ctx.engine_name(index)
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
@@ -256,7 +341,7 @@ class Scene:
             pods=pods,
             report=reports.get(name),
             rendered_revision=revision,
-            budget=engine_budget(world, name, pods, revision=revision),
+            budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
             **self._canary(name),
         )
 
@@ -296,6 +381,13 @@ class Scene:
             for engine in self.engines
             if engine.statefulset is not None and engine.scaled > 0 and engine.statefulset.model_hash != self.model_hash
         )
+
+    @cached_property
+    def held_back(self) -> frozenset[str]:
+        """Names of the engines that get their pods later, because MAX_STARTING others start."""
+        room = max(0, MAX_STARTING - sum(engine.starting for engine in self.engines))
+        without_pods = [engine.name for engine in self.wanted if engine.scaled == 0 and self.pods_for(engine) > 0]
+        return frozenset(without_pods[room:])
 
     @cached_property
     def engines_empty(self) -> bool:

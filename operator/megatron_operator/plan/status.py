@@ -63,6 +63,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "conditions": _conditions(scene, verdict, state),
         "lifecycle": _lifecycle(scene, verdict),
         "restarts": [restarts.to_status() for restarts in scene.restarts],
+        "attempt": scene.attempt,
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
@@ -97,7 +98,14 @@ def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
     if wanted is None:
         return None
     held = scene.weights_held or (wanted.revision if serving else None)
-    return None if held is None else {"revision": held, "model": scene.model_hash}
+    if held is None:
+        return None
+    return {
+        "revision": held,
+        "model": scene.model_hash,
+        **({"epoch": scene.weights_epoch} if scene.weights_epoch else {}),
+        **({"differentDigests": list(scene.mixed_after_update)} if scene.mixed_after_update else {}),
+    }
 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:
@@ -127,7 +135,7 @@ def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     if scene.world.fence_offset:
         fields["fenceOffset"] = scene.world.fence_offset
     if scene.woken:
-        fields["wokenGeneration"] = scene.world.resource.generation
+        fields["woken"] = True
     if verdict.operation is not None:
         fields |= verdict.operation.to_status()
     return fields
@@ -176,6 +184,7 @@ def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
         "epoch": report.epoch if report else known.get("epoch", 0),
         "ranks": report.ranks if report else known.get("ranks", 0),
         **({"digest": digest} if digest else {}),
+        **({"weights": weights} if (weights := scene.weights_of(engine)) else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.rollout import keeps_revision
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import (
     Action,
@@ -104,6 +105,8 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     found = engine.statefulset
     if engine.surplus and engine.empty:
         return remove_engine(scene, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+    if engine.name in scene.held_back:
+        return []
     actions: list[Action] = [apply(service)] if _due(scene, service) else []
     pods = scene.pods_for(engine)
     if found is not None and (found.deleting or not found.owned):
@@ -116,17 +119,16 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
-    """Return the StatefulSet with the desired template if the engine has it or has no pods. Otherwise, and if the
-    desired template is not allowed or cannot be merged, with that of the engine's current revision."""
+    """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
+    pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision."""
     found = engine.statefulset
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if found is None and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
-    free = found is None or engine.scaled == 0 or pods == 0
-    if free or not engine.stale:
-        return scene.rendered.engine_manifest(engine.index, pods=pods)
-    return scene.rendered.own_manifest(engine, pods=pods)
+    if keeps_revision(current=not engine.stale, has_pods=engine.scaled > 0, wants_pods=pods > 0):
+        return scene.rendered.own_manifest(engine, pods=pods)
+    return scene.rendered.engine_manifest(engine.index, pods=pods)
 
 
 def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:

@@ -52,6 +52,8 @@ class ResourceView:
     deleting: bool = False
     changed_by: str = ""
     """Field manager that last wrote `spec.desiredState`, if known; for the history."""
+    restarted_at: str = ""
+    """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class EngineReport:
     ranks: int = 1
     digest: str = ""
     """Digest of its weights; empty if unknown."""
+    source: str | None = None
+    """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""

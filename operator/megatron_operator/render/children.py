@@ -6,7 +6,7 @@ from megatron_operator.render.config import config_map
 from megatron_operator.render.context import Manifest, RenderContext
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
-from megatron_operator.render.guards import disruption_budget, engine_policy, network_policies, service_account
+from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
 from megatron_operator.render.revision import revision_child
 from megatron_operator.render.server import server_deployment
 from megatron_operator.render.services import coordinator_service, engine_service, front_service
@@ -18,7 +18,7 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
         service_account(ctx),
         config_map(ctx),
         *network_policies(ctx),
-        disruption_budget(ctx),
+        *disruption_budgets(ctx),
         coordinator_service(ctx),
         front_service(ctx),
     ]

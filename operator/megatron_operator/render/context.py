@@ -27,6 +27,7 @@ LABEL_REVISION = f"{GROUP}/revision"
 LABEL_WEIGHTS = f"{GROUP}/weights"
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 ANNOTATION_HASH = f"{GROUP}/hash"
+ANNOTATION_RESTARTED = f"{GROUP}/restarted-at"
 ANNOTATION_MODEL = f"{GROUP}/model"
 ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
 

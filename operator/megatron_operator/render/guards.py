@@ -1,4 +1,4 @@
-"""Objects that protect the pods: ServiceAccount without token, PodDisruptionBudget, NetworkPolicies."""
+"""Objects that protect the pods: ServiceAccount without token, PodDisruptionBudgets, NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from megatron_operator.render.context import (
 
 
 def service_account(ctx: RenderContext) -> Manifest:
-    return seal(child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False))
+    """Return the service account of all pods. It has the pull secrets, so that a change of them restarts no pod."""
+    secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
+    body: dict[str, Any] = {"imagePullSecrets": secrets} if secrets else {}
+    return seal(child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False, **body))
 
 
-def disruption_budget(ctx: RenderContext) -> Manifest:
-    """Return the budget: engines are evicted one pod at a time; pods that are not ready do not block a node drain."""
+def disruption_budgets(ctx: RenderContext) -> list[Manifest]:
+    """Return the budgets of engines and servers: one pod of each is evicted at a time, and pods that are not ready do
+    not block the drain of a node. So does no single pod: the coordinator, of which there is one, needs no budget."""
+    return [_disruption_budget(ctx, ctx.engines_name, ENGINE), _disruption_budget(ctx, ctx.server_name, SERVER)]
+
+
+def _disruption_budget(ctx: RenderContext, name: str, component: str) -> Manifest:
     spec = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": selector(ctx, ENGINE)},
+        "selector": {"matchLabels": selector(ctx, component)},
     }
-    return seal(
-        child(ctx, "PodDisruptionBudget", ctx.engines_name, api_version="policy/v1", component=ENGINE, spec=spec)
-    )
+    return seal(child(ctx, "PodDisruptionBudget", name, api_version="policy/v1", component=component, spec=spec))
 
 
 def _pods(ctx: RenderContext, component: str, extra_labels: dict[str, str] | None = None) -> dict[str, Any]:

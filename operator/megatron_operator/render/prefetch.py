@@ -54,8 +54,10 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, {"name": "model", "mountPath": MODEL_DIR}],
     }
+    secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
     pod = {
         "restartPolicy": "Never",
+        **({"imagePullSecrets": secrets} if secrets else {}),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

@@ -62,6 +62,9 @@ def server_args(ctx: RenderContext) -> list[str]:
 
 
 def server_deployment(ctx: RenderContext) -> Manifest:
+    """Return the Deployment. Without `spec.server.replicas` it has no number of replicas: the API server creates it
+    with 1, and an autoscaler may change that.
+    """
     server, drain = ctx.spec.server, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
     if server.api_keys_secret_ref is not None:
@@ -103,7 +106,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
     template["spec"].setdefault("affinity", anti_affinity(ctx, SERVER))
     spec = {
-        "replicas": server.replicas,
+        **({} if server.replicas is None else {"replicas": server.replicas}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "selector": {"matchLabels": selector(ctx, SERVER)},
         "template": template,

@@ -222,7 +222,9 @@ class EngineStatus(_Map):
     plain: bool = False
     draining: bool = False
     digest: Label = ""
-    """Digest of its weights, from its last heartbeat."""
+    """Digest of its weights, from its last heartbeat. Empty: unknown, as between an update and the next heartbeat."""
+    source: Text | None = None
+    """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
 
 
 class KeyReport(_Map):

@@ -10,7 +10,7 @@ from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
-from megatron_runtime.protocol.messages import Control, ControlAck
+from megatron_runtime.protocol.messages import Control, ControlAck, Heartbeat
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from .simulated_fleet import SimulatedFleet
@@ -523,6 +523,25 @@ async def test_an_update_of_weights_is_committed_and_empties_the_table_of_prefix
     again = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8)
     assert again.ok
     assert coordinator.core.verbs.epoch == 8, "the target is absolute"
+
+
+async def test_the_status_has_source_and_digest_of_the_weights_in_use(stage, control) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=60.0, suspect=60.0, dead=120.0, recovery=0.0))
+    engine = await stage.engine("a", heartbeat_seconds=None)
+    link = await stage.admin()
+
+    async def weights_after(**heartbeat):
+        record = coordinator.core.engines.named("a")
+        before = record.heard
+        engine.send(Heartbeat(incarnation=engine.incarnation, state=EngineState.RUNNING, **heartbeat))
+        await stage.until(lambda: record.heard > before)
+        (told,) = (await link.status()).engines
+        return told.epoch, told.source, told.digest
+
+    assert await weights_after(epoch=0, digest="old") == (0, "", "old")
+    await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8)
+    assert await weights_after(epoch=0, digest="old") == (8, "/models/8", ""), "it was sent before the commit arrived"
+    assert await weights_after(epoch=8, source="/models/8", digest="new") == (8, "/models/8", "new")
 
 
 async def test_an_update_of_weights_evicts_the_engines_that_fail_and_changes_nothing_if_all_do(stage, control) -> None:

@@ -17,6 +17,7 @@ from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, reject_spec
+from megatron_operator.plan.scene import MAX_STARTING
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
     EVENT_SECONDS,
@@ -350,7 +351,17 @@ def test_no_replicas_behaves_as_release_pods(make_cluster: Any) -> None:
     assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
 
 
-def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluster: Any) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"lifecycle": {"suspend": {"wakeOnRequest": False}}},
+        {"replicas": 0},
+        {"desiredState": "Paused"},
+    ],
+)
+def test_a_request_wakes_a_suspended_resource_until_its_desired_state_changes(
+    make_cluster: Any, ends: dict[str, Any]
+) -> None:
     cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
     cluster.settle()
     assert cluster.state == "Suspended"
@@ -360,7 +371,37 @@ def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluste
     cluster.coordinator.queue = 0
     cluster.settle()
     assert cluster.state == "Running"
+    cluster.patch(**ends)
+    cluster.settle()
     cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    assert cluster.state == "Suspended"
+
+
+def test_an_autoscaler_does_not_suspend_a_woken_resource(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
+    cluster.settle()
+    cluster.coordinator.queue = 1
+    cluster.settle()
+    cluster.coordinator.queue = 0
+    before = cluster.signals()
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
+    assert cluster.signals() == before
+
+
+def test_a_woken_resource_with_requests_in_flight_is_not_idle(make_cluster: Any) -> None:
+    suspend = {"wakeOnRequest": True, "idleSeconds": 60}
+    cluster = make_cluster(lifecycle={"suspend": suspend}, desiredState="Suspended")
+    cluster.settle()
+    cluster.coordinator.queue = 1
+    cluster.settle()
+    cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
+    cluster.coordinator.engines["demo-engine-0"].in_flight = 1
+    decision = cluster.settle()
+    assert (cluster.state, decision.requeue_after) == ("Running", 60)
+    cluster.coordinator.engines["demo-engine-0"].in_flight = 0
     cluster.settle()
     assert cluster.state == "Suspended"
 
@@ -375,7 +416,7 @@ def test_a_woken_resource_that_is_idle_sleeps_again_until_the_next_request(make_
     cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
     cluster.settle()
     assert cluster.state == "Suspended"
-    assert "wokenGeneration" not in cluster.status["lifecycle"]
+    assert "woken" not in cluster.status["lifecycle"]
     cluster.coordinator.queue, cluster.coordinator.idle = 1, 0.0
     cluster.settle()
     assert cluster.state == "Running"
@@ -456,6 +497,45 @@ def test_an_engine_that_still_loads_is_removed_without_a_drain(make_cluster: Any
     assert cluster.engine_pods() == ["demo-engine-0-0"]
 
 
+@pytest.mark.parametrize("desired", ["Running", "Paused", "Suspended"])
+def test_engines_that_never_served_are_removed_at_once(make_cluster: Any, desired: str) -> None:
+    cluster = make_cluster(replicas=2, desiredState=desired)
+    cluster.settle()
+    before = cluster.signals()
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in range(2, 40)}
+    cluster.patch(replicas=40)
+    cluster.settle()
+    assert len(cluster.engine_pods()) == 40
+    cluster.patch(replicas=2)
+    cluster.step()
+    assert {ref.name for ref in cluster.objects if ref.kind == "StatefulSet"} == {"demo-engine-0", "demo-engine-1"}
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == (desired, "2/2")
+    assert cluster.signals() == before
+
+
+def test_a_bounded_number_of_engines_starts_at_a_time(make_cluster: Any) -> None:
+    def statefulsets() -> int:
+        return sum(ref.kind == "StatefulSet" for ref in cluster.objects)
+
+    cluster = make_cluster(replicas=MAX_STARTING + 2)
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in range(1, MAX_STARTING)}
+    for _ in range(2):
+        cluster.step()
+        assert statefulsets() == MAX_STARTING
+    cluster.tick()
+    for pod in cluster.pods.values():
+        pod["status"].pop("containerStatuses", None)
+    cluster.step()
+    assert statefulsets() == MAX_STARTING + 1, "one serves"
+    assert f"1 more start then, at most {MAX_STARTING} at a time" in cluster.condition("EnginesReady")["message"]
+    for name in ("demo-engine-1", "demo-engine-2"):
+        ref = ChildRef("StatefulSet", name, "apps/v1")
+        cluster.objects[ref]["status"] = {"readyReplicas": 1}
+    cluster.step()
+    assert statefulsets() == MAX_STARTING + 2
+
+
 def test_an_engine_without_its_statefulset_keeps_its_revision_in_the_status(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
@@ -514,6 +594,52 @@ def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None
     assert all(cluster.pods[name]["metadata"]["uid"] != old[name] for name in cluster.engine_pods())
     assert cluster.status["updatedReplicas"] == 3
     assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
+
+
+CPU = {"ranksPerPod": 1}
+GPU = {"gpusPerPod": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "tensor", "changed", "pods"),
+    [
+        (CPU, 1, {"parallelism": {"tensor": 2}}, (1, 2)),
+        (CPU, 2, {"parallelism": {"tensor": 1}}, (2, 1)),
+        (CPU, 2, {"engine": {"ranksPerPod": 2}}, (2, 1)),
+        (GPU, 2, {"engine": {"gpusPerPod": 2}}, (2, 1)),
+        (GPU, 4, {"engine": {"gpusPerPod": 2}}, (4, 2)),
+    ],
+)
+def test_the_number_of_pods_changes_with_the_template_in_each_engines_turn(
+    make_cluster: Any, engine: dict[str, Any], tensor: int, changed: dict[str, Any], pods: tuple[int, int]
+) -> None:
+    cluster = make_cluster(replicas=3, engine=engine, parallelism={"tensor": tensor})
+    cluster.settle()
+    first = cluster.status["revision"]
+    cluster.patch(**changed)
+    for _ in range(60):
+        cluster.step()
+        for ref, obj in cluster.objects.items():
+            if ref.kind == "StatefulSet":
+                old = obj["spec"]["template"]["metadata"]["labels"]["inference.megatron.dev/revision"] == first
+                assert obj["spec"]["replicas"] == pods[not old]
+        assert sum(not engine.draining for engine in cluster.coordinator.engines.values()) >= 2
+        cluster.tick()
+    assert cluster.status["updatedReplicas"] == 3
+    assert len(cluster.engine_pods()) == 3 * pods[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_rejected_template_with_another_number_of_pods_resizes_no_engine(
+    make_cluster: Any, before: int, after: int
+) -> None:
+    cluster = make_cluster(replicas=2, parallelism={"tensor": before})
+    cluster.settle()
+    held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.reject |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
+    cluster.patch(parallelism={"tensor": after})
+    cluster.settle()
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
 
 
 def test_a_revert_during_a_rollout_leaves_unchanged_engines_alone(make_cluster: Any) -> None:
@@ -837,89 +963,6 @@ def test_an_engine_that_cannot_be_rendered_is_created_without_pods(make_cluster:
     cluster.settle()
     assert cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]["spec"]["replicas"] == 0
     assert cluster.state == "Suspended"
-
-
-def test_a_crashing_engine_is_diagnosed_and_not_restarted_beyond_its_budget(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
-    cluster.broken_engines.add("demo-engine-0")
-    cluster.settle()
-    ready = cluster.condition("Ready")
-    assert ready["reason"] == "CrashLooping"
-    assert "exit code 3" in ready["message"]
-    assert "no such weights" in ready["message"]
-    for restarts in range(4, 12):
-        for pod in cluster.pods.values():
-            if "containerStatuses" in pod["status"]:
-                pod["status"]["containerStatuses"][0]["restartCount"] = restarts
-        cluster.step()
-        cluster.tick()
-    cluster.settle()
-    assert cluster.state == "Failed"
-    assert cluster.engine_pods() == []
-    assert "no such weights" in cluster.status["engines"][0]["diagnosis"]
-    cluster.broken_engines.clear()
-    cluster.patch(engine={"batching": {"maxRequests": 3}})
-    cluster.settle()
-    assert cluster.state == "Running"
-
-
-def _crash(cluster: Any, restarts: int) -> Any:
-    """One pass that finds the containers of every broken engine with so many restarts."""
-    for pod in cluster.pods.values():
-        if "containerStatuses" in pod["status"]:
-            pod["status"]["containerStatuses"][0]["restartCount"] = restarts
-    cluster.tick()
-    return cluster.step()
-
-
-def test_restarts_from_before_the_budget_is_counted_are_not_charged(make_cluster: Any) -> None:
-    """A change of the spec begins a new budget. The pods and their restart counts stay."""
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
-    cluster.broken_engines.add("demo-engine-0")
-    cluster.settle()
-    cluster.patch()
-    for restarts in (9, 10, 14):
-        _crash(cluster, restarts)
-        assert "diagnosis" not in cluster.status["engines"][0]
-    assert cluster.status["engines"][0]["window"]["base"] == 9
-    _crash(cluster, 15)
-    assert "more than 5 restarts" in cluster.status["engines"][0]["diagnosis"]
-
-
-def test_pods_of_a_reverted_revision_do_not_count_against_the_restart_budget(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
-    cluster.settle()
-    cluster.broken_engines.add("demo-engine-0")
-    cluster.patch(engine={"batching": {"maxRequests": 3}})
-    cluster.settle()
-    assert cluster.condition("Ready")["reason"] == "CrashLooping"
-    cluster.spec["engine"] = {}
-    cluster.patch()
-    crashing = copy.deepcopy(cluster.pods)
-    cluster.step()
-    replaced, cluster.pods = cluster.pods, crashing  # The news of their deletion comes after that of a last restart.
-    for pod in crashing.values():
-        if "containerStatuses" in pod["status"]:
-            pod["status"]["containerStatuses"][0]["restartCount"] = 12
-    cluster.step()
-    cluster.pods = replaced
-    assert "diagnosis" not in cluster.status["engines"][0]
-    cluster.broken_engines.clear()
-    cluster.settle()
-    assert cluster.state == "Running"
-
-
-def test_restarts_spread_over_windows_do_not_exhaust_the_budget(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 3, "windowSeconds": 60}})
-    cluster.broken_engines.add("demo-engine-0")
-    cluster.settle()
-    for restarts in range(4, 12):
-        for pod in cluster.pods.values():
-            if "containerStatuses" in pod["status"]:
-                pod["status"]["containerStatuses"][0]["restartCount"] = restarts
-        cluster.now += timedelta(seconds=61)
-        cluster.step()
-    assert cluster.state != "Failed"
 
 
 def test_after_the_loss_of_the_lease_verbs_use_a_fence_above_the_coordinators(make_cluster: Any) -> None:
@@ -1434,3 +1477,101 @@ def test_new_weights_wait_while_suspended(make_cluster: Any) -> None:
     cluster.patch(desiredState="Running")
     cluster.settle()
     assert cluster.coordinator.sources == ["/model/x/7"]
+
+
+def _reboot(cluster: Any, *engines: str) -> None:
+    """Restart the containers of the coordinator and of these engines in their pods: they know of no update."""
+    cluster.coordinator.epoch = 0
+    cluster.coordinator.source_revisions.clear()
+    for name in engines:
+        cluster.coordinator.engines[name].epoch = 0
+        cluster.coordinator.engines[name].source = ""
+
+
+@pytest.mark.parametrize("engines", [("demo-engine-0", "demo-engine-1"), ("demo-engine-1",)])
+def test_weights_that_a_reboot_reverted_are_updated_again(make_cluster: Any, engines: tuple[str, ...]) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    assert [engine["weights"] for engine in cluster.status["engines"]] == ["7", "7"]
+    pods = cluster.engine_pods()
+    _reboot(cluster, *engines)
+    cluster.now += timedelta(minutes=1)
+    decision = cluster.step()
+    assert decision.reason == "RefreshingWeights"
+    assert f"{', '.join(engines)} serve other weights than revision 7" in cluster.condition("Ready")["message"]
+    assert cluster.condition("Degraded")["reason"] == "WrongWeights"
+    assert {engine["name"] for engine in cluster.status["engines"] if engine["weights"] == "6"} == set(engines)
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"] * 2
+    assert cluster.coordinator.sources == ["/model/x/7"] * 2
+    assert cluster.coordinator.epoch == 2, "an epoch is not used again"
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.engine_pods() == pods
+    assert cluster.status["weights"] == {**cluster.status["weights"], "revision": "7", "epoch": 2}
+
+
+def test_engines_of_a_coordinator_without_sources_are_judged_by_their_epoch(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    for engine in cluster.coordinator.engines.values():
+        engine.source = None
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"]
+    cluster.coordinator.engines["demo-engine-1"].epoch = 0
+    cluster.now += timedelta(minutes=1)
+    assert cluster.step().reason == "RefreshingWeights"
+
+
+def test_wrong_weights_wait_while_suspended(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    _reboot(cluster, "demo-engine-0")
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE", "SUSPEND"]
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.signals()[3:] == ["RESUME", "UNPAUSE", "UPDATE_WEIGHTS"]
+
+
+def test_an_engine_that_still_reports_other_weights_after_an_update_gets_the_next_one_later(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    cluster.coordinator.engines["demo-engine-0"].source = "/model/x/5"
+    cluster.now += timedelta(minutes=1)
+    for _ in range(3):
+        cluster.step()
+        cluster.tick()
+        cluster.coordinator.engines["demo-engine-0"].source = "/model/x/5"
+    decision = cluster.step()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"] * 2
+    assert (decision.reason, 0 < decision.requeue_after <= 30) == ("WrongWeights", True)
+
+
+def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
+        cluster.coordinator.engines[name].digest = digest
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"]
+    assert cluster.status["weights"]["differentDigests"] == ["aaaa", "bbbb"]
+    assert "aaaa, bbbb; make the files" in cluster.condition("Degraded")["message"]
+    cluster.now += timedelta(days=1)
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE"]
+    for engine in cluster.coordinator.engines.values():
+        engine.digest = "aaaa"
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert "differentDigests" not in cluster.status["weights"]

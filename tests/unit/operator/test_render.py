@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_operator.manifest_file import read_resource
-from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.resource import Batching, parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
@@ -19,6 +19,7 @@ from megatron_operator.render.context import LABEL_ENGINE, InvalidPodTemplate, R
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.merge import merge_template
+from megatron_runtime.engine.settings import EngineSettings
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = sorted((ROOT / "manifests/samples").glob("*.yaml"))
@@ -418,3 +419,47 @@ def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
     assert added == ["--share-prefix-cache", "--allow-priority"]
     assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
+
+
+@pytest.mark.parametrize(("server", "replicas"), [({}, None), ({"replicas": 1}, 1), ({"replicas": 3}, 3)])
+def test_the_number_of_servers_is_rendered_only_if_the_spec_has_it(
+    server: dict[str, Any], replicas: int | None
+) -> None:
+    (deployment,) = [
+        manifest
+        for manifest in all_children(_context(server=server))
+        if (manifest["kind"], manifest["metadata"]["name"]) == ("Deployment", "demo-server")
+    ]
+    assert deployment["spec"].get("replicas") == replicas
+
+
+def test_a_budget_never_blocks_the_eviction_of_the_only_pod() -> None:
+    budgets = {
+        manifest["metadata"]["name"]: manifest["spec"]
+        for manifest in all_children(_context())
+        if manifest["kind"] == "PodDisruptionBudget"
+    }
+    assert set(budgets) == {"demo-engines", "demo-server"}, "the coordinator has one pod and no budget"
+    for spec in budgets.values():
+        assert spec["maxUnavailable"] == 1
+        assert "minAvailable" not in spec
+
+
+def test_absent_limits_of_a_batch_are_the_engines_defaults() -> None:
+    """The descriptions of the fields name them."""
+    defaults = EngineSettings(coordinator="", name="")
+    fields = Batching.model_fields
+    assert f"; {defaults.max_requests} if absent" in str(fields["max_requests"].description)
+    assert f"; {defaults.max_tokens} if absent" in str(fields["max_tokens"].description)
+    assert EngineSettings(coordinator="", name="", max_tokens=1).inference_config.max_tokens == defaults.max_requests
+
+
+def test_pull_secrets_of_the_installation_reach_all_pods_and_restart_none() -> None:
+    plain = _context()
+    secret = replace(plain, settings=replace(SETTINGS, image_pull_secrets=("registry",)))
+    before, after = ({(m["kind"], m["metadata"]["name"]): m for m in all_children(ctx)} for ctx in (plain, secret))
+    account = after["ServiceAccount", "demo"]
+    assert account["imagePullSecrets"] == [{"name": "registry"}]
+    assert "imagePullSecrets" not in before["ServiceAccount", "demo"]
+    assert [key for key in after if after[key] != before[key]] == [("ServiceAccount", "demo")]
+    assert {pod["serviceAccountName"] for pod in _pods(secret).values()} == {"demo"}

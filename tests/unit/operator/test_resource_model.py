@@ -67,6 +67,9 @@ def test_defaults_are_those_of_the_reference() -> None:
         ),
         (_spec(parallelism={"tensor": 3}, engine={"ranksPerPod": 2}), "spec.engine.ranksPerPod = 2"),
         (_spec(parallelism={"tensor": 0}), "tensor"),
+        (_spec(parallelism={"tensor": 129}), "tensor"),
+        (_spec(parallelism={"tensor": 128, "pipeline": 3}), "= 384 must be at most 256.*raise spec.replicas"),
+        ({"model": {"source": SOURCE, "dtype": "Float8"}}, "'Int8' or 'Int4'"),
         (_spec(engine={"batching": {"kvCacheMemory": "0Gi"}}), "kvCacheMemory"),
         (_spec(coordinator={"routing": {"alpha": "1.5"}}), "alpha"),
         (

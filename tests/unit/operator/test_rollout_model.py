@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 import pytest
 from soak import size
 
-from megatron_operator.plan.rollout import Canary, Drain, EngineFacts, Finished, Halt, Replace, Step, next_step
+from megatron_operator.plan.rollout import (
+    Canary,
+    Drain,
+    EngineFacts,
+    Finished,
+    Halt,
+    Replace,
+    Step,
+    keeps_revision,
+    next_step,
+)
 
 LIMIT = size(15_000, soak=1_000_000)
 Planner = Callable[..., Step]
@@ -24,10 +34,11 @@ GONE = -1
 
 
 class Engine(NamedTuple):
-    """`template` and `pod` are revisions; `pod` is GONE while the StatefulSet re-creates it."""
+    """`template` is a revision, `pods` those of its pods by ordinal. A pod is GONE or missing at the end while the
+    StatefulSet re-creates it."""
 
     template: int
-    pod: int
+    pods: tuple[int, ...]
     serving: bool
     draining: bool
     canary: int
@@ -56,9 +67,13 @@ class Model:
     max_unavailable: int
     sizes: tuple[int, ...]
     """Numbers of engines that a user may scale to; the first is the initial one."""
+    pods: tuple[int, ...] = (1, 1, 1)
+    """Number of pods of an engine of each revision."""
+    keeps: Callable[..., bool] = keeps_revision
+    """The rule of upkeep: whether an engine keeps template and number of pods of its own revision."""
 
     def settled(self) -> State:
-        engine = Engine(0, 0, True, False, NONE)
+        engine = Engine(0, (0,) * self.pods[0], True, False, NONE)
         return State(0, (engine,) * self.sizes[0], None)
 
     def facts(self, state: State) -> list[EngineFacts]:
@@ -66,7 +81,7 @@ class Model:
             EngineFacts(
                 name=str(index),
                 current=engine.template == state.wanted,
-                leftover=engine.template == state.wanted and engine.pod not in (GONE, engine.template),
+                leftover=engine.template == state.wanted and self.has_old_pods(engine),
                 serving=self.is_serving(state, engine),
                 draining=engine.draining,
                 drained=not engine.serving or (engine.draining and state.drain == (index, True)),
@@ -79,6 +94,7 @@ class Model:
 
     def step(self, state: State) -> tuple[Step | None, State]:
         """One pass. None: an operation is open, or an obsolete drain is undone."""
+        state = self._upkeep(state)
         if state.drain is not None and not state.drain[1]:
             return None, state
         undone = self._undrain(state)
@@ -87,9 +103,19 @@ class Model:
         found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True)
         return found, self._act(state, found)
 
+    def _upkeep(self, state: State) -> State:
+        """Scale each StatefulSet to the number of pods of the revision that the rule chooses. Its engine restarts."""
+        for index, engine in enumerate(state.engines):
+            keeps = self.keeps(current=engine.template == state.wanted, has_pods=True, wants_pods=True)
+            count = self.pods[engine.template if keeps else state.wanted]
+            if count != self.pods[engine.template]:
+                pods = (*engine.pods, engine.template)[:count]
+                state = _with(state, index, engine._replace(pods=pods, serving=False, draining=False))
+        return state
+
     def _undrain(self, state: State) -> State | None:
         for index, engine in enumerate(state.engines):
-            right = engine.template == engine.pod == state.wanted and engine.canary != FAILED
+            right = engine.template == state.wanted and not self.has_old_pods(engine) and engine.canary != FAILED
             if engine.serving and engine.draining and right:
                 return _with(state, index, _lost(engine))._replace(drain=None)
         return None
@@ -115,10 +141,18 @@ class Model:
         if state.drain is not None and not state.drain[1]:
             yield state._replace(drain=(state.drain[0], True))
         for index, engine in enumerate(state.engines):
-            if engine.pod == GONE or not engine.serving:
-                up = Engine(engine.template, engine.template, True, False, engine.canary)
-                yield _with(state, index, up)
-            elif engine.canary == PENDING and engine.template == engine.pod == state.wanted:
+            count = self.pods[engine.template]
+            kept = tuple(engine.template if pod == GONE else pod for pod in engine.pods[:count])
+            pods = kept + (engine.template,) * (count - len(kept))
+            if len(engine.pods) > count:  # a rank of the process group ends, and so all do
+                yield _with(state, index, engine._replace(pods=pods, serving=False, draining=False))
+            elif engine.serving and pods != engine.pods:
+                yield _with(state, index, engine._replace(pods=pods))
+            elif not engine.serving and len(set(pods)) == 1:  # pods of two revisions form no process group
+                yield _with(state, index, Engine(engine.template, pods, True, False, engine.canary))
+            elif pods != engine.pods:
+                yield _with(state, index, engine._replace(pods=pods))
+            elif self.to_prove(state, engine):
                 yield _with(state, index, engine._replace(canary=PASSED))
 
     def trouble(self, state: State) -> Iterator[State]:
@@ -131,14 +165,15 @@ class Model:
                 kept = state.drain if state.drain is None or state.drain[0] < count else None
                 yield state._replace(engines=state.engines[:count], drain=kept)
             elif count > len(state.engines):
-                added = (Engine(state.wanted, GONE, False, False, NONE),) * (count - len(state.engines))
+                added = (Engine(state.wanted, (), False, False, NONE),) * (count - len(state.engines))
                 yield state._replace(engines=state.engines + added)
         for index, engine in enumerate(state.engines):
-            if engine.pod != GONE:
-                yield _with(state, index, _lost(engine))
+            for ordinal, pod in enumerate(engine.pods):
+                if pod != GONE:
+                    yield _with(state, index, _lost(engine, ordinal))
             if engine.serving:
                 yield _with(state, index, engine._replace(serving=False, draining=False))
-            if engine.canary == PENDING and engine.serving and engine.template == engine.pod == state.wanted:
+            if self.to_prove(state, engine):
                 yield _with(state, index, engine._replace(canary=FAILED))
         yield from self._crashes(state)
 
@@ -156,7 +191,15 @@ class Model:
 
     def is_serving(self, state: State, engine: Engine) -> bool:
         """A process of an earlier revision does not count as serving the wanted revision."""
-        return engine.serving and (engine.template != state.wanted or engine.pod == engine.template)
+        return engine.serving and (engine.template != state.wanted or not self.has_old_pods(engine))
+
+    def has_old_pods(self, engine: Engine) -> bool:
+        return any(pod not in (GONE, engine.template) for pod in engine.pods)
+
+    def to_prove(self, state: State, engine: Engine) -> bool:
+        """Its canary may be answered."""
+        right = engine.template == state.wanted and not self.has_old_pods(engine)
+        return engine.canary == PENDING and engine.serving and right
 
     def is_available(self, state: State, engine: Engine) -> bool:
         return self.is_serving(state, engine) and not engine.draining
@@ -165,10 +208,14 @@ class Model:
         """It has the wanted template but has not proved that this revision works. Independent of the planner."""
         if engine.template != state.wanted:
             return False
-        has_old_pod = engine.pod not in (GONE, engine.template)
-        return has_old_pod or not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
+        return not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
 
     def check(self, before: State, step: Step | None, after: State) -> None:
+        taken = step.names if isinstance(step, Replace) else ()
+        for index, (old, new) in enumerate(zip(before.engines, after.engines, strict=True)):
+            untouched = (old.template, len(old.pods)) == (new.template, len(new.pods))
+            undrained = old.draining and old.template == before.wanted and not new.pods
+            _hold(untouched or undrained or str(index) in taken, "pods were changed before their turn", before, step)
         if step is None:
             return
         facts = self.facts(before)
@@ -204,7 +251,8 @@ class Model:
             if moved is None:
                 step, moved = self.step(state)
                 if moved == state:
-                    done = isinstance(step, Finished) and all(e.template == state.wanted for e in state.engines)
+                    right = all(e.template == state.wanted and self.is_serving(state, e) for e in state.engines)
+                    done = isinstance(step, Finished) and right
                     _hold(done or isinstance(step, Halt), "the rollout waits forever", state, step)
                     break
             state = moved
@@ -220,8 +268,12 @@ def _with(state: State, index: int, engine: Engine) -> State:
     return state._replace(engines=(*state.engines[:index], engine, *state.engines[index + 1 :]))
 
 
-def _lost(engine: Engine) -> Engine:
-    return engine._replace(pod=GONE, serving=False, draining=False)
+def _lost(engine: Engine, ordinal: int | None = None) -> Engine:
+    """Without all its pods, or without one; then the others end, too."""
+    pods = () if ordinal is None else (*engine.pods[:ordinal], GONE, *engine.pods[ordinal + 1 :])
+    while pods and pods[-1] == GONE:
+        pods = pods[:-1]
+    return engine._replace(pods=pods, serving=False, draining=False)
 
 
 def _replaced(engine: Engine, revision: int, *, pods: bool) -> Engine:
@@ -255,16 +307,50 @@ def explore(model: Model, *, limit: int | None = None) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("revisions", "max_unavailable", "sizes"),
-    [(3, 1, (1,)), (3, 1, (2, 1)), (3, 2, (3, 2)), (3, 1, (4, 3)), (3, 2, (4, 2))],
+    ("max_unavailable", "sizes", "pods"),
+    [
+        (1, (1,), (1, 1, 1)),
+        (1, (2, 1), (1, 1, 1)),
+        (2, (3, 2), (1, 1, 1)),
+        (1, (4, 3), (1, 1, 1)),
+        (2, (4, 2), (1, 1, 1)),
+        (1, (1,), (1, 2, 3)),
+        (1, (2, 1), (2, 1, 2)),
+        (2, (3, 2), (1, 2, 2)),
+    ],
 )
 def test_no_reachable_state_breaks_an_invariant(
-    revisions: int, max_unavailable: int, sizes: tuple[int, ...], record_property: Any
+    max_unavailable: int, sizes: tuple[int, ...], pods: tuple[int, ...], record_property: Any
 ) -> None:
-    states = explore(Model(next_step, revisions, max_unavailable, sizes), limit=LIMIT)
+    revisions = len(pods)
+    states = explore(Model(next_step, revisions, max_unavailable, sizes, pods), limit=LIMIT)
     record_property("states", states)
     seen = f"all {states} states" if states < LIMIT else f"the first {states} states, breadth first"
-    print(f"\n{sizes[0]} engines, {revisions} revisions, maxUnavailable {max_unavailable}: {seen}, 0 violations")
+    what = f"{sizes[0]} engines, {revisions} revisions of {pods} pods, maxUnavailable {max_unavailable}"
+    print(f"\n{what}: {seen}, 0 violations")
+
+
+@pytest.mark.parametrize("pods", [(2, 1), (1, 2)])
+def test_the_search_finds_pods_that_are_changed_before_their_turn(pods: tuple[int, ...]) -> None:
+    """Upkeep that scales to the pods of the desired revision at once is an outage of every engine."""
+    at_once = Model(next_step, 2, 1, (2,), pods, keeps=lambda **_: False)
+    with pytest.raises(Violation, match="before their turn"):
+        explore(at_once, limit=LIMIT)
+
+
+class LooksAtTheFirstPod(Model):
+    """Believes that an engine has the revision of its first pod."""
+
+    def facts(self, state: State) -> list[EngineFacts]:
+        return [
+            replace(fact, leftover=fact.leftover and engine.pods[0] != engine.template)
+            for fact, engine in zip(super().facts(state), state.engines, strict=True)
+        ]
+
+
+def test_the_search_finds_an_engine_with_pods_of_two_revisions() -> None:
+    with pytest.raises(Violation, match="waits forever"):
+        explore(LooksAtTheFirstPod(next_step, 2, 1, (1,), (2, 2)), limit=LIMIT)
 
 
 Facts = Sequence[EngineFacts]

@@ -62,7 +62,7 @@ def outcome(cluster: Cluster) -> tuple[Any, ...]:
     """Where it ended, without times, ids and terms."""
     status = cluster.status
     assert cluster.coordinator is not None
-    engines = [{key: value for key, value in engine.items() if key != "window"} for engine in status["engines"]]
+    engines = [{key: value for key, value in engine.items() if key != "forgivenAt"} for engine in status["engines"]]
     objects = sorted(str(ref) for ref in cluster.objects)
     return status["state"], status["ready"], status["updatedReplicas"], engines, objects, sorted(cluster.pods)
 

@@ -145,6 +145,45 @@ async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) ->
         await asyncio.wait_for(hold, LONG_SECONDS)
 
 
+async def test_an_error_of_the_read_after_a_failed_swap_does_not_end_the_leader(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a", duration=0.3)
+    await first.acquire()
+    store.replace = _raising(ApiError(409, "Conflict", "the answer to the last renewal was lost"))
+    get = store.get
+    store.get = _raising(ApiError(503, "Unavailable", "try again"))
+    hold = asyncio.create_task(first.hold())
+    await asyncio.sleep(0.2)
+    assert not hold.done()
+    store.get = get
+    del store.replace
+    await asyncio.sleep(0.2)
+    assert not hold.done()
+    hold.cancel()
+
+
+def _raising(error: ApiError) -> Any:
+    async def request(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    return request
+
+
+async def test_a_write_ends_before_another_process_may_lead(store: Any) -> None:
+    clock = Clock()
+    leader, successor = elector(store, clock, "a"), elector(store, clock, "b")
+    await leader.acquire()
+    assert not await successor._try_acquire()
+    clock.now += 6.0  # near the end of the renewal's validity
+    left = leader.write_seconds()
+    clock.now += left
+    assert not await successor._try_acquire()
+    clock.now += 0.1
+    assert await successor._try_acquire()
+    with pytest.raises(LeadershipLostError):
+        leader.write_seconds()
+
+
 @pytest.mark.parametrize("found", [str(1 << 64), "-3", "many"])
 async def test_an_implausible_term_is_counted_from_the_beginning(store: Any, found: str) -> None:
     clock = Clock()

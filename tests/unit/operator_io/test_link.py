@@ -17,12 +17,13 @@ from megatron_operator.link.address import AddressTemplateError, service_address
 from megatron_operator.link.canary import judge, new_canary
 from megatron_operator.link.connection import DEFAULT_SIGNAL_SECONDS, CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import snapshot_of, without_traffic
-from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
+from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     ControlAck,
     Disconnect,
+    EngineStatus,
     FailedRequest,
     Final,
     MalformedMessageError,
@@ -352,3 +353,13 @@ def test_a_canary_of_a_builtin_model_must_match_its_recorded_answer(tokens: list
     report = judge(canary, Final(1, canary.uid, body, msgpack.packb(reply)))
     assert report is not None
     assert report.ok is ok
+
+
+@pytest.mark.parametrize("source", [None, "", "/model/x/7"])
+def test_the_source_of_an_engines_weights_is_passed_on_and_wakes_the_task(source: str | None) -> None:
+    engine = EngineStatus(name="demo-engine-0", state=EngineState.RUNNING, serving=True, source=source)
+    sent = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, engines=[engine])
+    received = decode(sent.to_frames())
+    assert isinstance(received, StatusReply)
+    snapshot = without_traffic(snapshot_of(received, rejections={}))
+    assert [report.source for report in snapshot.engines] == [source]

@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator import cli, kubectl
+from megatron_operator.cluster.projection import project_resource
 from megatron_operator.model.resource import API_VERSION, KIND
+from megatron_operator.plan.clock import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1alpha1/namespaces/default/megatroninferences"
 
@@ -46,6 +48,13 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def do_PATCH(self) -> None:
+            """Merge the metadata of a patch."""
+            patch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert list(patch) == ["metadata"]
+            table[self.path]["metadata"] |= patch["metadata"]
+            self.do_GET()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
@@ -106,6 +115,16 @@ def test_a_resource_that_no_operator_serves_names_it(answers: dict[str, Any], co
     assert "no operator runs for namespace default since " in result.output
     assert "Lease system/op is not held, op-0 does not renew it" in result.output
     assert "waits for nothing" not in result.output
+
+
+def test_a_restart_command_changes_only_what_begins_new_restart_budgets(answers: dict[str, Any]) -> None:
+    cluster = Cluster({**MINIMAL})
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    result = CliRunner().invoke(kubectl.main, ["restart", "demo"])
+    assert result.exit_code == 0, result.output
+    seen = project_resource(answers[f"{RESOURCES}/demo"])
+    assert parse(seen.restarted_at) is not None
+    assert (seen.spec, seen.generation) == (cluster.spec, cluster.generation)
 
 
 HOSTILE = "\x1b[2Jgone\nforged: line\u202e"

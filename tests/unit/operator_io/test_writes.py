@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from megatron_operator.cluster.lease import LeadershipLostError
 from megatron_operator.cluster.projection import project_child, project_resource
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.plan.world import EmitEvent
+from megatron_operator.render.context import FIELD_MANAGER
 from megatron_operator.render.keys import KEY_NAMES
 
 OWNER = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
@@ -171,3 +174,54 @@ def test_paths_and_unknown_kinds() -> None:
     assert "Secret" not in {kind.kind for kind in CHILD_KINDS}
     with pytest.raises(ValueError, match="apps/v1/DaemonSet: not known"):
         kind_of("apps/v1", "DaemonSet")
+
+
+def test_the_owner_of_the_replicas_is_read_from_the_managed_fields() -> None:
+    def seen(manager: str, **fields: Any) -> bool:
+        entry = {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": fields}}
+        obj = {**manifest(), "apiVersion": "apps/v1", "kind": "Deployment"}
+        return project_child({**obj, "metadata": {**obj["metadata"], "managedFields": [entry]}}).owns_replicas
+
+    assert seen(FIELD_MANAGER, **{"f:replicas": {}})
+    assert not seen(FIELD_MANAGER, **{"f:template": {}})
+    assert not seen("kube-controller-manager", **{"f:replicas": {}})
+
+
+async def test_replicas_that_are_no_longer_applied_get_another_owner_first(store: Any, writer: Writer) -> None:
+    deployment = {**manifest(), "apiVersion": "apps/v1", "kind": "Deployment"}
+    seen = await writer.apply_child({**deployment, "spec": {"replicas": 3}}, owner_uid="u", known=None)
+    applied: list[tuple[str, Any]] = []
+    apply = store.apply
+
+    async def recorded(kind: Any, body: Any, *, manager: str, **options: Any) -> Any:
+        applied.append((manager, body["spec"]))
+        return await apply(kind, body, manager=manager, **options)
+
+    store.apply = recorded
+    await writer.apply_child({**deployment, "spec": {"paused": False}}, owner_uid="u", known=seen)
+    assert applied == [(FIELD_MANAGER, {"paused": False})]
+    applied.clear()
+    owner = replace(seen, owns_replicas=True, version=store.version)
+    await writer.apply_child({**deployment, "spec": {"paused": False}}, owner_uid="u", known=owner)
+    assert applied == [(f"{FIELD_MANAGER}-replicas", {"replicas": 3}), (FIELD_MANAGER, {"paused": False})]
+    store.version += 1
+    with pytest.raises(ApiError, match="modified"):  # an autoscaler was faster
+        await writer.apply_child({**deployment, "spec": {}}, owner_uid="u", known=owner)
+
+
+async def test_a_write_without_an_answer_is_cancelled_when_the_lease_may_expire(store: Any) -> None:
+    cancelled = asyncio.Event()
+
+    async def unanswered(*arguments: Any, **options: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    store.apply = store.delete = unanswered
+    writer = Writer(store, guard=lambda: 0.01, count=lambda verb, kind: None)
+    with pytest.raises(ApiError, match="Timeout: write of a Service: no answer"):
+        await writer.apply_child(manifest(), owner_uid="u", known=None)
+    assert cancelled.is_set()
+    with pytest.raises(ApiError, match="Timeout"):
+        await writer.delete_pod("demo-engine-0-0", namespace="prod", uid="u")

@@ -13,7 +13,7 @@ from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import remove_engine
-from megatron_operator.plan.world import DeletePods, EmitEvent
+from megatron_operator.plan.world import Action, DeletePods, EmitEvent
 
 
 def running(scene: Scene) -> bool:
@@ -59,19 +59,25 @@ def undrain(scene: Scene) -> Verdict | None:
 
 
 def scale_down(scene: Scene) -> Verdict | None:
-    """Remove engines beyond spec.replicas, highest index first, after their requests have finished."""
+    """Remove engines beyond spec.replicas: those that do not serve at once, the others one after another, highest index
+    first, after their requests have finished."""
     surplus = [engine for engine in scene.engines if engine.surplus and not engine.empty]
     gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
     present = [engine for engine in surplus if engine not in gone]
-    if present and scene.desired is DesiredState.RUNNING and (running(scene) or not scene.serving):
-        engine = present[-1]
-        if not drained(scene, engine):
-            return start(scene, SignalKind.DRAIN, engine=engine.name)
-        reason = f"engine {engine.name} is beyond spec.replicas = {scene.ctx.spec.replicas}"
-        actions = (*remove_engine(scene, engine, reason=reason), EmitEvent("Normal", "EngineRemoved", reason))
-        on = f"{engine.name} to be deleted"
-        verdict = waiting(scene, Reason.SCALING_DOWN, "scaling down", on, actions=actions)
+    removable = [engine for engine in present if drained(scene, engine)]
+    if removable and scene.desired is not DesiredState.STOPPED:
+        names = ", ".join(engine.name for engine in removable[:8])
+        more = f" and {len(removable) - 8} more" if len(removable) > 8 else ""
+        reason = f"{names}{more} beyond spec.replicas = {scene.ctx.spec.replicas}"
+        actions: list[Action] = []
+        for engine in removable:
+            actions += remove_engine(scene, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+        actions.append(EmitEvent("Normal", "EngineRemoved", reason))
+        on = f"{names}{more} to be deleted"
+        verdict = waiting(scene, Reason.SCALING_DOWN, "scaling down", on, actions=tuple(actions))
         return replace(verdict, operation=None)
+    if present and running(scene):
+        return start(scene, SignalKind.DRAIN, engine=present[-1].name)
     if gone:
         names = ", ".join(engine.name for engine in gone)
         return waiting(scene, Reason.SCALING_DOWN, "scaling down", f"the pods of {names} to end")

@@ -53,7 +53,9 @@ def restart_budget_exhausted(scene: Scene) -> Verdict | None:
     if scene.observed is not ResourceState.FAILED:
         return None
     _, on = engines_wait(scene)
-    return waiting(scene, Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"a change of the spec; {on}")
+    retry_at = min((time for engine in scene.wanted if (time := engine.budget.retry_at)), default=None)
+    event = f"the next attempt at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
+    return waiting(scene, Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"{event}; {on}")
 
 
 def stale_fence(scene: Scene) -> Verdict | None:

@@ -413,9 +413,11 @@ class Membership:
         # An engine in a passing state waits for a commit, which was sent already or is still to be decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
-        if message.epoch is not None:
-            engine.epoch = message.epoch
-        engine.digest = message.digest
+        # Weights from before a commit that the engine has not shown yet are obsolete, unless the commit is lost.
+        if engine.owed is None or not _misses(message, engine.owed):
+            if message.epoch is not None:
+                engine.epoch = message.epoch
+            engine.source, engine.digest = message.source, message.digest
         if engine.available() and not before:
             self._context.needs_pump = True
         settled = self._verbs.current is None and not self.recovery.under_way

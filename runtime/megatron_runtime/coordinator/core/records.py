@@ -178,6 +178,7 @@ class Engine:
             plain=self.plain,
             draining=self.draining,
             digest=self.digest,
+            source=None if self.plain else self.source or "",
         )
 
 

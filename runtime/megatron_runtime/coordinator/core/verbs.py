@@ -365,11 +365,6 @@ class Verbs:
     def _commit(self, operation: PendingOperation) -> None:
         kind, epoch = operation.control.kind, operation.control.epoch
         transition = TRANSITIONS.get(kind)
-        if kind is not Header.DRAIN:
-            lands_in = transition.lands_in if transition is not None else None
-            commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
-            for engine in operation.succeeded:
-                self._commit_engine(engine, commit)
         if kind in REQUIRED_FIELDS and epoch is not None:
             self.epoch = epoch
         if kind is Header.UPDATE_WEIGHTS:
@@ -377,6 +372,11 @@ class Verbs:
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
             self._router.forget_all()
+        if kind is not Header.DRAIN:
+            lands_in = transition.lands_in if transition is not None else None
+            commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
+            for engine in operation.succeeded:
+                self._commit_engine(engine, commit)
         if transition is not None:
             self.state = transition.coordinator_after
         if kind in (Header.UNPAUSE, Header.STOP):
@@ -396,7 +396,7 @@ class Verbs:
         if commit.epoch is not None:
             engine.epoch = commit.epoch
         if commit.signal is Header.UPDATE_WEIGHTS:
-            engine.source = self.source
+            engine.source, engine.digest = self.source, ""
         if commit.signal is Header.STOP:
             engine.serving = False
 

@@ -1,0 +1,266 @@
+"""The restart budget: what is an incident, when incidents are forgiven, and when a failed engine starts again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megatron_operator.plan.clock import parse
+
+LIMIT = {"restartBudget": {"restarts": 5, "windowSeconds": 600}}
+ENGINE = "demo-engine-0"
+
+
+def end(pod: dict[str, Any], restarts: int, message: str = "no such weights", **ended: Any) -> None:
+    """Let the container of a pod have ended so often, last with these fields."""
+    state = {"exitCode": 3, "reason": "Error", "finishedAt": "x", "message": message, **ended}
+    pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    pod["status"]["containerStatuses"] = [
+        {
+            "name": "engine",
+            "restartCount": restarts,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": state},
+        }
+    ]
+
+
+def crash(cluster: Any, restarts: int, **how: Any) -> Any:
+    """Make a pass that finds the containers of the first engine with so many restarts."""
+    for pod in cluster.pods.values():
+        if pod["metadata"]["labels"].get("inference.megatron.dev/engine") == ENGINE:
+            end(pod, restarts, **how)
+    cluster.tick()
+    return cluster.step()
+
+
+def exhaust(cluster: Any, **how: Any) -> dict[str, Any]:
+    """Crash the first engine until its budget is exhausted. Return its status."""
+    cluster.broken_engines.add(ENGINE)
+    for restarts in range(1, 20):
+        crash(cluster, restarts, **how)
+        if "diagnosis" in cluster.status["engines"][0]:
+            break
+    cluster.settle()
+    engine: dict[str, Any] = cluster.status["engines"][0]
+    assert engine["state"] == "Failed"
+    assert not [name for name in cluster.engine_pods() if name.startswith(ENGINE)]
+    return engine
+
+
+def test_a_crashing_engine_is_diagnosed_and_not_restarted_beyond_its_budget(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.broken_engines.add(ENGINE)
+    cluster.settle()
+    ready = cluster.condition("Ready")
+    assert ready["reason"] == "CrashLooping"
+    assert "exit code 3" in ready["message"]
+    assert "no such weights" in ready["message"]
+    for restarts in range(4, 6):
+        crash(cluster, restarts)
+        assert "diagnosis" not in cluster.status["engines"][0]
+    crash(cluster, 6)
+    cluster.settle()
+    assert cluster.state == "Failed"
+    assert cluster.engine_pods() == []
+    assert "no such weights" in cluster.status["engines"][0]["diagnosis"]
+    assert "retryAt" not in cluster.status["engines"][0]
+    cluster.broken_engines.clear()
+    cluster.now += timedelta(days=1)
+    cluster.settle()
+    assert cluster.state == "Failed"
+    cluster.patch(engine={"batching": {"maxRequests": 3}})
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
+def test_a_lost_rank_of_six_pods_is_one_incident(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT, parallelism={"pipeline": 6})
+    cluster.settle()
+    for lost in range(1, 6):
+        for number in range(6):
+            end(cluster.pods[f"{ENGINE}-{number}"], lost)
+            cluster.step()
+        assert cluster.status["engines"][0]["restarts"] == lost
+        assert "diagnosis" not in cluster.status["engines"][0]
+    crash(cluster, 6)
+    assert "diagnosis" in cluster.status["engines"][0]
+
+
+def test_a_pod_that_is_created_again_is_not_charged(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 0}})
+    cluster.settle()
+    end(cluster.pods[f"{ENGINE}-0"], 0)
+    del cluster.pods[f"{ENGINE}-0"]
+    cluster.settle()
+    assert cluster.state == "Running"
+    crash(cluster, 1)
+    assert "diagnosis" in cluster.status["engines"][0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fails"),
+    [(59.0, False), (10.0, True)],  # one restart is forgiven in 20 s
+)
+def test_restarts_are_forgiven_one_after_another(make_cluster: Any, seconds: float, fails: bool) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 3, "windowSeconds": 60}})
+    cluster.settle()
+    for restarts in range(1, 12):
+        crash(cluster, restarts)
+        if cluster.engine_pods():
+            cluster.now += timedelta(seconds=seconds)
+    assert ("diagnosis" in cluster.status["engines"][0]) is fails
+
+
+def test_restarts_from_before_the_budget_are_not_charged(make_cluster: Any) -> None:
+    """A restart command begins a new budget. The pods and their restart counts stay."""
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.broken_engines.add(ENGINE)
+    cluster.settle()
+    cluster.restarted_at = "2026-01-01T00:00:00Z"
+    for restarts in (9, 10, 14):
+        crash(cluster, restarts)
+        assert "diagnosis" not in cluster.status["engines"][0]
+    crash(cluster, 15)
+    assert "more than 5 restarts" in cluster.status["engines"][0]["diagnosis"]
+
+
+def test_pods_of_a_reverted_revision_do_not_count(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    cluster.broken_engines.add(ENGINE)
+    cluster.patch(engine={"batching": {"maxRequests": 3}})
+    cluster.settle()
+    assert cluster.condition("Ready")["reason"] == "CrashLooping"
+    cluster.spec["engine"] = {}
+    cluster.patch()
+    crashing = copy.deepcopy(cluster.pods)
+    cluster.step()
+    replaced, cluster.pods = cluster.pods, crashing  # The news of their deletion comes after that of a last restart.
+    for pod in crashing.values():
+        if "containerStatuses" in pod["status"]:
+            pod["status"]["containerStatuses"][0]["restartCount"] = 12
+    cluster.step()
+    cluster.pods = replaced
+    assert "diagnosis" not in cluster.status["engines"][0]
+    cluster.broken_engines.clear()
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
+@pytest.mark.parametrize(
+    ("change", "starts"),
+    [
+        ({"engine": {"batching": {"maxRequests": 3}}}, True),
+        ({"lifecycle": {"restartBudget": {"restarts": 9, "windowSeconds": 600}}}, True),
+        ({"replicas": 2}, False),
+        ({"server": {"replicas": 2}}, False),
+    ],
+)
+def test_only_other_inputs_of_the_engines_begin_new_budgets(
+    make_cluster: Any, change: dict[str, Any], starts: bool
+) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    exhaust(cluster)
+    cluster.broken_engines.clear()
+    cluster.patch(**change)
+    cluster.settle()
+    assert (f"{ENGINE}-0" in cluster.engine_pods()) is starts
+
+
+def test_a_restart_command_starts_only_failed_engines_again(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, lifecycle=LIMIT)
+    cluster.settle()
+    exhaust(cluster)
+    other = cluster.pods["demo-engine-1-0"]["metadata"]["uid"]
+    cluster.broken_engines.clear()
+    cluster.restarted_at = "2026-01-01T00:00:00Z"
+    cluster.settle()
+    assert cluster.status["ready"] == "2/2"
+    assert cluster.pods["demo-engine-1-0"]["metadata"]["uid"] == other
+
+
+def test_a_resource_that_was_stopped_has_new_budgets(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    exhaust(cluster)
+    cluster.broken_engines.clear()
+    for goal in ("Stopped", "Running"):
+        cluster.patch(desiredState=goal)
+        cluster.settle()
+        assert cluster.state == goal
+
+
+RANK_LOST = json.dumps({"reason": "RankLost", "rank": 3, "message": "Connection closed by peer", "remedy": ""})
+
+
+@pytest.mark.parametrize(
+    ("how", "retried"),
+    [
+        ({"message": "the rendezvous timed out"}, True),
+        ({"message": "No space left on device"}, True),
+        ({"message": "", "reason": "ContainerStatusUnknown", "exitCode": 137}, True),
+        ({"message": "", "reason": "Unknown", "exitCode": 255}, True),
+        ({"message": RANK_LOST}, True),
+        ({"message": "no such weights"}, False),
+        ({"message": "", "reason": "OOMKilled", "exitCode": 137}, False),
+        ({"message": "Segmentation fault", "exitCode": 139}, False),
+    ],
+)
+def test_an_engine_is_started_again_after_a_cause_in_the_infrastructure(
+    make_cluster: Any, how: dict[str, Any], retried: bool
+) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    engine = exhaust(cluster, **how)
+    assert ("retryAt" in engine) is retried
+    waits = cluster.condition("Ready")["message"]
+    assert ("the next attempt at" if retried else "kubectl megatron restart") in waits
+    cluster.broken_engines.clear()
+    cluster.now += timedelta(hours=1)
+    cluster.settle()
+    assert cluster.state == ("Running" if retried else "Failed")
+
+
+def test_a_cause_in_one_pod_is_that_of_the_ranks_that_lost_it(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 1}}, parallelism={"pipeline": 2})
+    cluster.settle()
+    for restarts in (1, 2):
+        end(cluster.pods[f"{ENGINE}-0"], restarts, RANK_LOST)
+        end(cluster.pods[f"{ENGINE}-1"], restarts, "", reason="OOMKilled", exitCode=137)
+        cluster.tick()
+        cluster.step()
+    engine = cluster.status["engines"][0]
+    assert "retryAt" not in engine
+    assert "killed at its memory limit" in engine["diagnosis"]
+
+
+def test_the_time_between_attempts_grows_and_ends_with_the_cause(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    exhaust(cluster, message="the rendezvous timed out")
+    waits = []
+    for _ in range(7):
+        cluster.tick()
+        left = cluster.step().requeue_after
+        retry_at = parse(cluster.status["engines"][0]["retryAt"])
+        assert left <= (retry_at - cluster.now).total_seconds()
+        cluster.now = retry_at
+        cluster.step()
+        cluster.tick()
+        crash(cluster, 1, message="the rendezvous timed out")
+        engine = cluster.status["engines"][0]
+        assert engine["state"] == "Failed"
+        waits.append((parse(engine["retryAt"]) - cluster.now).total_seconds())
+    assert waits == [120, 240, 480, 960, 1800, 1800, 1800]
+    cluster.broken_engines.clear()
+    cluster.now += timedelta(seconds=1800)
+    cluster.settle()
+    assert cluster.state == "Running"
+    cluster.now += timedelta(seconds=601)
+    assert exhaust(cluster, message="the rendezvous timed out").get("retries") is None
