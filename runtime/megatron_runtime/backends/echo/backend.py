@@ -1,9 +1,14 @@
-"""The echo backend: the native engine's thread and core on an executor without a model, with fault injection."""
+"""The echo backend: the native engine's thread and core on an executor without a model, with fault injection.
+
+An adapter changes the answers. Its source is not read, but the path of a directory must exist.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
@@ -11,8 +16,9 @@ from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, p
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Header
 
 PAGE_SIZE = 16
@@ -46,6 +52,19 @@ class EchoBackend(NativeBackend):
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )
+        self.info = replace(self.info, capabilities=self.info.capabilities | {Capability.ADAPTERS})
+        self.adapters: list[Adapter] = []
+        """Loaded adapters, in the order in which they were loaded."""
+
+    async def load_adapter(self, adapter: Adapter) -> RankResults:
+        if adapter.source.startswith("/") and not Path(adapter.source).exists():
+            raise ValueError("the directory does not exist: give the path of an adapter in every engine's volume")
+        self.adapters.append(adapter)
+        return RankResults(self.ranks.count)
+
+    async def unload_adapter(self, adapter: Adapter) -> RankResults:
+        self.adapters.remove(adapter)
+        return RankResults(self.ranks.count)
 
 
 _V = TypeVar("_V", FailVerb, StallVerb)

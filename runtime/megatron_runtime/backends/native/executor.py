@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.sampling.batch import SamplingBatch
 from megatron_runtime.sampling.sampler import LogProbs
 
@@ -31,6 +32,7 @@ class StepPlan:
     slot_mapping:     int64 [T]; cache slot of each token's key and value: page · page_size + offset.
     needs_sample:     bool [n]; sample a token after the row's last one.
     sampling:         sampling parameters by row, and the log-probabilities to report.
+    adapters:         LoRA adapter of each row, None for the base model; empty if no row has one.
     """
 
     token_ids: Int32
@@ -41,6 +43,7 @@ class StepPlan:
     slot_mapping: Int64
     needs_sample: Bool
     sampling: SamplingBatch
+    adapters: tuple[Adapter | None, ...] = ()
 
     def tokens_of(self, rows: Int64) -> Int64:
         """Return the indices in token_ids of the tokens of `rows`, one row after the other."""
