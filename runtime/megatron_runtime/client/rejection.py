@@ -8,8 +8,8 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends engines, 503 unavailable,
-          504 deadline exceeded.
+    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends
+          engines, 503 unavailable, 504 deadline exceeded.
     is_transient: whether the same request may succeed later.
     """
 

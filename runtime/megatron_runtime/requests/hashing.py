@@ -4,9 +4,9 @@ Engines and coordinators use SHA-256, for which colliding prompts cannot be cons
 Megatron-Core's and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
 decide which KV is reused.
 
-SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt; with an adapter: SHA-256 of this digest and that of
-             its cache key); d(i) = SHA-256(d(i-1) + tokens of block i as
-             little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
+SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); with an adapter, SHA-256(d(-1) + SHA-256 of its
+             cache key) takes its place; d(i) = SHA-256(d(i-1) + tokens of block i as little-endian int64); hash(i) =
+             first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
 polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum of token * w in wrapping int64, modulo
              P; h(-1) = 0; hash(i) = (h(i-1) * 31 + T(i)) modulo P, plus 1.
 """

@@ -57,8 +57,8 @@ class EchoBackend(NativeBackend):
         """Loaded adapters, in the order in which they were loaded."""
 
     async def load_adapter(self, adapter: Adapter) -> RankResults:
-        if adapter.source.startswith("/") and not Path(adapter.source).exists():
-            raise ValueError("the directory does not exist: give the path of an adapter in every engine's volume")
+        if adapter.source.startswith("/") and not await asyncio.to_thread(Path(adapter.source).exists):
+            raise ValueError("the directory does not exist: name one that every engine can read")
         self.adapters.append(adapter)
         return RankResults(self.ranks.count)
 

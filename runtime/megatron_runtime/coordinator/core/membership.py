@@ -107,7 +107,8 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Take state, weights and adapters from an engine that registers after recovery ended. No operation was begun since.
+        """Take state, weights and adapters from an engine that registers after recovery ended. No operation was begun
+        since.
 
         If no engine registered in time, the first survivor determines the state. The newest weights win, so that a
         confirmed update is kept.
@@ -434,7 +435,7 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch, weights or adapters than sent.
+        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch, weights or list of adapters.
 
         No operation is in progress, and the engine has had HEAL_HEARTBEATS heartbeats to report them.
         """
