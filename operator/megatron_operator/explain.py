@@ -17,7 +17,8 @@ _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reaso
 
 
 def explanation(resource: Mapping[str, Any]) -> list[str]:
-    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions."""
+    """Return lines with the desired state, the current step and what it waits for, conditions, engines, adapters,
+    transitions."""
     metadata, status = resource["metadata"], resource.get("status") or {}
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
@@ -29,6 +30,7 @@ def explanation(resource: Mapping[str, Any]) -> list[str]:
     lines += _waiting(status)
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
+    lines += _adapters(status)
     lines += _history(status)
     return lines
 
@@ -68,11 +70,11 @@ def _pod_line(view: PodView, node: str | None) -> str:
 
 def _waiting(status: Mapping[str, Any]) -> list[str]:
     plan = status.get("plan")
-    if plan is None:
-        return ["  waits for nothing"]
-    lines = [f"  because: {plan['step']}", f"  waits for: {plan['waitingOn']}", f"  since: {plan['since']}"]
+    lines = ["  waits for nothing"]
+    if plan is not None:
+        lines = [f"  because: {plan['step']}", f"  waits for: {plan['waitingOn']}", f"  since: {plan['since']}"]
     lifecycle = status.get("lifecycle") or {}
-    if lifecycle.get("phase") not in (None, "Confirmed"):
+    if plan is not None and lifecycle.get("phase") not in (None, "Confirmed"):
         total = lifecycle.get("totalRanks")
         ranks = f", {lifecycle.get('confirmedRanks', 0)} of {total} ranks" if total else ""
         lines.append(f"  operation {lifecycle['operationId']}: {lifecycle['signal']} is {lifecycle['phase']}{ranks}")
@@ -99,6 +101,15 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
         why = f": {engine['diagnosis']}" if engine.get("diagnosis") else ""
         rows.append(f"  {engine['name']:24} {engine['state']:10} {facts}{why}")
     return ["engines:", *rows]
+
+
+def _adapters(status: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"  {entry['name']:24} on {entry.get('engines', 0)} engines"
+        + (f": {entry['error']}" if "error" in entry else "")
+        for entry in status.get("adapters") or ()
+    ]
+    return ["adapters:", *rows] if rows else []
 
 
 def _history(status: Mapping[str, Any]) -> list[str]:

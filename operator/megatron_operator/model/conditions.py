@@ -53,6 +53,12 @@ class Reason(Documented):
         "RefreshingWeights",
         "Engines load other weights of one model in place, without a restart.",
     )
+    SETTING_ADAPTERS = "SettingAdapters", "Engines load and unload LoRA adapters without a restart."
+    ADAPTER_FAILED = "AdapterFailed", "An engine cannot load an adapter of spec.model.adapters; the others serve."
+    UNSUPPORTED_BY_BACKEND = (
+        "UnsupportedByBackend",
+        "The backend of the engines lacks a feature of the spec; the message has the field and the remedy.",
+    )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
     ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."

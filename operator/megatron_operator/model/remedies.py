@@ -159,6 +159,15 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.CHANGE_STOPPED,
         "Apply the previous spec, or correct the change. The other engines still run the previous revision.",
     ),
+    Reason.ADAPTER_FAILED: Remedy(
+        Symptom.CHANGE_STOPPED,
+        "Correct the source of the adapter that the message names, or remove the adapter. The base model and the "
+        "adapters that were loaded before still serve. The operator tries again every 30 s.",
+    ),
+    Reason.UNSUPPORTED_BY_BACKEND: Remedy(
+        Symptom.CHANGE_STOPPED,
+        "Remove the field that the message names, or choose an engine backend that has the feature.",
+    ),
     Reason.REQUEST_ENDS_ENGINES: Remedy(
         Symptom.REQUEST_FAILED,
         "Find the request by its id in the client's error message and in the logs of server and coordinator. Keep the "
@@ -182,6 +191,10 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.REFRESHING_WEIGHTS: Remedy(
         Symptom.IN_PROGRESS,
         "Wait for the slowest engine to load. The update fails after spec.engine.startupSeconds.",
+    ),
+    Reason.SETTING_ADAPTERS: Remedy(
+        Symptom.IN_PROGRESS,
+        "Wait for the slowest engine to load the adapters. The signal fails after spec.engine.startupSeconds.",
     ),
     Reason.SCALING_DOWN: Remedy(Symptom.IN_PROGRESS, _WAIT),
     Reason.ROLLING_OUT: Remedy(

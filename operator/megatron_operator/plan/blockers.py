@@ -119,4 +119,6 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])
+    return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)]) or (
+        scene.adapters.finding
+    )

@@ -40,7 +40,7 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
-        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in),
+        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in, scene.adapters.retry_in),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
 from megatron_operator.plan import operation as operations
+from megatron_operator.plan.adapters import AdapterView
 from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
@@ -168,6 +169,10 @@ class Scene:
     @cached_property
     def operation(self) -> Operation | None:
         return operations.resolve(operations.from_status(self.lifecycle), self.world, self.desired)
+
+    @cached_property
+    def adapters(self) -> AdapterView:
+        return AdapterView(self.world, self.operation)
 
     def _over(self, signal: SignalKind) -> bool:
         found = self.operation
