@@ -129,6 +129,8 @@ async def test_the_coordinator_is_killed_with_adapter_requests_in_flight(pool: P
 async def test_an_adapter_that_engines_cannot_read_changes_nothing(pool: Pool, tmp_path: Path) -> None:
     directory = tmp_path / "adapter"
     directory.mkdir()
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (directory / "adapter_model.safetensors").touch()
     present = Adapter("present", str(directory))
     await pool.set_adapters(present)
     await pool.until_loaded(present, engines=3)
@@ -137,7 +139,7 @@ async def test_an_adapter_that_engines_cannot_read_changes_nothing(pool: Pool, t
     assert bad.value.code == ErrorCode.ENGINE_FAILED
     await pool.until_loaded(present, engines=3)
 
-    directory.rmdir()
+    directory.rename(tmp_path / "elsewhere")
     await pool.fleet.engines.pop("engine-0").kill()
     await pool.fleet.engine("engine-0", *ENGINE_OPTIONS)
     await until_serving(pool.link, pool.fleet.engines)
@@ -146,6 +148,6 @@ async def test_an_adapter_that_engines_cannot_read_changes_nothing(pool: Pool, t
     assert entry.error == "engine-0: the directory does not exist: name one that every engine can read"
     pool.stream(20, present, None)
     await pool.check()
-    directory.mkdir()
+    (tmp_path / "elsewhere").rename(directory)
     await pool.set_adapters(present)
     await pool.until_loaded(present, engines=3)

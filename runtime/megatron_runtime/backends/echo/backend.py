@@ -1,6 +1,6 @@
 """The echo backend: the native engine's thread and core on an executor without a model, with fault injection.
 
-An adapter changes the answers. Its source is not read, but the path of a directory must exist.
+An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
@@ -16,6 +15,7 @@ from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, p
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.adapters import Adapter
@@ -57,8 +57,8 @@ class EchoBackend(NativeBackend):
         """Loaded adapters, in the order in which they were loaded."""
 
     async def load_adapter(self, adapter: Adapter) -> RankResults:
-        if adapter.source.startswith("/") and not await asyncio.to_thread(Path(adapter.source).exists):
-            raise ValueError("the directory does not exist: name one that every engine can read")
+        if adapter.source.startswith("/"):
+            await asyncio.to_thread(adapter_directory, adapter.source)
         self.adapters.append(adapter)
         return RankResults(self.ranks.count)
 
