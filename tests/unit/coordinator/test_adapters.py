@@ -59,6 +59,7 @@ async def test_no_request_gets_an_adapter_before_every_engine_has_loaded_it(stag
     with pytest.raises(AdapterNotFoundError):
         await client.add_request([1], params(2), adapter="sql")
     assert not quick.commits
+    await slow.until(lambda: slow.controls)
     slow.mute.clear()
     slow._control(slow.controls[-1])
     await answer
