@@ -227,7 +227,7 @@ class EngineCore:
                 needs_sample=rows.needs_sample,
                 prompt_targets=self._prompt_targets(rows, starts),
             ),
-            adapters=tuple(request.request.adapter for request in rows.requests) if self._uses_adapters else (),
+            adapters=[request.request.adapter for request in rows.requests] if self._uses_adapters else [],
         )
 
     def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:

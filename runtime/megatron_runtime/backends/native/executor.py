@@ -43,7 +43,7 @@ class StepPlan:
     slot_mapping: Int64
     needs_sample: Bool
     sampling: SamplingBatch
-    adapters: tuple[Adapter | None, ...] = ()
+    adapters: list[Adapter | None] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
         """Return the indices in token_ids of the tokens of `rows`, one row after the other."""
