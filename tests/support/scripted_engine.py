@@ -210,7 +210,8 @@ class ScriptedEngine:
         partials: dict[int, tuple[list[PartialEntry], list[int]]] = {}
         for number, job in list(self.jobs.items()):
             if len(job.generated) < job.budget:
-                job.generated.append(echo_token(job.prompt + job.generated, VOCABULARY, echo_adapter(job.adapter)))
+                weights = echo_adapter(job.adapter.key if job.adapter is not None else "")
+                job.generated.append(echo_token(job.prompt + job.generated, VOCABULARY, weights))
             dispatch = job.dispatch
             if dispatch.meta.streaming and job.sent < len(job.generated):
                 entries, tokens = partials.setdefault(dispatch.route, ([], []))

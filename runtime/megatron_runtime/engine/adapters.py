@@ -113,7 +113,7 @@ class AdapterSet:
                 return RankResults(self._backend.info.ranks)
             try:
                 self._backend.info.require("an adapter", Capability.ADAPTERS)
-                results = await self._backend.load_adapter(adapter)
+                results = await self._backend.load_adapter(adapter.key, adapter.source)
             except Exception as error:
                 return RankResults.of_failure(error, ranks=self._backend.info.ranks)
             if not results.failed:
@@ -126,7 +126,7 @@ class AdapterSet:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:
                 self._loaded.discard(adapter)
                 try:
-                    error = (await self._backend.unload_adapter(adapter)).error
+                    error = (await self._backend.unload_adapter(adapter.key)).error
                 except Exception as failure:
                     error = str(failure)
                 if error is not None:

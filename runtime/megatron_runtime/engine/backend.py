@@ -15,7 +15,6 @@ from typing import Protocol, Self
 
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
-from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
@@ -248,16 +247,18 @@ class EngineBackend(Protocol):
     async def set_epoch(self, epoch: int) -> None:
         """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV of other epochs is not reused."""
 
-    async def load_adapter(self, adapter: Adapter) -> RankResults:
-        """Load and verify a LoRA adapter while steps run; if no weights are loaded, verify it and load it with them.
+    async def load_adapter(self, name: str, source: str) -> RankResults:
+        """Load and verify a LoRA adapter while steps run; if no weights are loaded, load it with them.
 
-        Two adapters of one name and different sources may be loaded at once, and requests use both: the adapter of a
-        request is EngineRequest.adapter. The KV and the prefix blocks of a request belong to its adapter. Loaded
-        adapters outlive release_memory(), restore_memory() and updates of the weights.
+        Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. The KV and the prefix
+        blocks of a request belong to its adapter.
+
+        name:   Adapter.key, as in EngineRequest.adapter. Another source has another name.
+        source: "hf:ORG/NAME[@REVISION]" or the path of a directory; see checkpoints.adapters.adapter_directory().
         """
         raise UnsupportedByBackendError("loading an adapter", Capability.ADAPTERS, self.info.name)
 
-    async def unload_adapter(self, adapter: Adapter) -> RankResults:
+    async def unload_adapter(self, name: str) -> RankResults:
         """Release an adapter that no open request uses."""
         raise UnsupportedByBackendError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 

@@ -33,7 +33,7 @@ class EngineRequest:
     seed:             determines, with the index of a token, the random number that the token is sampled with.
     deadline_seconds: time left, running or waiting; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
-    adapter:          the LoRA adapter that answers; None: the base model.
+    adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     """
 
@@ -44,7 +44,7 @@ class EngineRequest:
     seed: int = 0
     deadline_seconds: float | None = None
     tenant: str = ""
-    adapter: Adapter | None = None
+    adapter: str = ""
     params_bytes: int = 0
 
     @classmethod
@@ -62,7 +62,7 @@ class EngineRequest:
             seed=meta.seed,
             deadline_seconds=None if meta.deadline_ms is None else meta.deadline_ms / 1000,
             tenant=meta.tenant or f"client {dispatch.route}",
-            adapter=adapter,
+            adapter=adapter.key if adapter is not None else "",
             params_bytes=len(dispatch.params),
         )
 

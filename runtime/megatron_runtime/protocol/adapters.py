@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ MAX_ADAPTERS = 64
 MAX_ADAPTER_NAME_CHARACTERS = 128
 MAX_ADAPTER_SOURCE_CHARACTERS = 1024
 
+_DIGITS = 16
 _NAME = re.compile(r"[A-Za-z0-9][\w./:-]*", re.ASCII)
 
 
@@ -39,9 +41,11 @@ class Adapter:
             )
 
     @property
-    def cache_key(self) -> bytes:
-        """Seeds the block hashes of its requests, because their KV differs from that of the base model."""
-        return f"{self.name}\0{self.source}".encode()
+    def key(self) -> str:
+        """A name that no other adapter has, for backends. It also seeds the block hashes of the adapter's requests,
+        because their KV differs from that of the base model.
+        """
+        return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:_DIGITS]}"
 
 
 @dataclass(frozen=True, slots=True)

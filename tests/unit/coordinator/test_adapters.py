@@ -268,5 +268,5 @@ async def test_requests_of_one_adapter_share_prefixes_with_no_others(stage, para
     known = set().union(*router._held.values())
     frame = b"".join(token.to_bytes(4, "little") for token in prompt)
     assert base == set(frame_hashes(frame, 4))
-    assert known - base == set(frame_hashes(frame, 4, adapter=SQL.cache_key))
+    assert known - base == set(frame_hashes(frame, 4, adapter=SQL.key))
     assert len(known) == 4

@@ -49,6 +49,13 @@ class Rig:
             Control(kind=Header.SET_ADAPTERS, operation_id=operation_id, adapters=wanted)
         )
 
+    @property
+    def loaded(self) -> list[Adapter]:
+        """The adapters that the backend has, in the order in which they were loaded."""
+        found = [Adapter(name.partition("@")[0], source) for name, source in self.backend.adapters.items()]
+        assert [adapter.key for adapter in found] == list(self.backend.adapters)
+        return found
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(LONG_SECONDS):
             while not condition():  # noqa: ASYNC110 - the engine's thread has no event
@@ -68,7 +75,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_an_adapter_is_loaded_in_phase_one_and_visible_from_the_commit_on(rig: Rig) -> None:
     assert (await rig.prepare(SQL)).ok
-    assert rig.backend.adapters == [SQL]
+    assert rig.loaded == [SQL]
     assert rig.adapters.begin("sql") is None
     await rig.commit()
     assert rig.adapters.begin("sql") == SQL
@@ -82,7 +89,7 @@ async def test_all_adapters_of_a_list_are_loaded_or_none(rig: Rig) -> None:
     assert not ack.ok
     assert ack.code is None
     assert "adapter 'lost' from /no/such/directory: the directory does not exist" in (ack.error or "")
-    assert rig.backend.adapters == [SQL]
+    assert rig.loaded == [SQL]
     await rig.commit("second")
     assert rig.adapters.current.adapters == (SQL,)
 
@@ -91,13 +98,13 @@ async def test_a_rank_that_does_not_confirm_undoes_the_load() -> None:
     rig = Rig(faults=("fail-verb:verb=SET_ADAPTERS",))
     ack = await rig.prepare(SQL)
     assert "SET_ADAPTERS fails: injected fault" in (ack.error or "")
-    assert rig.backend.adapters == []
+    assert rig.loaded == []
 
 
 async def test_an_uncommitted_adapter_is_unloaded_at_the_next_control_message(rig: Rig) -> None:
     await rig.prepare(SQL)
     await rig.lifecycle.handle(Control(kind=Header.SET_GENERATION_EPOCH, operation_id="other", epoch=1))
-    assert rig.backend.adapters == []
+    assert rig.loaded == []
     await rig.commit()
     assert rig.adapters.begin("sql") is None
 
@@ -105,9 +112,9 @@ async def test_an_uncommitted_adapter_is_unloaded_at_the_next_control_message(ri
 async def test_the_present_list_of_a_hello_ack_keeps_what_is_staged_and_another_list_ends_it(rig: Rig) -> None:
     await rig.prepare(SQL)
     assert not await rig.lifecycle.adopt_adapters(AdapterList())
-    assert rig.backend.adapters == [SQL]
+    assert rig.loaded == [SQL]
     assert await rig.lifecycle.adopt_adapters(AdapterList((CHAT,), generation=4))
-    assert rig.backend.adapters == [CHAT]
+    assert rig.loaded == [CHAT]
 
 
 async def test_a_removed_adapter_is_unloaded_after_its_last_request(rig: Rig) -> None:
@@ -119,10 +126,10 @@ async def test_a_removed_adapter_is_unloaded_after_its_last_request(rig: Rig) ->
     await rig.commit("second")
     assert rig.adapters.begin("sql") == other, "new requests use the new source"
     rig.adapters.end(SQL)
-    assert rig.backend.adapters == [SQL, other]
+    assert rig.loaded == [SQL, other]
     assert held == [SQL, SQL]
     rig.adapters.end(SQL)
-    await rig.until(lambda: rig.backend.adapters == [other])
+    await rig.until(lambda: rig.loaded == [other])
 
 
 async def test_an_adapter_that_is_listed_again_before_its_last_request_ends_stays(rig: Rig) -> None:
@@ -134,12 +141,12 @@ async def test_an_adapter_that_is_listed_again_before_its_last_request_ends_stay
         await rig.commit(f"op-{number}")
     rig.adapters.end(SQL)
     await rig.adapters.discard()
-    assert rig.backend.adapters == [SQL]
+    assert rig.loaded == [SQL]
 
 
 async def test_an_engine_that_joins_leaves_out_what_it_cannot_load_and_loads_it_when_it_is_set_again(rig: Rig) -> None:
     assert await rig.lifecycle.adopt_adapters(AdapterList((LOST, SQL), generation=3))
-    assert rig.backend.adapters == [SQL]
+    assert rig.loaded == [SQL]
     assert rig.adapters.begin("lost") is None
     assert "does not exist" in rig.adapters.errors["lost"]
     assert not await rig.lifecycle.adopt_adapters(AdapterList((LOST, SQL), generation=3)), "it does not try again"
@@ -167,7 +174,8 @@ async def test_requests_of_one_batch_use_their_own_adapters_and_share_no_prefix(
     params = SamplingParams(num_tokens_to_generate=5)
 
     def submit(number: int, adapter: Adapter | None) -> None:
-        rig.backend.submit(EngineRequest(number, np.array(prompt), np.zeros(0, np.int32), params, adapter=adapter))
+        key = adapter.key if adapter is not None else ""
+        rig.backend.submit(EngineRequest(number, np.array(prompt), np.zeros(0, np.int32), params, adapter=key))
 
     for number, adapter in enumerate([None, SQL, CHAT]):
         submit(number, adapter)

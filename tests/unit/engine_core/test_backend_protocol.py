@@ -14,7 +14,6 @@ from megatron_runtime.engine.backend import (
     UnsupportedByBackendError,
 )
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.transport.peer_link import PeerLink
 
@@ -51,8 +50,8 @@ async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:
         backend.stage_weights("other", 1),
         backend.commit_weights(),
         backend.adopt_weights("other", 1),
-        backend.load_adapter(Adapter("tune", "other")),
-        backend.unload_adapter(Adapter("tune", "other")),
+        backend.load_adapter("tune", "other"),
+        backend.unload_adapter("tune"),
         backend.profile(True),
     ):
         with pytest.raises(UnsupportedByBackendError, match=r"backend 'minimal' does not have: .*--backend"):

@@ -18,7 +18,6 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Header
 
 PAGE_SIZE = 16
@@ -53,17 +52,17 @@ class EchoBackend(NativeBackend):
             name="echo",
         )
         self.info = replace(self.info, capabilities=self.info.capabilities | {Capability.ADAPTERS})
-        self.adapters: list[Adapter] = []
-        """Loaded adapters, in the order in which they were loaded."""
+        self.adapters: dict[str, str] = {}
+        """Sources of the loaded adapters by name."""
 
-    async def load_adapter(self, adapter: Adapter) -> RankResults:
-        if adapter.source.startswith("/"):
-            await asyncio.to_thread(adapter_directory, adapter.source)
-        self.adapters.append(adapter)
+    async def load_adapter(self, name: str, source: str) -> RankResults:
+        if source.startswith("/"):
+            await asyncio.to_thread(adapter_directory, source)
+        self.adapters[name] = source
         return RankResults(self.ranks.count)
 
-    async def unload_adapter(self, adapter: Adapter) -> RankResults:
-        self.adapters.remove(adapter)
+    async def unload_adapter(self, name: str) -> RankResults:
+        del self.adapters[name]
         return RankResults(self.ranks.count)
 
 

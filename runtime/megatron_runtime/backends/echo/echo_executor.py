@@ -34,9 +34,9 @@ def echo_weights(source: str) -> int:
     return 0 if source == "echo" else zlib.crc32(source.encode())
 
 
-def echo_adapter(adapter: Adapter | None, weights: int = 0) -> int:
-    """Return the number that represents the weights with an adapter on them."""
-    return weights if adapter is None else zlib.crc32(adapter.cache_key, weights)
+def echo_adapter(key: str, weights: int = 0) -> int:
+    """Return the number that represents the weights with the adapter of this key on them; empty: none."""
+    return zlib.crc32(key.encode(), weights) if key else weights
 
 
 def echo_answer(
@@ -49,7 +49,7 @@ def echo_answer(
 ) -> list[int]:
     """Return the tokens that an echo engine generates for `prompt`."""
     tokens = list(prompt)
-    weights = echo_adapter(adapter, weights)
+    weights = echo_adapter(adapter.key if adapter is not None else "", weights)
     for _ in range(length):
         tokens.append(echo_token(tokens, vocab_size, weights))
     return tokens[len(prompt) :]
@@ -147,7 +147,7 @@ class EchoExecutor:
         for row in np.flatnonzero(plan.needs_sample):
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]
-            weights = echo_adapter(plan.adapters[row] if plan.adapters else None, self._weights)
+            weights = echo_adapter(plan.adapters[row] if plan.adapters else "", self._weights)
             tokens[row] = echo_token(self._cache[pages].reshape(-1)[:length], self.vocab_size, weights)
             edits = plan.sampling.edits.get(int(row))
             if edits is not None and edits.allowed is not None:

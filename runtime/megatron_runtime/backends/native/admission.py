@@ -154,8 +154,7 @@ class Admission:
         digests = []
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
-            adapter = request.adapter.cache_key if request.adapter is not None else b""
-            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=adapter)
+            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=request.adapter)
         return OpenRequest(
             request,
             tokens=tokens,

@@ -112,7 +112,7 @@ class EngineCore:
             raise RequestOverflowError(
                 request.request_id, f"{waiting} requests are waiting, the most allowed: try again later"
             )
-        self._uses_adapters = self._uses_adapters or request.adapter is not None
+        self._uses_adapters = self._uses_adapters or bool(request.adapter)
         opened.note(Event.ADD_ENGINE)
         self._scheduler.add(opened)
         if len(request.generated_tokens):

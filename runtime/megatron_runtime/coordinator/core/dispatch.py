@@ -323,7 +323,7 @@ class Dispatcher:
 
     def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
-        key = adapter.cache_key if adapter is not None else b""
+        key = adapter.key if adapter is not None else ""
         return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt, adapter=key)
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:

@@ -55,7 +55,7 @@ class Router:
         self._turn = 0
 
     def hashes_of(
-        self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: bytes = b""
+        self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: str = ""
     ) -> list[int]:
         """Block hashes of a prompt (little-endian int32), or none where the policy has no use for them."""
         if not self._by_prefix:
