@@ -21,7 +21,8 @@ _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reaso
 
 
 def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:
-    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions.
+    """Return lines with the desired state, the current step and what it waits for, conditions, engines, adapters,
+    transitions.
 
     operators: what is wrong with the operators of its namespace (`operator_leases.operator_problem`); None if one runs.
     """
@@ -37,6 +38,7 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
     lines += _waiting(status, idle="  waits for nothing" if operators is None else "")
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
+    lines += _adapters(status)
     lines += _history(status)
     return lines
 
@@ -116,11 +118,11 @@ def _pod_line(view: PodView, node: str | None, references: References, *, where:
 
 def _waiting(status: Mapping[str, Any], *, idle: str) -> list[str]:
     plan = status.get("plan")
-    if plan is None:
-        return [idle] if idle else []
-    lines = [f"  because: {plan['step']}", f"  waits for: {plan['waitingOn']}", f"  since: {plan['since']}"]
+    lines = [idle] if idle else []
+    if plan is not None:
+        lines = [f"  because: {plan['step']}", f"  waits for: {plan['waitingOn']}", f"  since: {plan['since']}"]
     lifecycle = status.get("lifecycle") or {}
-    if lifecycle.get("phase") not in (None, "Confirmed"):
+    if plan is not None and lifecycle.get("phase") not in (None, "Confirmed"):
         total = lifecycle.get("totalRanks")
         ranks = f", {lifecycle.get('confirmedRanks', 0)} of {total} ranks" if total else ""
         lines.append(f"  operation {lifecycle['operationId']}: {lifecycle['signal']} is {lifecycle['phase']}{ranks}")
@@ -155,6 +157,15 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
         for (state, facts, _), names in alike.items()
     ]
     return ["engines:", *rows]
+
+
+def _adapters(status: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"  {entry['name']:24} on {entry.get('engines', 0)} engines"
+        + (f": {entry['error']}" if "error" in entry else "")
+        for entry in status.get("adapters") or ()
+    ]
+    return ["adapters:", *rows] if rows else []
 
 
 def _history(status: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_operator.model.resource import API_VERSION, KIND, MegatronInferenceSpec, check_name, parse_spec
+from megatron_operator.model.resource import (
+    API_VERSION,
+    KIND,
+    MegatronInferenceSpec,
+    check_adapter_names,
+    check_name,
+    parse_spec,
+)
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext
@@ -75,6 +82,7 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
     try:
         check_name(metadata.get("name", ""))
         spec = parse_spec(manifest.get("spec") or {})
+        check_adapter_names(metadata["name"], spec)
     except ValidationError as error:
         raise ResourceFileError(f"{origin}:\n{describe(error)}") from error
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.client.rejection import (
+    AdapterNotFoundError,
     DeadlineExceededError,
     EngineFailedError,
     InvalidRequestError,
@@ -15,6 +16,7 @@ from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRejectedError
 
 __all__ = [
+    "AdapterNotFoundError",
     "ControlRejectedError",
     "CoordinatorUnreachableError",
     "DeadlineExceededError",

@@ -19,6 +19,10 @@ SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.y
 SOURCE = {"source": {"builtin": "smollm2-135m"}}
 TWO = {"builtin": "smollm2-135m", "persistentVolumeClaim": {"claimName": "weights"}}
 
+ON_HUB = {"name": "sql", "source": {"huggingFace": {"repo": "org/sql"}}}
+ON_VOLUME = {"name": "sql", "source": {"path": "/adapters/sql"}}
+MANY = [{**ON_HUB, "name": f"a{number}"} for number in range(65)]
+
 
 def manifest(spec: dict[str, Any], name: str = "demo") -> str:
     body = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "metadata": {"name": name}}
@@ -79,6 +83,21 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             manifest({"model": SOURCE, "engine": {"batching": {"kvCacheMemory": "2 GB"}}}),
             ["spec.engine.batching.kvCacheMemory: is 2 GB; must be a positive Kubernetes quantity", "such as 2Gi"],
         ),
+        (
+            manifest({"model": {**SOURCE, "adapters": [{"name": "sql", "source": {}}]}}),
+            ["spec.model.adapters", "exactly one of huggingFace and path"],
+        ),
+        (manifest({"model": {**SOURCE, "adapters": [ON_VOLUME]}}), ["spec.model.adapters", "use source.huggingFace"]),
+        (
+            manifest({"model": {**SOURCE, "name": "sql", "adapters": [ON_HUB]}}),
+            ["spec.model.adapters", "the name of the model", "another one"],
+        ),
+        (
+            manifest({"model": {**SOURCE, "adapters": [ON_HUB]}}, name="sql"),
+            ["spec.model.adapters", "the name of the resource", "another one"],
+        ),
+        (manifest({"model": {**SOURCE, "adapters": [ON_HUB, ON_HUB]}}), ["spec.model.adapters", "duplicate"]),
+        (manifest({"model": {**SOURCE, "adapters": MANY}}), ["spec.model.adapters", "at most 64 items"]),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
         (manifest({"model": SOURCE, "replicas": -1}), ["spec.replicas", "greater than or equal to 0"]),

@@ -64,12 +64,19 @@ async def test_scale_up_down_and_to_zero(resource: Any, operator: Any, node: Any
     assert (status["ready"], status["replicas"]) == ("2/2", 2)
     assert [engine["name"] for engine in status["engines"]] == ["demo-engine-0", "demo-engine-1"]
 
+    before = (await resource.children())["StatefulSet demo-engine-0"]
+    await resource.patch(model={"adapters": [{"name": "sql", "source": {"huggingFace": {"repo": "org/sql"}}}]})
+    await resource.until(lambda status: [each["engines"] for each in status.get("adapters", ())] == [2])
+    after = (await resource.children())["StatefulSet demo-engine-0"]
+    assert after["metadata"]["generation"] == before["metadata"]["generation"], "an adapter restarts no engine"
+
     scaled = kubectl("scale", "mi/demo", "--replicas=1")
     assert scaled.returncode == 0, scaled.stderr
     await resource.until(lambda status: status.get("ready") == "1/1" and len(status["engines"]) == 1)
     assert "StatefulSet demo-engine-1" not in await resource.children()
     drained = operator.lines("signal sent")
-    assert [line["signal"] for line in drained] == ["DRAIN"]
+    assert [line["signal"] for line in drained] == ["SET_ADAPTERS", "DRAIN"]
+    await resource.until(lambda status: [each["engines"] for each in status["adapters"]] == [1])
 
     await resource.patch(replicas=0)
     await resource.settled("Suspended")

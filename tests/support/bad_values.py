@@ -31,7 +31,7 @@ WEDGES: list[dict[str, Any]] = [
     {"replicas": 0},
 ]
 """Changes of the spec that the schema accepts and with which no engine of the test cluster can run."""
-WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x"}
+WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x", "array": "x"}
 
 
 @dataclass(frozen=True)

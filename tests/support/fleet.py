@@ -229,12 +229,13 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
         self._progress: list[tuple[int, asyncio.Event]] = []
 
-    def add(self, prompt: list[int], length: int, **params: Any) -> None:
+    def add(self, prompt: list[int], length: int, *, adapter: str = "", **params: Any) -> None:
         client = self._clients[len(self.records) % len(self._clients)]
         record = Record(prompt, length, arrivals=[time.monotonic()])
         self.records.append(record)
         self.asked += length
-        stream = client.add_request_streaming(prompt, SamplingParams(num_tokens_to_generate=length, **params))
+        sampling_params = SamplingParams(num_tokens_to_generate=length, **params)
+        stream = client.add_request_streaming(prompt, sampling_params, adapter=adapter)
         self._tasks.append(asyncio.create_task(self._follow(record, stream)))
 
     async def _follow(self, record: Record, stream: Any) -> None:

@@ -32,6 +32,7 @@ from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import (
+    AdapterReport,
     ApplyChild,
     AskCanary,
     CanaryReport,
@@ -57,6 +58,7 @@ from megatron_operator.plan.world import (
 )
 from megatron_operator.render.context import ANNOTATION_SERVER_KEY, RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.transport.security import KeyPair
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -108,6 +110,9 @@ class FakeCoordinator:
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
     keys: KeysInUse | None = None
     failed_requests: list[FailedRequestReport] = field(default_factory=list)
+    adapters: tuple[Adapter, ...] | None = ()
+    adapter_errors: dict[str, str] = field(default_factory=dict)
+    """Why an engine has not loaded an adapter of the list, by name."""
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -129,10 +134,17 @@ class FakeCoordinator:
         """All ranks confirm the open operation."""
         if self.open is None:
             return
+        bad = next((each for each in self.open.adapters or () if each.source in self.bad_sources), None)
+        if bad is not None:
+            self.fail(f"ENGINE_FAILED: demo-engine-0: adapter {bad.name!r} from {bad.source}: no such file", code=500)
+            return
         if self.open.source in self.bad_sources:
             self.fail(f"rank 0: no weights at {self.open.source}")
             return
         signal, self.open = self.open, None
+        if signal.adapters is not None:
+            self.adapters = signal.adapters
+            self.adapter_errors.clear()
         if signal.epoch is not None:
             self.epoch = signal.epoch
             self.sources.append(str(signal.source))
@@ -192,7 +204,12 @@ class FakeCoordinator:
             keys=self.keys,
             drained_all=self.all_draining,
             failed_requests=tuple(self.failed_requests),
+            adapters=None if self.adapters is None else tuple(map(self._adapter_report, self.adapters)),
         )
+
+    def _adapter_report(self, adapter: Adapter) -> AdapterReport:
+        error = self.adapter_errors.get(adapter.name, "")
+        return AdapterReport(adapter.name, adapter.source, len(self.engines) - bool(error), error)
 
 
 class Cluster:

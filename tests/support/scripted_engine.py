@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_token
+from megatron_runtime.backends.echo.echo_executor import echo_adapter, echo_token
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
 from megatron_runtime.protocol.messages import (
@@ -47,6 +48,7 @@ class Job:
     generated: list[int]
     budget: int
     sent: int
+    adapter: Adapter | None = None
 
 
 @dataclass(eq=False)
@@ -57,6 +59,8 @@ class ScriptedEngine:
 
     mute:    control messages that it does not answer.
     failing: control messages that it answers with an error.
+    adapters: the list that it has; None: its release has no adapters.
+    adapter_errors: why adapters of the list are not loaded.
     """
 
     address: str
@@ -71,6 +75,8 @@ class ScriptedEngine:
     revision: str = ""
     model: str = ""
     source: str | None = None
+    adapters: AdapterList | None = field(default_factory=AdapterList)
+    adapter_errors: dict[str, str] = field(default_factory=dict)
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
     keys: PeerKeys | None = None
@@ -123,6 +129,8 @@ class ScriptedEngine:
             revision=self.revision,
             model=self.model,
             source=self.source,
+            adapters=self.adapters,
+            adapter_errors=self.adapter_errors or None,
             max_requests=self.max_requests,
             block_size_tokens=self.block_size_tokens,
         )
@@ -140,6 +148,7 @@ class ScriptedEngine:
                 state=self.state,
                 epoch=self.epoch,
                 source=self.source,
+                adapters=None if self.adapters is None else self.adapters.generation,
                 running=len(self.jobs),
             )
             self.send(beat)
@@ -153,6 +162,9 @@ class ScriptedEngine:
                     self.state = EngineState(ack.state.value)
                     self.epoch = ack.epoch
                     self.source = ack.source or self.source
+                    if self.adapters is not None and ack.adapters != self.adapters:
+                        self.adapters = ack.adapters
+                        self.say_hello()
                     self._schedule()
             case Dispatch() as dispatch:
                 self._dispatch(dispatch)
@@ -177,7 +189,9 @@ class ScriptedEngine:
             self.send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(rejection)))
             return
         prompt = tokens_from_bytes(dispatch.prompt).tolist()
-        self.jobs[dispatch.dispatch_id] = Job(dispatch, prompt, generated, budget, len(generated))
+        adapter = self.adapters.find(dispatch.meta.adapter) if self.adapters is not None else None
+        assert dispatch.meta.adapter == (adapter.name if adapter is not None else ""), "an adapter that it lacks"
+        self.jobs[dispatch.dispatch_id] = Job(dispatch, prompt, generated, budget, len(generated), adapter)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -196,7 +210,8 @@ class ScriptedEngine:
         partials: dict[int, tuple[list[PartialEntry], list[int]]] = {}
         for number, job in list(self.jobs.items()):
             if len(job.generated) < job.budget:
-                job.generated.append(echo_token(job.prompt + job.generated, VOCABULARY))
+                weights = echo_adapter(job.adapter.key if job.adapter is not None else "")
+                job.generated.append(echo_token(job.prompt + job.generated, VOCABULARY, weights))
             dispatch = job.dispatch
             if dispatch.meta.streaming and job.sent < len(job.generated):
                 entries, tokens = partials.setdefault(dispatch.route, ([], []))
@@ -226,6 +241,7 @@ class ScriptedEngine:
         if ok:
             self.acted[kind] += 1
             self._staged = control.source
+            self._staged_adapters = control.adapters
             if kind in TRANSITIONS:
                 self.state = TRANSITIONS[kind].passing
         self.send(
@@ -246,6 +262,9 @@ class ScriptedEngine:
             self.epoch = commit.epoch
         if commit.signal is Header.UPDATE_WEIGHTS:
             self.source = self._staged
+        if commit.signal is Header.SET_ADAPTERS:
+            self.adapters = self._staged_adapters
+            self.say_hello()
         self._schedule()
 
     def leave(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -36,6 +37,7 @@ from megatron_runtime.protocol.messages import (
 )
 
 UID = bytes(range(16))
+ADAPTERS = AdapterList((Adapter("sql", "hf:org/sql-lora@5d8f"), Adapter("chat", "/models/adapters/chat")))
 _META = RequestMeta(streaming=True, seed=7, deadline_ms=30000)
 _PROMPT, _NONE, _GENERATED = tokens_to_bytes([1, 2, 3]), b"", tokens_to_bytes([4])
 _PARAMS = pack({"temperature": 0.0, "num_tokens_to_generate": 16})
@@ -129,6 +131,7 @@ VECTORS: dict[str, Vector] = {
     "EVICTED_BLOCKS": EvictedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
     "EVICTED_BLOCKS, all": EvictedBlocks(cleared=True),
     "UPDATE_WEIGHTS": _control(Header.UPDATE_WEIGHTS, epoch=8, source="/models/8"),
+    "SET_ADAPTERS": _control(Header.SET_ADAPTERS, adapters=ADAPTERS),
     "DRAIN": _control(Header.DRAIN, engine="demo-engine-0"),
     "DISPATCH": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS),
     "PARTIAL": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6])),
@@ -136,6 +139,7 @@ VECTORS: dict[str, Vector] = {
     "FINAL": Final(5, UID, tokens_to_bytes([4, 5, 6]), pack({"status": "COMPLETED", "finish_reason": "stop"})),
     "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
     "SUBMIT, of a tenant": Submit(UID, _META._replace(tenant="5eed" * 8), _PROMPT, _NONE, _PARAMS),
+    "SUBMIT, for an adapter": Submit(UID, _META._replace(adapter="sql"), _PROMPT, _NONE, _PARAMS),
 }
 
 

@@ -11,7 +11,8 @@ from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, free_ports, until_serving, until_status
 
-from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
+from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
@@ -118,6 +119,9 @@ async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> Non
     ) as failed:
         await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
     assert "--backend" in str(failed.value)
+    with pytest.raises(ControlRejectedError, match="LoRA adapters, which backend 'toy' does not have") as failed:
+        await pool.control(Header.SET_ADAPTERS, adapters=AdapterList((Adapter("sql", "hf:org/sql"),)))
+    assert failed.value.code == ErrorCode.UNSUPPORTED
     await until_serving(pool.admin, ENGINES)
     reply = await pool.client.add_request([3], SamplingParams(num_tokens_to_generate=4))
     assert reply["generated_tokens"] == toy_answer([3], 4)

@@ -19,6 +19,7 @@ from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
@@ -35,8 +36,8 @@ TIMING = Timing(heartbeat=0.1, suspect=2.0, dead=5.0, client_dead=20.0, recovery
 VERB_SECONDS = 0.3
 PATH_TO_RUNNING = {"PAUSED": [Header.UNPAUSE], "SUSPENDED": [Header.RESUME, Header.UNPAUSE], "RUNNING": []}
 LEGAL = {
-    "RUNNING": [Header.PAUSE, Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS],
-    "PAUSED": [Header.UNPAUSE, Header.SUSPEND, Header.PAUSE, Header.UPDATE_WEIGHTS],
+    "RUNNING": [Header.PAUSE, Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS],
+    "PAUSED": [Header.UNPAUSE, Header.SUSPEND, Header.PAUSE, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS],
     "SUSPENDED": [Header.RESUME, Header.PAUSE, Header.SET_GENERATION_EPOCH],
 }
 
@@ -126,8 +127,8 @@ class Scene:
             proxy.close()
 
     async def settled(self) -> StatusReply:
-        """Wait until all engines serve in the coordinator's state and epoch with the same weights, as reported and
-        in fact.
+        """Wait until all engines serve in the coordinator's state and epoch with the same weights and its adapters, as
+        reported and in fact.
         """
 
         def fits(status: StatusReply) -> bool:
@@ -137,6 +138,12 @@ class Scene:
                 len(status.engines) == len(ENGINES)
                 and all(engine.serving and (engine.state, engine.epoch) == where for engine in status.engines)
                 and all((life.state, life.epoch, life.source) == (*where, lives[0].source) for life in lives)
+                and all(life.adapters.current == self.coordinator.core.verbs.adapters for life in lives)
+                and all(
+                    set(worker._backend.adapters) == {adapter.key for adapter in lives[0].adapters.current.adapters}
+                    for worker in self.workers
+                )
+                and all(entry.engines == len(ENGINES) for entry in status.adapters)
             )
 
         return await until_status(self.witness, fits, seconds=60, what="all engines have the coordinator's state")
@@ -147,10 +154,20 @@ class Scene:
         operation_id = f"operation-{self.asked}"
         epoch = self.asked if kind in (Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS) else None
         source = f"weights-{self.asked}" if kind is Header.UPDATE_WEIGHTS else None
+        adapters = None
+        if kind is Header.SET_ADAPTERS:
+            numbers = self.random.sample(range(4), 2)
+            adapters = AdapterList(tuple(Adapter(f"adapter-{number}", "hf:org/name") for number in numbers))
         self.updated = self.updated or source is not None
         while True:
             answer = self.admin.control(
-                kind, operation_id=operation_id, fence=1, timeout_seconds=timeout_seconds, epoch=epoch, source=source
+                kind,
+                operation_id=operation_id,
+                fence=1,
+                timeout_seconds=timeout_seconds,
+                epoch=epoch,
+                source=source,
+                adapters=adapters,
             )
             try:
                 return await asyncio.wait_for(answer, timeout_seconds + 0.3)
@@ -168,10 +185,10 @@ class Scene:
             assert ack.state == (TRANSITIONS[kind].coordinator_after if moves else before)
         else:
             assert ack.state == before
-            assert not any(outcome.ok for outcome in ack.engines.values())
+            assert kind is Header.SET_ADAPTERS or not any(outcome.ok for outcome in ack.engines.values())
         confirmed = [name for name, outcome in ack.engines.items() if outcome.ok]
         assert ack.ranks == RANKS * len(confirmed)
-        assert set(ack.evicted) == set(ack.engines) - set(confirmed)
+        assert set(ack.evicted) == (set() if kind is Header.SET_ADAPTERS else set(ack.engines) - set(confirmed))
         if ack.ok and moves:
             for name in confirmed:
                 # An engine that missed the commit of UNPAUSE is still paused and has nothing to execute.

@@ -21,6 +21,7 @@ from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of
 from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import (
     Control,
@@ -226,6 +227,7 @@ class CoordinatorLink:
             engine=signal.engine,
             source=signal.source,
             epoch=signal.epoch,
+            adapters=None if signal.adapters is None else AdapterList(signal.adapters),
         )
         if not self._send(message.to_frames()):
             return False

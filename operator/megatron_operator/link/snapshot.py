@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import (
+    AdapterReport,
     CanaryReport,
     CoordinatorSnapshot,
     EngineReport,
@@ -20,7 +21,7 @@ from megatron_operator.plan.world import (
     OperationReport,
 )
 from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.protocol.messages import ControlAck, FailedRequest, Operation, StatusReply
+from megatron_runtime.protocol.messages import AdapterStatus, ControlAck, FailedRequest, Operation, StatusReply
 from megatron_runtime.protocol.text import printable as escaped
 
 NAME_CHARACTERS = 128
@@ -73,6 +74,7 @@ def snapshot_of(
         keys=_keys(reply),
         drained_all=reply.drained_all,
         failed_requests=tuple(map(_failed_request, reply.failed_requests or ())),
+        adapters=None if reply.adapters is None else tuple(map(_adapter, reply.adapters)),
     )
 
 
@@ -120,6 +122,11 @@ def _operation(operation: Operation) -> OperationReport:
 def _failed_request(failed: FailedRequest) -> FailedRequestReport:
     engines = tuple("".join(c if c.isprintable() else "?" for c in name) for name in failed.engines)
     return FailedRequestReport(failed.uid, engines, datetime.fromtimestamp(failed.at, UTC))
+
+
+def _adapter(adapter: AdapterStatus) -> AdapterReport:
+    name, error = printable(adapter.name, NAME_CHARACTERS), printable(adapter.error or "", MESSAGE_CHARACTERS)
+    return AdapterReport(name, adapter.source, adapter.engines, error)
 
 
 def _keys(reply: StatusReply) -> KeysInUse | None:

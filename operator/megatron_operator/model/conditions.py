@@ -58,6 +58,11 @@ class Reason(Documented):
         "WrongWeights",
         "Engines serve other weights than those of spec.weights.revision, or different files of them.",
     )
+    SETTING_ADAPTERS = "SettingAdapters", "Engines load and unload LoRA adapters without a restart."
+    ADAPTER_FAILED = (
+        "AdapterFailed",
+        "An engine cannot load an adapter of spec.model.adapters; the others serve.",
+    )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
     ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."

@@ -57,6 +57,11 @@ NAME_RULES = [
         "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
         "-config-HASH, -rev-HASH); choose another name",
     ),
+    cel(
+        "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
+        "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
+        "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
+    ),
 ]
 
 

@@ -158,7 +158,7 @@ REMEDIES: dict[Reason, Remedy] = {
     ),
     Reason.UNSUPPORTED_BY_BACKEND: Remedy(
         Symptom.SPEC_REJECTED,
-        "Correct the field that the message names, or set spec.engine.backend to the other backend.",
+        "Correct or remove the field that the message names, or set spec.engine.backend to the other backend.",
     ),
     Reason.CHILD_REFUSED: Remedy(
         Symptom.SPEC_REJECTED,
@@ -184,6 +184,11 @@ REMEDIES: dict[Reason, Remedy] = {
         Symptom.CHANGE_STOPPED,
         "Apply the previous spec, or correct the change. The other engines still run the previous revision.",
     ),
+    Reason.ADAPTER_FAILED: Remedy(
+        Symptom.CHANGE_STOPPED,
+        "Correct the source of the adapter that the message names, or remove the adapter. The base model and the "
+        "adapters that were loaded before still serve. The operator tries again every 30 s.",
+    ),
     Reason.REQUEST_ENDS_ENGINES: Remedy(
         Symptom.REQUEST_FAILED,
         "Find the request by its id in the client's error message and in the logs of server and coordinator. Keep the "
@@ -207,6 +212,10 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.REFRESHING_WEIGHTS: Remedy(
         Symptom.IN_PROGRESS,
         "Wait for the slowest engine to load. The update fails after spec.engine.startupSeconds.",
+    ),
+    Reason.SETTING_ADAPTERS: Remedy(
+        Symptom.IN_PROGRESS,
+        "Wait for the slowest engine to load the adapters. The signal fails after spec.engine.startupSeconds.",
     ),
     Reason.SCALING_DOWN: Remedy(Symptom.IN_PROGRESS, _WAIT),
     Reason.ROLLING_OUT: Remedy(

@@ -539,6 +539,18 @@ def check_name(name: str) -> None:
         raise ValueError(f"metadata.name: {name!r} ends in a suffix that children use; choose another name")
 
 
+def check_adapter_names(name: str, spec: MegatronInferenceSpec) -> None:
+    """Reject an adapter with the name of the resource, which is that of the model unless spec.model.name is set.
+
+    Raises ValueError.
+    """
+    if spec.model.name is None and any(adapter.name == name for adapter in spec.model.adapters or ()):
+        raise ValueError(
+            f"spec.model.adapters: {name!r} is the name of the resource, which is that of the model; give the adapter "
+            "another one"
+        )
+
+
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
     """Return the typed spec of a resource from the API server or a file.
 

@@ -1,4 +1,4 @@
-"""`spec.model` and `spec.weights`: the model, and the source and format of its weights."""
+"""`spec.model` and `spec.weights`: the model, its LoRA adapters, and the source and format of its weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.model.base import ApiModel, Matches, Name, cel
+from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
 
 
 class Format(StrEnum):
@@ -157,7 +158,113 @@ class ModelSource(ApiModel):
         return None
 
 
+_ADAPTER = "spec.model.adapters[].source"
+AdapterRepositoryName = Annotated[
+    str,
+    Matches(
+        f"{_ADAPTER}.huggingFace.repo",
+        r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
+        "a repository of the hub, as org/name",
+    ),
+]
+AdapterCommit = Annotated[
+    str,
+    Matches(
+        f"{_ADAPTER}.huggingFace.revision",
+        r"^[A-Za-z0-9][\w./-]*$",
+        "letters, digits and . _ / -, beginning with a letter or digit",
+    ),
+]
+AdapterPath = Annotated[
+    str,
+    Matches(
+        f"{_ADAPTER}.path",
+        r"^(/[\w@+=-][\w.@+=-]*)+$",
+        "an absolute path of letters, digits and _ . @ + = - without . and .. parts; begin it with /",
+    ),
+]
+AdapterName = Annotated[
+    str,
+    Matches(
+        "spec.model.adapters[].name",
+        r"^[A-Za-z0-9][\w./:-]*$",
+        "letters, digits and . _ - / :, beginning with a letter or digit",
+    ),
+]
+
+
+class AdapterRepository(ApiModel):
+    repo: AdapterRepositoryName = Field(
+        description="Repository on the Hugging Face hub, as org/name. The token of the model's source is used.",
+        max_length=200,
+    )
+    revision: AdapterCommit | None = Field(
+        default=None,
+        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
+        max_length=200,
+    )
+
+
+class AdapterSource(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "has(self.huggingFace) != has(self.path)",
+                    "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
+                )
+            ]
+        }
+    )
+
+    hugging_face: AdapterRepository | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    path: AdapterPath | None = Field(
+        default=None,
+        description="Absolute path of the adapter's directory in the volume of the model's source, without . and .. "
+        "parts.",
+        max_length=1000,
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.hugging_face is None) == (self.path is None):
+            raise ValueError("spec.model.adapters: the source of each adapter is exactly one of huggingFace and path")
+        return self
+
+
+class AdapterSpec(ApiModel):
+    name: AdapterName = Field(
+        description="Name in /v1/models, and of the model in requests.",
+        min_length=1,
+        max_length=MAX_ADAPTER_NAME_CHARACTERS,
+    )
+    source: AdapterSource = Field(description="Source of the adapter: exactly one of the fields below.")
+
+
+_ADAPTER_NAME = "spec.model.adapters: an adapter has the name of the model; give it another one"
+_ADAPTER_PATH = (
+    "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
+    "persistentVolumeClaim or image; use source.huggingFace"
+)
+
+
 class ModelSpec(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
+                    _ADAPTER_NAME,
+                ),
+                cel(
+                    "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
+                    "self.adapters.all(adapter, !has(adapter.source.path))",
+                    _ADAPTER_PATH,
+                ),
+            ]
+        }
+    )
+
     name: ModelName | None = Field(
         default=None,
         description="Name in /v1/models; metadata.name if absent.",
@@ -176,6 +283,26 @@ class ModelSpec(ApiModel):
         ge=1,
         le=16_777_216,
     )
+    adapters: list[AdapterSpec] | None = Field(
+        default=None,
+        description="LoRA adapters of the model. Each is served as a model of its own. They are loaded and unloaded "
+        "without a restart of an engine.",
+        max_length=MAX_ADAPTERS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        adapters = self.adapters or []
+        names = [adapter.name for adapter in adapters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"spec.model.adapters: {twice!r} is listed twice; give each adapter a name of its own")
+        if self.name in names:
+            raise ValueError(_ADAPTER_NAME)
+        if self.source.path is None and any(adapter.source.path is not None for adapter in adapters):
+            raise ValueError(_ADAPTER_PATH)
+        return self
 
 
 class WeightsSpec(ApiModel):

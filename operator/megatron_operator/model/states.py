@@ -62,6 +62,7 @@ class SignalKind(StrEnum):
     STOP = "STOP"
     DRAIN = "DRAIN"
     UPDATE_WEIGHTS = "UPDATE_WEIGHTS"
+    SET_ADAPTERS = "SET_ADAPTERS"
 
 
 class LifecyclePhase(StrEnum):

@@ -49,6 +49,7 @@ class Lifecycle(ApiModel):
     weights: str | None = Field(default=None, description="UPDATE_WEIGHTS: revision of the weights.")
     source: str | None = Field(default=None, description="UPDATE_WEIGHTS: source of the weights.")
     epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: epoch of the weights.")
+    adapters: str | None = Field(default=None, description="SET_ADAPTERS: digest of the list of adapters.")
     rejected: bool | None = Field(default=None, description="Whether it failed without an effect.")
     since: str | None = Field(
         default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
@@ -66,6 +67,19 @@ class WeightsStatus(ApiModel):
         default=None,
         description="Digests of engines of one revision that differ although every engine has loaded the weights "
         "again.",
+    )
+
+
+class AdapterStatus(ApiModel):
+    name: str = Field(description="Name in /v1/models.")
+    source: str = Field(description="Source, as the engines load it.")
+    engines: int = Field(default=0, description="Engines that have loaded it.")
+    reason: str | None = Field(
+        default=None, description="Why it is not loaded by every engine: AdapterFailed or UnsupportedByBackend."
+    )
+    error: str | None = Field(default=None, description="The error, with the name of the engine.")
+    failed_at: str | None = Field(
+        default=None, description="Time of the error; it is tried again 30 s later.", json_schema_extra=TIME
     )
 
 
@@ -159,6 +173,11 @@ class MegatronInferenceStatus(ApiModel):
     )
     lifecycle: Lifecycle | None = Field(default=None, description="The current or last operation.")
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
+    adapters: list[AdapterStatus] | None = Field(
+        default=None,
+        description="The adapters of spec.model.adapters.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
     attempt: str | None = Field(

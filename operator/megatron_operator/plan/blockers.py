@@ -147,4 +147,9 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return weights_finding(scene) or component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)
+    return (
+        weights_finding(scene)
+        or component_finding(scene, COORDINATOR)
+        or component_finding(scene, SERVER)
+        or scene.adapters.finding
+    )

@@ -49,6 +49,7 @@ def decide(world: World) -> Decision:
             scene.events_due_in,
             scene.lost_in,
             scene.retry_in,
+            scene.adapters.retry_in,
             *reports,
         ),
     )

@@ -25,6 +25,7 @@ from megatron_operator.model.states import (
 )
 from megatron_operator.plan.clock import stamp
 from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
+from megatron_operator.render.model_source import adapters_digest, model_adapters
 
 Phase = LifecyclePhase
 
@@ -52,6 +53,8 @@ class Operation:
     """UPDATE_WEIGHTS: revision of the weights; `source` and `epoch` are theirs, too."""
     source: str | None = None
     epoch: int | None = None
+    adapters: str | None = None
+    """SET_ADAPTERS: digest of the list, which is that of the spec while the signal may be sent."""
     rejected: bool = False
     """It failed without an effect."""
 
@@ -78,6 +81,7 @@ class Operation:
             "weights": self.weights,
             "source": self.source,
             "epoch": self.epoch,
+            "adapters": self.adapters,
             "rejected": self.rejected or None,
             "since": self.since,
         }
@@ -102,6 +106,7 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
         weights=lifecycle.get("weights"),
         source=lifecycle.get("source"),
         epoch=lifecycle.get("epoch"),
+        adapters=lifecycle.get("adapters"),
         rejected=bool(lifecycle.get("rejected", False)),
     )
 
@@ -130,6 +135,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         obsolete = (
             changed_goal
             or other_weights
+            or _has_other_adapters(operation, world)
             or (
                 world.coordinator.reachable
                 and world.coordinator.state not in UNSETTLED
@@ -144,13 +150,19 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
     return None if changed_goal and not drained_all else operation
 
 
+def _has_other_adapters(operation: Operation, world: World) -> bool:
+    """Return whether the spec has another list of adapters than the operation."""
+    wanted = adapters_digest(model_adapters(world.resource.spec))
+    return operation.adapters is not None and operation.adapters != wanted
+
+
 def _ask(operation: Operation, world: World) -> Operation | None:
     coordinator = world.coordinator
     if not coordinator.reachable:
         return replace(operation, phase=Phase.UNKNOWN)
     report = coordinator.operations.get(operation.id)
     if report is None:
-        return _forgotten(operation, coordinator, stamp(world.now))
+        return _forgotten(operation, world)
     ranks = replace(operation, confirmed_ranks=report.confirmed_ranks, total_ranks=report.total_ranks)
     if report.outcome is OperationOutcome.IN_PROGRESS:
         return replace(ranks, phase=Phase.SUBMITTED)
@@ -165,12 +177,15 @@ def _ask(operation: Operation, world: World) -> Operation | None:
     )
 
 
-def _forgotten(operation: Operation, coordinator: CoordinatorSnapshot, now: str) -> Operation | None:
+def _forgotten(operation: Operation, world: World) -> Operation | None:
     """Handle an id that the coordinator does not know: the signal was lost, or the coordinator has restarted."""
+    coordinator, now = world.coordinator, stamp(world.now)
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)
     if operation.epoch is not None and coordinator.epoch >= operation.epoch:
         return replace(operation, phase=Phase.CONFIRMED, since=now)
+    if _has_other_adapters(operation, world):
+        return None
     if operation.signal in LEGAL_SIGNALS[coordinator.state]:
         return replace(operation, phase=Phase.SUBMITTED)
     if operation.signal not in SIGNAL_TARGET:
@@ -195,5 +210,6 @@ def signal_of(operation: Operation, world: World, *, deadline_seconds: float | N
         engine=operation.engine,
         source=operation.source,
         epoch=operation.epoch,
+        adapters=None if operation.adapters is None else model_adapters(world.resource.spec),
         deadline_seconds=deadline_seconds,
     )

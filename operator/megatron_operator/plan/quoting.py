@@ -52,4 +52,7 @@ def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
         for name, report in snapshot.canaries.items()
     }
     engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
-    return replace(snapshot, operations=operations, canaries=canaries, engines=engines)
+    adapters = snapshot.adapters and tuple(
+        replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
+    )
+    return replace(snapshot, operations=operations, canaries=canaries, engines=engines, adapters=adapters)

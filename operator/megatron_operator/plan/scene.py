@@ -21,6 +21,7 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.plan import operation as operations
+from megatron_operator.plan.adapters import AdapterView
 from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
@@ -251,6 +252,10 @@ class Scene:
     @cached_property
     def operation(self) -> Operation | None:
         return operations.resolve(operations.from_status(self.lifecycle), self.world, self.desired)
+
+    @cached_property
+    def adapters(self) -> AdapterView:
+        return AdapterView(self.world, self.operation)
 
     def _over(self, signal: SignalKind) -> bool:
         found = self.operation

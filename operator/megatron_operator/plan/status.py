@@ -70,6 +70,8 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     weights = _weights(scene, serving=bool(serving))
     if weights is not None:
         status["weights"] = weights
+    if scene.adapters.entries:
+        status["adapters"] = scene.adapters.entries
     keys = _keys(scene)
     if keys is not None:
         status["keys"] = keys

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.limits import MAX_FENCE
 
 MAX_FENCE_JUMP = 1_000_000
@@ -234,6 +235,19 @@ class FailedRequestReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """One adapter in the coordinator's list."""
+
+    name: str
+    source: str
+    """As received; it is compared and never shown."""
+    engines: int = 0
+    """Serving engines that have loaded it."""
+    error: str = ""
+    """Why an engine did not load it, with the engine's name."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
     """The coordinator's answer to STATUS, or that there is none."""
 
@@ -258,6 +272,9 @@ class CoordinatorSnapshot:
     """A DRAIN of all engines is in effect: engines that register get no requests until UNPAUSE."""
     failed_requests: tuple[FailedRequestReport, ...] = ()
     """The last requests that it failed because they crash engines, oldest first."""
+
+    adapters: tuple[AdapterReport, ...] | None = None
+    """The adapters of its engines; None if its release has none."""
 
 
 UNREACHABLE = CoordinatorSnapshot()
@@ -414,6 +431,8 @@ class Signal:
     """UPDATE_WEIGHTS: source of the weights."""
     epoch: int | None = None
     """UPDATE_WEIGHTS: epoch of the weights, absolute."""
+    adapters: tuple[Adapter, ...] | None = None
+    """SET_ADAPTERS: all adapters."""
     deadline_seconds: float | None = None
     """Deadline of the coordinator; None means its default."""
 

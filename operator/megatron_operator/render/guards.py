@@ -87,8 +87,8 @@ def hub_egress() -> dict[str, Any]:
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. The
-    coordinator opens no connections. Engines and servers resolve names, and download if the model is on a hub.
-    `engine_policy` adds the connections within an engine."""
+    coordinator opens no connections. Engines and servers resolve names, and download if the model, or an adapter of the
+    engines, is on a hub. `engine_policy` adds the connections within an engine."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -98,9 +98,12 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     ]
     engine = [{"ports": _tcp(PORT_HEALTH)}]
     server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
-    source = [dns_egress(), *([hub_egress()] if ctx.spec.model.source.hugging_face is not None else [])]
+    model = ctx.spec.model
+    source = [dns_egress(), *([hub_egress()] if model.source.hugging_face is not None else [])]
+    has_hub_adapter = any(adapter.source.hugging_face is not None for adapter in model.adapters or ())
+    adapters = [hub_egress()] if has_hub_adapter and model.source.hugging_face is None else []
     to_coordinator = {"to": [_pods(ctx, COORDINATOR)]}
-    from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source]
+    from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source, *adapters]
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
     return [
         _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, []),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.render.context import RenderContext, digest, once
 from megatron_operator.render.pod import MODEL_DIR
 from megatron_operator.render.vllm import vllm_arguments
+from megatron_runtime.protocol.adapters import Adapter
 
 _VLLM_MODEL = ("hf_overrides", "quantization")
 """Arguments of vLLM that make another model of the same files."""
@@ -57,6 +60,23 @@ def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
 def without_weights(ctx: RenderContext) -> RenderContext:
     """Return the context without the revision of the weights, which are updated in place."""
     return replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
+
+
+def model_adapters(spec: MegatronInferenceSpec) -> tuple[Adapter, ...]:
+    """Return the adapters of a spec by name, with the sources that engines load."""
+    found = []
+    for adapter in spec.model.adapters or ():
+        repository, path = adapter.source.hugging_face, adapter.source.path
+        source = f"{MODEL_DIR}{path}"
+        if repository is not None:
+            source = f"hf:{repository.repo}" + (f"@{repository.revision}" if repository.revision else "")
+        found.append(Adapter(adapter.name, source))
+    return tuple(sorted(found, key=lambda adapter: adapter.name))
+
+
+def adapters_digest(adapters: Iterable[Adapter]) -> str:
+    """Return the hash of a list of adapters. Their order has no meaning."""
+    return digest(sorted([adapter.name, adapter.source] for adapter in adapters))
 
 
 def weights_revision(ctx: RenderContext) -> str:

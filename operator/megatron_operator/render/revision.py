@@ -26,6 +26,7 @@ _SPEC_FIELDS: dict[str, Any] = {
     "lifecycle": {"drain_seconds"},
 }
 """Inputs of an engine's template."""
+_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters"}}
 _SETTINGS = ("runtime_image", "image_pull_policy", "security")
 _VLLM_SETTINGS = (*_SETTINGS, "vllm_runtime_image")
 
@@ -41,7 +42,7 @@ def revision_child(ctx: RenderContext) -> Manifest:
         InvalidPodTemplate: the spec cannot be rendered.
     """
     data = {
-        "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS),
+        "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE),
         "settings": {name: getattr(ctx.settings, name) for name in _recorded(ctx.spec)},
     }
     # Revisions are identified by content, not by order, so the mandatory number has no meaning.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.text import printable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -126,6 +127,20 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _adapter(text: str) -> Adapter:
+    name, separator, source = text.partition("=")
+    if not separator:
+        raise click.BadParameter(f"{text!r} is not an adapter: use NAME=SOURCE, such as sql=hf:org/sql-lora.")
+    if not source.startswith("hf:"):
+        source = str(Path(source).expanduser().resolve())  # an engine may run in another directory
+    try:
+        return Adapter(name, source)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+ADAPTER = Parsed("name=source", _adapter)
+"""A LoRA adapter: `sql=hf:org/sql-lora@REVISION` or `sql=DIRECTORY`."""
 MEMORY = Parsed("size", _memory)
 """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)

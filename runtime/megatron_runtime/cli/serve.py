@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
+    ADAPTER,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
@@ -22,17 +23,32 @@ from megatron_runtime.cli.options import (
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import Control, Hello
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
+from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
+from megatron_runtime.transport.peer_link import PeerLink
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
+_ADAPTER_SECONDS = 3600.0
+"""Time to fetch and load the adapters."""
 
 
 @click.command()
 @engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
+@click.option(
+    "--adapter",
+    "adapters",
+    type=ADAPTER,
+    multiple=True,
+    help="A LoRA adapter of the model, NAME=SOURCE; repeatable. Requests name it as their model. SOURCE is "
+    "hf:ORG/NAME[@REVISION] or a directory.",
+)
 @click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
@@ -52,13 +68,21 @@ _CONNECT_SECONDS = 60.0
 def serve(**options: Any) -> None:
     """Run everything on this machine, and report when it is ready."""
     options["model_name"] = options["model_name"] or default_model_name(options["model"])
+    try:
+        options["adapters"] = AdapterList(options["adapters"])
+    except ValueError as error:
+        raise click.UsageError(f"--adapter: {error}.") from error
+    if options["adapters"].find(options["model_name"]) is not None:
+        raise click.UsageError(f"--adapter {options['model_name']} has the name of the model: give it another one.")
+    if options["adapters"].adapters and options["backend"] == "vllm":
+        options["vllm_arguments"] = {"enable_lora": True, **options["vllm_arguments"]}
     if is_loopback(options["host"]) or options["allowed_hosts"]:
         # On loopback, a web page must not reach the server under another name (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
-    except ChildFailedError as error:
+    except (ChildFailedError, ControlRejectedError) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -90,7 +114,8 @@ async def _serve(options: SimpleNamespace) -> None:
         try:
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
-            ready = _until_ready(options, url=url, coordinator=f"tcp://{_LOOPBACK}:{client_port}", say=say)
+            addresses = {"coordinator": f"tcp://{_LOOPBACK}:{client_port}", "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
+            ready = _until_ready(options, url=url, **addresses, say=say)
             if await _unless(stop, supervisor.failed, ready):
                 supervisor.are_ready = True
                 _print_usage(options, url=url, seconds=time.monotonic() - started)
@@ -146,8 +171,10 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     ]
 
 
-async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, say: Any) -> None:
-    """Wait until every engine serves and the server is connected to the coordinator; report each engine."""
+async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
+    """Wait until every engine serves with the adapters and the server is connected to the coordinator; report each
+    engine.
+    """
     import httpx
 
     from megatron_runtime.client.inference_client import InferenceClient
@@ -165,10 +192,39 @@ async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, 
             await asyncio.sleep(_POLL_SECONDS)
     finally:
         client.stop()
+    if options.adapters.adapters:
+        await _set_adapters(options.adapters, admin=admin)
+        say(None, f"adapters: {', '.join(adapter.name for adapter in options.adapters.adapters)}")
     async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
         # The socket listens already. The first answer arrives when the server process has started.
         while (await http.get(f"{url}/readyz")).status_code != 200:  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
+    """Have every engine load the adapters. Raises ControlRejectedError with engine, adapter and cause."""
+    link = PeerLink(
+        admin,
+        keys=None,
+        hello=lambda incarnation: Hello(role=Role.ADMIN, name="megatron-serve", incarnation=incarnation),
+        on_ack=lambda ack, forgotten: None,
+        on_message=lambda message: calls.handle(message),
+    )
+    calls = ControlCalls(link.send, address=admin)
+    await link.start(connect_timeout_seconds=_CONNECT_SECONDS)
+    try:
+        await calls.control(
+            Control(
+                kind=Header.SET_ADAPTERS,
+                operation_id="adapters",
+                fence=1,
+                timeout_seconds=_ADAPTER_SECONDS,
+                adapters=adapters,
+            )
+        )
+    finally:
+        calls.close()
+        link.close("adapters are set")
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
@@ -15,6 +15,7 @@ import zmq
 from megatron_runtime.client.pending import PendingRequest, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -22,6 +23,7 @@ from megatron_runtime.protocol.messages import (
     ControlAck,
     Error,
     Final,
+    Heartbeat,
     Hello,
     HelloAck,
     MalformedMessageError,
@@ -52,11 +54,13 @@ class RequestOptions(TypedDict, total=False):
     engine:           name of the only engine that may answer; the request fails with it. Empty: any engine.
     tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
                       Empty: this client.
+    adapter:          name of the LoRA adapter that answers. Empty: the base model.
     """
 
     deadline_seconds: float | None
     engine: str
     tenant: str
+    adapter: str
 
 
 class InferenceClient:
@@ -95,6 +99,8 @@ class InferenceClient:
             on_ack=self._on_ack,
             on_message=self._on_message,
         )
+        self.adapters = AdapterList()
+        """The adapters that requests may name, as far as this client knows."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
@@ -255,6 +261,9 @@ class InferenceClient:
         self._by_id[request.request_id] = request
         if self._stopped:
             self._reject(request, rejection(ErrorCode.UNAVAILABLE, "this client was stopped"))
+        elif request.meta.adapter and self.connected and not self.adapters.generation:
+            message = f"the engines have no adapter {request.meta.adapter!r}: SET_ADAPTERS was never sent"
+            self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
         elif request.size > self._link.max_message_bytes - limits.MAX_NAME_BYTES:
             message = f"the request takes {request.size} bytes: at most {self._link.max_message_bytes}"
             self._reject(request, rejection(ErrorCode.TOO_LARGE, message))
@@ -283,6 +292,14 @@ class InferenceClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
+        if ack.adapters is None:
+            self.adapters = AdapterList()
+            for request in list(self._open.values()):
+                if request.meta.adapter:
+                    message = "the coordinator is of a release without adapters, after it was restarted: upgrade it"
+                    self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
+        elif ack.adapters.generation:  # a restarted coordinator learns the list after it has answered
+            self.adapters = ack.adapters
         if forgotten or not self._ever_registered:
             for request in list(self._open.values()):
                 self._link.send(request.submit().to_frames())
@@ -297,6 +314,8 @@ class InferenceClient:
                         request.stream.put({"partial": frame})
             case Final():
                 self._on_final(message)
+            case Heartbeat(adapters=int() as generation) if generation != self.adapters.generation:
+                self._link.say_hello()
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None:
@@ -367,6 +386,15 @@ class InferenceClient:
         Acknowledged when every engine has verified and loaded them. The KV of requests in flight is computed again.
         """
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
+
+    def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
+        """Make `adapters` all LoRA adapters of the engines. Requests name one of them as `adapter`.
+
+        Acknowledged when every engine has loaded the new ones. Requests in flight end with the adapter that they have;
+        one that is not in the list is unloaded then. If an engine cannot load an adapter, nothing changes.
+        """
+        adapter_list = AdapterList(tuple(adapters))
+        return self._send_signal_to_engines(Header.SET_ADAPTERS, **options, adapters=adapter_list)
 
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
         """Stop dispatching to `engine` (None: to all). Acknowledged when it has no request in flight."""

@@ -78,6 +78,7 @@ class PendingRequest:
         deadline_seconds: float | None = None,
         engine: str = "",
         tenant: str = "",
+        adapter: str = "",
     ) -> Self:
         """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none."""
         now = time.perf_counter()
@@ -92,6 +93,7 @@ class PendingRequest:
                 cache_salt=params.cache_salt or "",
                 engine=engine,
                 tenant=tenant,
+                adapter=adapter,
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),

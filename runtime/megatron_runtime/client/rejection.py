@@ -8,8 +8,8 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 the request ends engines, 503 unavailable,
-          504 deadline exceeded.
+    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends
+          engines, 503 unavailable, 504 deadline exceeded.
     is_transient: whether the same request may succeed later.
     """
 
@@ -24,6 +24,12 @@ class RequestRejectedError(Exception):
 
 class InvalidRequestError(RequestRejectedError):
     """The request is invalid."""
+
+
+class AdapterNotFoundError(RequestRejectedError):
+    """The engines have no adapter of the name that the request has."""
+
+    is_transient = False
 
 
 class ModelChangedError(RequestRejectedError):
@@ -54,6 +60,7 @@ class EngineFailedError(RequestRejectedError):
 
 _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.INVALID_REQUEST: InvalidRequestError,
+    ErrorCode.ADAPTER_NOT_FOUND: AdapterNotFoundError,
     ErrorCode.MODEL_CHANGED: ModelChangedError,
     ErrorCode.TOO_LARGE: RequestTooLargeError,
     ErrorCode.QUEUE_FULL: QueueFullError,

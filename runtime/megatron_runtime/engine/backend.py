@@ -41,7 +41,8 @@ class UnsupportedByBackendError(RuntimeError):
     reason = "UnsupportedByBackend"
     remedy = "choose a backend that has it with --backend"
 
-    def __init__(self, verb: str, capability: Capability, backend: str) -> None:
+    def __init__(self, verb: str, capability: Capability, backend: str, *, remedy: str | None = None) -> None:
+        self.remedy = remedy or self.remedy
         super().__init__(f"{verb} needs {capability.value}, which backend {backend!r} does not have: {self.remedy}")
         self.verb = verb
         self.capability = capability
@@ -56,6 +57,7 @@ class BackendInfo:
     max_sequence_length: limit of prompt and answer of one request, in tokens.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
+    remedies:            how the user enables a capability that is not declared, if the backend can have it.
     """
 
     name: str
@@ -65,11 +67,12 @@ class BackendInfo:
     block_size_tokens: int = 0
     ranks: int = 1
     capabilities: frozenset[Capability] = frozenset()
+    remedies: Mapping[Capability, str] = field(default_factory=dict)
 
     def require(self, verb: str, capability: Capability | None) -> None:
         """Raise UnsupportedByBackendError if the backend does not declare the capability that `verb` needs."""
         if capability is not None and capability not in self.capabilities:
-            raise UnsupportedByBackendError(verb, capability, self.name)
+            raise UnsupportedByBackendError(verb, capability, self.name, remedy=self.remedies.get(capability))
 
     def check_request(self, params: SamplingParams) -> None:
         """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare."""
@@ -254,10 +257,18 @@ class EngineBackend(Protocol):
         """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV of other epochs is not reused."""
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
-        """Load a LoRA adapter under `name`."""
+        """Load and verify a LoRA adapter while steps run; if no weights are loaded, load it with them.
+
+        Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. The KV and the prefix
+        blocks of a request belong to its adapter.
+
+        name:   Adapter.key, as in EngineRequest.adapter. Another source has another name.
+        source: "hf:ORG/NAME[@REVISION]" or the path of a directory; see checkpoints.adapters.adapter_directory().
+        """
         raise UnsupportedByBackendError("loading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def unload_adapter(self, name: str) -> RankResults:
+        """Release an adapter that no open request uses."""
         raise UnsupportedByBackendError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy.typing as npt
 
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
@@ -34,6 +35,7 @@ class EngineRequest:
     seed:             determines, with the index of a token, the random number that the token is sampled with.
     deadline_seconds: time left, running or waiting; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
+    adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     """
 
@@ -44,11 +46,15 @@ class EngineRequest:
     seed: int = 0
     deadline_seconds: float | None = None
     tenant: str = ""
+    adapter: str = ""
     params_bytes: int = 0
 
     @classmethod
-    def of_dispatch(cls, dispatch: Dispatch, params: SamplingParams) -> Self:
-        """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`."""
+    def of_dispatch(cls, dispatch: Dispatch, params: SamplingParams, *, adapter: Adapter | None = None) -> Self:
+        """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`.
+
+        adapter: the one that the DISPATCH names.
+        """
         meta = dispatch.meta
         return cls(
             request_id=dispatch.dispatch_id,
@@ -58,6 +64,7 @@ class EngineRequest:
             seed=meta.seed,
             deadline_seconds=None if meta.deadline_ms is None else meta.deadline_ms / 1000,
             tenant=meta.tenant or f"client {dispatch.route}",
+            adapter=adapter.key if adapter is not None else "",
             params_bytes=len(dispatch.params),
         )
 

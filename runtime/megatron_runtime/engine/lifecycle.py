@@ -12,8 +12,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from megatron_runtime.engine.adapters import AdapterSet
 from megatron_runtime.engine.backend import Capability, EngineBackend, RankResults, UnsupportedByBackendError
-from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import (
     ENGINE_LEGAL_FROM,
     SETTLED_ENGINE_STATE,
@@ -100,7 +102,7 @@ class StateEvents:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Backend calls of one signal.
+    """What an engine does for one signal.
 
     prepare: phase one. Afterwards every rank confirms the signal, also if `prepare` is None.
     undo:    reverts phase one if a rank did not confirm.
@@ -108,40 +110,52 @@ class Work:
     needs:   capability that the backend must declare.
     """
 
-    prepare: Callable[[EngineBackend, Control], Awaitable[RankResults]] | None = None
-    undo: Callable[[EngineBackend], Awaitable[RankResults | None]] | None = None
-    commit: Callable[[EngineBackend], Awaitable[RankResults]] | None = None
+    prepare: Callable[[Lifecycle, Control], Awaitable[RankResults]] | None = None
+    undo: Callable[[Lifecycle], Awaitable[RankResults | None]] | None = None
+    commit: Callable[[Lifecycle], Awaitable[RankResults | None]] | None = None
     needs: Capability | None = None
 
 
-async def _stage(backend: EngineBackend, control: Control) -> RankResults:
+async def _stage(engine: Lifecycle, control: Control) -> RankResults:
     if control.source is None or control.epoch is None:
         raise ValueError("source and epoch are required")
-    return await backend.stage_weights(control.source, control.epoch)
+    return await engine.backend.stage_weights(control.source, control.epoch)
+
+
+async def _stage_adapters(engine: Lifecycle, control: Control) -> RankResults:
+    if control.adapters is None:
+        raise ValueError("adapters are required")
+    return await engine.adapters.stage(control.adapters)
 
 
 WORK: dict[Header, Work] = {
-    Header.PAUSE: Work(lambda backend, _: backend.pause(), undo=lambda backend: backend.unpause()),
-    Header.UNPAUSE: Work(commit=lambda backend: backend.unpause()),
+    Header.PAUSE: Work(lambda engine, _: engine.backend.pause(), undo=lambda engine: engine.backend.unpause()),
+    Header.UNPAUSE: Work(commit=lambda engine: engine.backend.unpause()),
     Header.SUSPEND: Work(
-        lambda backend, control: backend.release_memory(control.tags),
-        undo=lambda backend: backend.restore_memory(),
+        lambda engine, control: engine.backend.release_memory(control.tags),
+        undo=lambda engine: engine.backend.restore_memory(),
         needs=Capability.SUSPEND,
     ),
     Header.RESUME: Work(
-        lambda backend, _: backend.restore_memory(),
-        undo=lambda backend: backend.release_memory(),
+        lambda engine, _: engine.backend.restore_memory(),
+        undo=lambda engine: engine.backend.release_memory(),
         needs=Capability.SUSPEND,
     ),
     Header.STOP: Work(),
     Header.UPDATE_WEIGHTS: Work(
         _stage,
-        undo=lambda backend: backend.discard_weights(),
-        commit=lambda backend: backend.commit_weights(),
+        undo=lambda engine: engine.backend.discard_weights(),
+        commit=lambda engine: engine.backend.commit_weights(),
         needs=Capability.UPDATE_WEIGHTS,
     ),
-    Header.START_CUDA_PROFILER: Work(lambda backend, _: backend.profile(True), needs=Capability.PROFILER),
-    Header.STOP_CUDA_PROFILER: Work(lambda backend, _: backend.profile(False), needs=Capability.PROFILER),
+    # An empty list needs no capability.
+    Header.SET_ADAPTERS: Work(
+        _stage_adapters,
+        undo=lambda engine: engine.adapters.discard(),
+        commit=lambda engine: engine.adapters.commit(),
+    ),
+    Header.START_CUDA_PROFILER: Work(lambda engine, _: engine.backend.profile(True), needs=Capability.PROFILER),
+    Header.STOP_CUDA_PROFILER: Work(lambda engine, _: engine.backend.profile(False), needs=Capability.PROFILER),
 }
 
 
@@ -149,6 +163,7 @@ class Lifecycle:
     """State, epoch and fence of one engine. Used from the event loop, one control message at a time.
 
     source: weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named them.
+    adapters: the LoRA adapters.
     acted: how often each signal's work was done; a repeated operation id does not count.
     seconds: total duration of each signal's work.
     """
@@ -160,10 +175,12 @@ class Lifecycle:
         self.source: str | None = None
         self.acted: dict[Header, int] = {}
         self.seconds: dict[Header, float] = {}
-        self._backend = backend
+        self.backend: EngineBackend = backend
+        self.adapters: AdapterSet = AdapterSet(backend)
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
-        """The last operation, if it was acknowledged and not committed. Weights are staged while it updates them."""
+        """The last operation, if it was acknowledged and not committed. Weights or adapters are staged while it is one
+        that sets them."""
 
     @property
     def state(self) -> EngineState:
@@ -189,8 +206,9 @@ class Lifecycle:
             operation_id=operation_id or "-",
             ok=error is None,
             state=self.state,
-            ranks=self._backend.info.ranks,
-            error=error,
+            ranks=self.backend.info.ranks,
+            code=int(ErrorCode.UNSUPPORTED) if isinstance(error, UnsupportedByBackendError) else None,
+            error=None if error is None else str(error),
         )
         self._acknowledged = control if ack.ok else None
         if operation_id:
@@ -199,7 +217,7 @@ class Lifecycle:
                 del self._answers[next(iter(self._answers))]
         return ack
 
-    async def _act(self, control: Control) -> str | None:
+    async def _act(self, control: Control) -> UnsupportedByBackendError | str | None:
         """Check `control` and do phase one. Return the error if it failed; the state is then as before."""
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
@@ -213,9 +231,9 @@ class Lifecycle:
         if kind is Header.PAUSE and state is not EngineState.RUNNING:
             return None
         try:
-            self._backend.info.require(kind.name, work.needs)
+            self.backend.info.require(kind.name, work.needs)
         except UnsupportedByBackendError as error:
-            return str(error)
+            return error
         if kind in TRANSITIONS:
             self.events.enter(TRANSITIONS[kind].passing)
         self.acted[kind] = self.acted.get(kind, 0) + 1
@@ -227,21 +245,22 @@ class Lifecycle:
         if cause is not None:
             logger.error("%s failed: %s", kind.name, cause)
             self.events.enter(state)
-            return f"{kind.name} failed: {cause}"
+            return cause if isinstance(cause, UnsupportedByBackendError) else f"{kind.name} failed: {cause}"
         return None
 
-    async def _prepare(self, work: Work, control: Control) -> str | None:
+    async def _prepare(self, work: Work, control: Control) -> UnsupportedByBackendError | str | None:
         """Do phase one on every rank, or undo it on all. Return the error, if any."""
-        backend = self._backend
         try:
-            results = await work.prepare(backend, control) if work.prepare is not None else None
+            results = await work.prepare(self, control) if work.prepare is not None else None
+        except UnsupportedByBackendError as error:
+            return error
         except Exception as error:
             return str(error)
         if results is not None and results.failed:
             return results.error
-        confirmed = await backend.confirm(control.kind)
+        confirmed = await self.backend.confirm(control.kind)
         if confirmed.failed and work.undo is not None:
-            undone = await work.undo(backend)
+            undone = await work.undo(self)
             if undone is not None:
                 undone.require(f"undoing {control.kind.name}")
         return confirmed.error
@@ -263,6 +282,9 @@ class Lifecycle:
             await self._commit_work(commit.signal)
             self.epoch, self.source = acknowledged.epoch, acknowledged.source
             return
+        if commit.signal is Header.SET_ADAPTERS:
+            await self._commit_work(commit.signal)
+            return
         transition = TRANSITIONS.get(commit.signal)
         if transition is not None and self.state is transition.passing:
             await self._land(commit.signal)
@@ -273,7 +295,7 @@ class Lifecycle:
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))
             if error is not None:
-                raise RuntimeError(error)
+                raise RuntimeError(str(error))
             await self._land(signal)
 
     async def _land(self, signal: Header) -> None:
@@ -282,26 +304,36 @@ class Lifecycle:
 
     async def _commit_work(self, signal: Header) -> None:
         commit = WORK[signal].commit
-        if commit is not None:
-            (await commit(self._backend)).require(f"the commit of {signal.name}")
+        results = await commit(self) if commit is not None else None
+        if results is not None:
+            results.require(f"the commit of {signal.name}")
 
-    # --- weights ------------------------------------------------------------------------------------------------
+    # --- weights and adapters -----------------------------------------------------------------------------------
 
     async def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        await self._backend.set_epoch(epoch)
+        await self.backend.set_epoch(epoch)
 
     async def adopt(self, source: str | None, epoch: int) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK."""
         if source is not None and source != self.source:
             await self._end_uncommitted()
-            await self._backend.adopt_weights(source, epoch)
+            await self.backend.adopt_weights(source, epoch)
             self.source = source
         if epoch != self.epoch:
             await self.set_epoch(epoch)
 
+    async def adopt_adapters(self, wanted: AdapterList) -> bool:
+        """Load the adapters of the coordinator's HELLO_ACK, and return whether the list changed."""
+        staged = self._acknowledged is not None and self._acknowledged.kind is Header.SET_ADAPTERS
+        if staged and wanted != self.adapters.current:
+            await self._end_uncommitted()
+        return await self.adapters.adopt(wanted)
+
     async def _end_uncommitted(self) -> None:
-        """Discard staged weights. A commit that is still on its way has no effect."""
+        """Discard what is staged. A commit that is still on its way has no effect."""
         ended, self._acknowledged = self._acknowledged, None
         if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
-            await self._backend.discard_weights()
+            await self.backend.discard_weights()
+        elif ended is not None and ended.kind is Header.SET_ADAPTERS:
+            await self.adapters.discard()

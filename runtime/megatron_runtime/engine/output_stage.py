@@ -127,6 +127,7 @@ class OutputStage:
 
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend that a stop text has ended.
+    on_forget:    called with the dispatch id of each request that ends.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class OutputStage:
         send: Callable[[Frames], bool | None],
         finish_early: Callable[[int], object],
         detokenizer: Callable[[], Detokenizer | None],
+        on_forget: Callable[[int], None] = lambda dispatch_id: None,
     ) -> None:
         self.open: dict[int, OpenRequest] = {}
         self.idle = asyncio.Event()
@@ -143,6 +145,7 @@ class OutputStage:
         self._send = send
         self._finish_early = finish_early
         self._detokenizer = detokenizer
+        self._on_forget = on_forget
 
     def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
         matcher = None
@@ -166,6 +169,7 @@ class OutputStage:
 
     def forget(self, dispatch_id: int) -> None:
         self.open.pop(dispatch_id, None)
+        self._on_forget(dispatch_id)
         if not self.open:
             self.idle.set()
 

@@ -18,7 +18,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend
+from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend, UnsupportedByBackendError
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -27,6 +27,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -92,7 +93,14 @@ class EngineWorker:
             on_ack=self._on_ack,
             on_message=self._on_message,
         )
-        self._outputs = OutputStage(send=self._link.send, finish_early=backend.abort, detokenizer=backend.detokenizer)
+        self._adapters_in_use: dict[int, Adapter] = {}
+        """By dispatch id."""
+        self._outputs = OutputStage(
+            send=self._link.send,
+            finish_early=backend.abort,
+            detokenizer=backend.detokenizer,
+            on_forget=self._release_adapter,
+        )
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self.lifecycle, backend))
@@ -150,6 +158,8 @@ class EngineWorker:
             state=self.lifecycle.settled_state,
             epoch=self.lifecycle.epoch,
             source=self.lifecycle.source,
+            adapters=self.lifecycle.adapters.current,
+            adapter_errors=self.lifecycle.adapters.errors or None,
             fence=self.lifecycle.fence,
             ranks=info.ranks,
             model=settings.model_hash,
@@ -166,6 +176,7 @@ class EngineWorker:
             state=self.lifecycle.state,
             epoch=self.lifecycle.epoch,
             source=self.lifecycle.source,
+            adapters=self.lifecycle.adapters.current.generation,
             running=len(self._outputs.open) + self._aborts_in_progress,
             steps=stats.steps,
             busy_for=self._busy_for,
@@ -184,10 +195,19 @@ class EngineWorker:
             self._abort(dispatch_id)
 
     def _abort(self, dispatch_id: int) -> None:
-        """Drop a request. It counts as running until the backend has released it."""
+        """Drop a request. It counts as running, and holds its adapter, until the backend has released it."""
+        adapter = self._adapters_in_use.pop(dispatch_id, None)
         self._outputs.forget(dispatch_id)
         self._aborts_in_progress += 1
-        self._backend.abort(dispatch_id).add_done_callback(self._aborted)
+        aborting = self._backend.abort(dispatch_id)
+        aborting.add_done_callback(self._aborted)
+        if adapter is not None:
+            aborting.add_done_callback(lambda _: self.lifecycle.adapters.end(adapter))
+
+    def _release_adapter(self, dispatch_id: int) -> None:
+        adapter = self._adapters_in_use.pop(dispatch_id, None)
+        if adapter is not None:
+            self.lifecycle.adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
         """Report an idle engine at once, because the coordinator may wait for it. A stopped backend is idle, too."""
@@ -236,13 +256,15 @@ class EngineWorker:
 
     async def _handle_control(self, message: Control | ControlCommit | HelloAck) -> None:
         if isinstance(message, Control):
-            with self._reading_weights(message.kind in (Header.RESUME, Header.UPDATE_WEIGHTS)):
+            with self._reading_weights(message.kind in (Header.RESUME, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS)):
                 ack = await self.lifecycle.handle(message)
             self._link.send(ack.to_frames())
         elif isinstance(message, HelloAck):
             await self._enter(message)
         else:
             await self.lifecycle.commit(message)
+            if message.signal is Header.SET_ADAPTERS:
+                self._link.say_hello()  # it reports the adapters, and only then the coordinator dispatches to them
             if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
                 self._drop_all()
@@ -250,7 +272,7 @@ class EngineWorker:
                 self._link.close("stopped")
 
     async def _enter(self, ack: HelloAck) -> None:
-        """Reach the state of HELLO_ACK, and load the weights first if they are needed."""
+        """Reach the state of HELLO_ACK. Load its adapters first, and the weights if they are needed."""
         if self._leaving is not None or ack.state is CoordinatorState.RECOVERING:
             return
         if ack.fence <= limits.MAX_FENCE:
@@ -259,7 +281,11 @@ class EngineWorker:
             logger.warning("ignored the coordinator's fence %d: at most %d", ack.fence, limits.MAX_FENCE)
         with self._reading_weights(ack.source is not None):
             await self.lifecycle.adopt(ack.source, ack.epoch)
+        adapters = ack.adapters or AdapterList()
         if self._serving:
+            with self._reading_weights(adapters != self.lifecycle.adapters.current):
+                if await self.lifecycle.adopt_adapters(adapters):
+                    self._link.say_hello()
             await self.lifecycle.converge(ack.state)
             self._link.beat()
             self.joined.set()
@@ -271,6 +297,8 @@ class EngineWorker:
         else:
             self._backend.info.require("joining a suspended pool", Capability.SUSPEND)
             self.lifecycle.events.enter(EngineState.SUSPENDED)
+        with self._reading_weights(bool(adapters.adapters)):
+            await self.lifecycle.adopt_adapters(adapters)
         self._serving = True
         self._link.say_hello()
 
@@ -286,10 +314,22 @@ class EngineWorker:
             self._busy_for = 0.0
 
     def _dispatch(self, dispatch: Dispatch) -> None:
+        adapter = None
+        if dispatch.meta.adapter:
+            try:
+                adapter = self.lifecycle.adapters.begin(dispatch.meta.adapter)
+            except UnsupportedByBackendError as error:
+                self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
+                return
+            if adapter is None:
+                message = f"engine {self._settings.name} has no adapter {dispatch.meta.adapter!r}"
+                self._outputs.reject(dispatch, ErrorCode.ADAPTER_NOT_FOUND, message)
+                return
+            self._adapters_in_use[dispatch.dispatch_id] = adapter
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
-            request = EngineRequest.of_dispatch(dispatch, params)
+            request = EngineRequest.of_dispatch(dispatch, params, adapter=adapter)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except (ValueError, TypeError, AttributeError) as error:
             self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)

@@ -47,6 +47,7 @@ class Header(IntEnum):
     PARTIAL = 112
     FINAL = 113
     SUBMIT = 114
+    SET_ADAPTERS = 115
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
@@ -55,7 +56,7 @@ SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
 """Control messages that change no state. An engine that cannot carry them out keeps serving."""
 
-CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.DRAIN}
+CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
 """All control messages: answered by one CONTROL_ACK per operation id."""
 
 
@@ -78,6 +79,7 @@ class ErrorCode(IntEnum):
     WRONG_ROLE = 3  # the port or the registration does not allow this message
     VERSION = 4  # the protocol versions have nothing in common
     INVALID_REQUEST = 400
+    ADAPTER_NOT_FOUND = 404  # the adapter of a request is not in the pool's list
     TOO_LARGE = 413
     ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
     MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for
@@ -85,6 +87,7 @@ class ErrorCode(IntEnum):
     IN_PROGRESS = 423  # another operation is under way
     QUEUE_FULL = 429
     ENGINE_FAILED = 500
+    UNSUPPORTED = 501  # of a control message: an engine's backend has no such feature
     UNAVAILABLE = 503  # paused with Reject, or stopped
     DEADLINE = 504
     ENGINES_MISSING = 424  # fewer engines are registered than the sender expects

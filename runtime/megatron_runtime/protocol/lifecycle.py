@@ -66,6 +66,7 @@ LEGAL_SIGNALS: dict[Header, frozenset[CoordinatorState]] = {
     **{signal: transition.legal_from | transition.idempotent_in for signal, transition in TRANSITIONS.items()},
     Header.DRAIN: frozenset({_C.RUNNING}),
     Header.UPDATE_WEIGHTS: frozenset({_C.RUNNING, _C.PAUSED}),
+    Header.SET_ADAPTERS: frozenset({_C.RUNNING, _C.PAUSED}),
 }
 """Coordinator states in which the operator may send each signal."""
 
@@ -99,7 +100,7 @@ SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     **{
         signal: frozenset(_E(state) for state in LEGAL_SIGNALS[signal])
-        for signal in (*TRANSITIONS, Header.UPDATE_WEIGHTS)
+        for signal in (*TRANSITIONS, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS)
     },
     **dict.fromkeys(PROFILER, frozenset(_E)),
 }

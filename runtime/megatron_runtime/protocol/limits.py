@@ -10,6 +10,8 @@ MAX_SALT_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 4096
 """Length of an error, a reason or a source. Errors and reasons are cut to it."""
+MAX_CAUSE_CHARACTERS = 512
+"""Length of the error of one adapter, to which it is cut."""
 MAX_ENGINES = 2048
 """Engines registered at the same time."""
 

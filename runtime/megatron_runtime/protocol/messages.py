@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlia
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS, AdapterList
 from megatron_runtime.protocol.codec import (
     CONTROL,
     Frames,
@@ -51,6 +52,8 @@ Label = Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)]
 Key = Annotated[str, Field(max_length=64)]
 Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
 """An error or a reason. A longer text is cut, not rejected."""
+Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
+"""The error of one adapter. A longer text is cut, not rejected."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
 """The name of a registered peer as a coordinator reports it. A plain engine's name is its routing id."""
 
@@ -95,6 +98,11 @@ class Hello(ControlMessage):
     block_size_tokens: Count = 0
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
+    adapters: AdapterList | None = None
+    """Engines: the list of adapters that was set last. A recovering coordinator takes it from here. None: the engine is
+    of a release without adapters."""
+    adapter_errors: Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)] | None = None
+    """Engines: by name, why an adapter of the list is not loaded."""
 
 
 class HelloAck(ControlMessage):
@@ -114,6 +122,9 @@ class HelloAck(ControlMessage):
     """The size limit of one message that the peer sends."""
     source: Text | None = None
     """Engines: load the weights of `epoch` from here instead of the configured ones. None: there was no update."""
+    adapters: AdapterList | None = None
+    """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
+    none."""
 
 
 class Heartbeat(ControlMessage):
@@ -134,10 +145,13 @@ class Heartbeat(ControlMessage):
     """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
     digest: Label = ""
     """Engines: digest of the weights in use, to check that all engines have the same. Empty: unknown."""
+    adapters: U64 | None = None
+    """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
+    behind sends HELLO."""
 
 
 class Control(ControlMessage):
-    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, DRAIN,
+    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, SET_ADAPTERS, DRAIN,
     START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
     An operation id takes effect once. Sent again, it joins the operation in progress or gets the answer given before.
@@ -154,6 +168,8 @@ class Control(ControlMessage):
     """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
     source: Text | None = None
     """UPDATE_WEIGHTS: the source of the new weights."""
+    adapters: AdapterList | None = None
+    """SET_ADAPTERS: all adapters that the engines have afterwards. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
     """SUSPEND: the memory to release, "weights" and "kv_cache"; None means both."""
 
@@ -227,6 +243,15 @@ class EngineStatus(_Map):
     """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
 
 
+class AdapterStatus(_Map):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_CHARACTERS)]
+    source: Text
+    engines: Count = 0
+    """Serving engines that have loaded it."""
+    error: Cause | None = None
+    """Why the first engine that lacks it did not load it."""
+
+
 class KeyReport(_Map):
     """Public keys, Z85: the state of a key rotation."""
 
@@ -281,6 +306,8 @@ class StatusReply(ControlMessage):
     """None: without encryption."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last failed requests during which engines ended, oldest first; None if there are none."""
+    adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
+    """The adapters of the pool. None: the coordinator is of a release without adapters."""
 
 
 class Error(ControlMessage):
@@ -328,32 +355,35 @@ class RequestMeta(NamedTuple):
     """The only engine that may answer. Empty: any engine."""
     tenant: str = ""
     """Opaque id of the tenant in whose share of the engines the request counts. Empty: the client's connection."""
+    adapter: str = ""
+    """Name of the LoRA adapter that answers. Empty: the base model."""
 
     def items(self) -> tuple[Any, ...]:
-        """The elements to send. The last two are left out if they, and those after them, are empty."""
-        return self if self.tenant else self[:7] if self.engine else self[:6]
+        """The elements to send. The last three are left out if they, and those after them, are empty."""
+        return self if self.adapter else self[:8] if self.tenant else self[:7] if self.engine else self[:6]
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last four may be absent, because peers of earlier releases do not send them.
+        """Read the elements. The last five may be absent, because peers of earlier releases do not send them.
 
         Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
-            streaming, seed, deadline, text, priority, salt, engine, tenant = (value + _META[len(value) :])[:8]
+            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter = (value + _META[len(value) :])[:9]
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
-                and type(salt) is type(engine) is type(tenant) is str
+                and type(salt) is type(engine) is type(tenant) is type(adapter) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
+                and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
             ):
-                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant)
+                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant, adapter)
         raise MalformedMessageError(
             f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
-            "tenant]"
+            "tenant, adapter]"
         )
 
 

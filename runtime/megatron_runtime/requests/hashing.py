@@ -4,8 +4,9 @@ Engines and coordinators use SHA-256, for which colliding prompts cannot be cons
 Megatron-Core's and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
 decide which KV is reused.
 
-SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); d(i) = SHA-256(d(i-1) + tokens of block i as
-             little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
+SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); with an adapter, SHA-256(d(-1) + SHA-256 of its
+             key) takes its place; d(i) = SHA-256(d(i-1) + tokens of block i as little-endian int64); hash(i) =
+             first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
 polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum of token * w in wrapping int64, modulo
              P; h(-1) = 0; hash(i) = (h(i-1) * 31 + T(i)) modulo P, plus 1.
 """
@@ -55,14 +56,20 @@ def block_hashes(
     return _polynomial(array[: len(array) // block_size * block_size].reshape(-1, block_size))
 
 
-def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
-    """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches."""
-    return digests_after(root_digest(salt), tokens, block_size)
+def block_digests(
+    tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"", adapter: str = ""
+) -> list[bytes]:
+    """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches.
+
+    adapter: Adapter.key of the request; empty for the base model.
+    """
+    return digests_after(root_digest(salt, adapter), tokens, block_size)
 
 
-def root_digest(salt: bytes = b"") -> bytes:
+def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
     """Return d(-1)."""
-    return hashlib.sha256(salt).digest() if salt else bytes(32)
+    root = hashlib.sha256(salt).digest() if salt else bytes(32)
+    return hashlib.sha256(root + hashlib.sha256(adapter.encode()).digest()).digest() if adapter else root
 
 
 def digests_after(digest: bytes, tokens: Sequence[int] | npt.NDArray[Any], block_size: int) -> list[bytes]:
@@ -77,10 +84,10 @@ def digests_after(digest: bytes, tokens: Sequence[int] | npt.NDArray[Any], block
     return digests
 
 
-def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
+def frame_hashes(frame: bytes, block_size: int, *, salt: str = "", adapter: str = "") -> list[int]:
     """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
     from_bytes = int.from_bytes  # hash_of_digest(), inlined
-    digests = block_digests(np.frombuffer(frame, _INT32), block_size, salt=salt.encode())
+    digests = block_digests(np.frombuffer(frame, _INT32), block_size, salt=salt.encode(), adapter=adapter)
     return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
 
 

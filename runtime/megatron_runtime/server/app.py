@@ -143,13 +143,17 @@ def _hashes(page: str, element: str) -> str:
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
     """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
-    card = {
-        "id": service.settings.served_name,
+    base = service.settings.served_name
+    shared = {
         "object": "model",
         "created": int(time.time()),
         "owned_by": "megatron",
         "max_model_len": service.prompts.sequence_limit,
     }
+
+    def card(adapter: str) -> dict[str, Any]:
+        """Return the description of the base model, or of an adapter as a model of its own."""
+        return {"id": adapter, **shared, "parent": base} if adapter else {"id": base, **shared}
 
     async def livez() -> Response:
         return JSONResponse({"alive": True})
@@ -171,12 +175,11 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 
     async def list_models(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [card(adapter) for adapter in ("", *service.adapter_names)]})
 
     async def get_model(request: Request) -> Response:
         service.identify(request)
-        service.check_model(request.path_params["name"])
-        return JSONResponse(card)
+        return JSONResponse(card(service.adapter_of(request.path_params["name"])))
 
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)

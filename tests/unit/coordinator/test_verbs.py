@@ -8,6 +8,7 @@ import zmq
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlAck, Heartbeat
@@ -36,11 +37,13 @@ OUTCOME = {
     (H.SET_GENERATION_EPOCH, S.SUSPENDED): S.SUSPENDED,
     (H.UPDATE_WEIGHTS, S.RUNNING): S.RUNNING,
     (H.UPDATE_WEIGHTS, S.PAUSED): S.PAUSED,
+    (H.SET_ADAPTERS, S.RUNNING): S.RUNNING,
+    (H.SET_ADAPTERS, S.PAUSED): S.PAUSED,
     **{(kind, state): state for kind in (H.START_CUDA_PROFILER, H.STOP_CUDA_PROFILER) for state in PATH_TO},
 }
 KINDS = (
     *(H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH, H.UPDATE_WEIGHTS),
-    *(H.START_CUDA_PROFILER, H.STOP_CUDA_PROFILER),
+    *(H.SET_ADAPTERS, H.START_CUDA_PROFILER, H.STOP_CUDA_PROFILER),
 )
 CASES = [(kind, state) for kind in KINDS for state in PATH_TO]
 
@@ -56,6 +59,8 @@ def control(stage):
             defaults["epoch"] = 7
         if kind is H.UPDATE_WEIGHTS:
             defaults["source"] = "/models/7"
+        if kind is H.SET_ADAPTERS:
+            defaults["adapters"] = AdapterList((Adapter("sql", "/adapters/sql"),))
         return link.control(kind, **{**defaults, **options})
 
     return send

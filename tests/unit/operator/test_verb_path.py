@@ -99,7 +99,7 @@ def _shortest(coordinator: CoordinatorState, goal: CoordinatorState) -> int:
         state, length = queue.popleft()
         if state is goal:
             return length
-        for signal in LEGAL_SIGNALS[state] - {S.STOP, S.DRAIN, S.UPDATE_WEIGHTS}:
+        for signal in LEGAL_SIGNALS[state] - {S.STOP, S.DRAIN, S.UPDATE_WEIGHTS, S.SET_ADAPTERS}:
             after = WORK[signal][2]
             if signal is S.PAUSE and state is not C.RUNNING:
                 continue

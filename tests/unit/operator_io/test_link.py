@@ -19,6 +19,7 @@ from megatron_operator.link.connection import DEFAULT_SIGNAL_SECONDS, Coordinato
 from megatron_operator.link.snapshot import snapshot_of, without_traffic
 from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     ControlAck,
@@ -130,7 +131,9 @@ async def test_signal_carries_id_and_fence_once_and_its_answer_wakes(make_link: 
     assert snapshot.state is CoordinatorState.PAUSED
 
 
-@pytest.mark.parametrize("kind", [SignalKind.PAUSE, SignalKind.DRAIN, SignalKind.UPDATE_WEIGHTS])
+@pytest.mark.parametrize(
+    "kind", [SignalKind.PAUSE, SignalKind.DRAIN, SignalKind.UPDATE_WEIGHTS, SignalKind.SET_ADAPTERS]
+)
 async def test_the_deadline_of_a_signal_reaches_the_coordinator(make_link: Any, admin_port: Any, kind: Any) -> None:
     """A load takes longer than the answer to any other signal."""
     lifecycle = {"drainSeconds": 77}
@@ -142,6 +145,7 @@ async def test_the_deadline_of_a_signal_reaches_the_coordinator(make_link: Any, 
         SignalKind.PAUSE: {"desiredState": "Paused"},
         SignalKind.DRAIN: {"desiredState": "Stopped"},
         SignalKind.UPDATE_WEIGHTS: {"weights": {"revision": "7"}},
+        SignalKind.SET_ADAPTERS: {"model": {"adapters": [{"name": "sql", "source": {"path": "/sql"}}]}},
     }
     cluster.patch(**goal[kind])
     cluster.step()
@@ -152,13 +156,15 @@ async def test_the_deadline_of_a_signal_reaches_the_coordinator(make_link: Any, 
     admin_port.hold_acks = True
 
     assert link.signal(signal)
-    seconds = {SignalKind.PAUSE: DEFAULT_SIGNAL_SECONDS, SignalKind.DRAIN: 77, SignalKind.UPDATE_WEIGHTS: 1234}[kind]
+    seconds = {SignalKind.PAUSE: DEFAULT_SIGNAL_SECONDS, SignalKind.DRAIN: 77}.get(kind, 1234)
     now[0] = seconds
     assert link.awaits(signal.operation_id), "the coordinator may answer until its own deadline"
     now[0] = 0.0
     await link.refresh()
     (control,) = admin_port.controls
     assert (control.kind.name, control.timeout_seconds) == (kind.value, seconds)
+    wanted = AdapterList((Adapter("sql", "/model/sql"),)) if kind is SignalKind.SET_ADAPTERS else None
+    assert control.adapters == wanted
 
 
 async def test_rejection_is_an_outcome_although_the_coordinator_forgets_it(make_link: Any, admin_port: Any) -> None:

@@ -204,7 +204,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
-        *("--kv-cache-memory", "16Mi"),
+        *("--kv-cache-memory", "16Mi", "--adapter", "sql=hf:org/sql"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
 from typing import Any
 
+from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 
@@ -57,6 +58,9 @@ class ScriptedBackend:
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.tenants: list[str] = []
         """The tenant of each request."""
+        self.adapters = AdapterList()
+        self.adapters_asked: list[str] = []
+        """The adapter of each request."""
         self.open = 0
         self.aborted = 0
         self.answer = ANSWER
@@ -68,19 +72,21 @@ class ScriptedBackend:
         self._changed = asyncio.Condition()
 
     def add_request(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = "", adapter: str = ""
     ) -> asyncio.Future[Any]:
         if self.reject is not None:
             raise self.reject
         self.tenants.append(tenant)
+        self.adapters_asked.append(adapter)
         return asyncio.ensure_future(self._whole(prompt, sampling_params))
 
     def add_request_streaming(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = "", adapter: str = ""
     ) -> ScriptedStream:
         if self.reject is not None:
             raise self.reject
         self.tenants.append(tenant)
+        self.adapters_asked.append(adapter)
         return ScriptedStream(self, prompt, sampling_params)
 
     async def until(self, *, open_requests: int | None = None, aborted: int | None = None) -> None:

@@ -35,12 +35,29 @@ async def test_it_answers_survives_a_killed_engine_and_leaves_no_process(served:
     await served.until("engine-0 ended with signal SIGKILL; starting it again")
     async with served.client() as client:
         assert (await client.completions.create(model=MODEL, prompt="again", max_tokens=4)).choices
+        fields = {"prompt": [3, 4, 5], "max_tokens": 6}
+        base, sql = [await client.completions.create(model=model, **fields) for model in (MODEL, "sql")]
+        assert sql.choices[0].text != base.choices[0].text, "the new engine has the adapter"
+        assert [model.id async for model in client.models.list()] == [MODEL, "sql"]
 
     children = served.children()
     served.process.send_signal(signal.SIGINT)
     await served.until("stopping")
     assert await served.process.wait() == 0
     await _gone(children)
+
+
+async def test_an_adapter_that_cannot_be_loaded_ends_it_with_the_cause() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *("--kv-cache-memory", "16Mi", "--adapter", "sql=/no/such"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 1
+    assert "engine-0: SET_ADAPTERS failed: adapter 'sql' from /no/such: the directory does not exist" in output
+    assert "Traceback" not in output
 
 
 async def test_on_loopback_it_rejects_other_hosts_and_pages_and_its_children_end_when_it_is_killed(served: Any) -> None:

@@ -14,11 +14,13 @@ from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.echo.backend import EchoBackend
+from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 
 TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
@@ -72,6 +74,17 @@ class Stack:
             kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=LONG_SECONDS
         )
         assert ack.ok
+
+    async def set_adapters(self, *adapters: Adapter) -> None:
+        """Return when the server knows the list."""
+        self._operations += 1
+        wanted = AdapterList(adapters)
+        await self.admin.control(Header.SET_ADAPTERS, operation_id=f"op-{self._operations}", fence=1, adapters=wanted)
+
+        async def is_known() -> bool:
+            return self.client.adapters.adapters == adapters
+
+        await eventually(is_known, what="the server knows the adapters")
 
     async def nothing_is_left(self) -> None:
         """Every slot and page of the engine is free, and every request forgotten on the way."""
@@ -224,6 +237,74 @@ async def test_an_answer_has_the_epoch_of_its_weights(start_stack: StartStack) -
     assert chunks[-1]["system_fingerprint"] == "weights-7"
     plain = await stack.running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi", "max_tokens": 3})
     assert plain.json()["system_fingerprint"] == "weights-7"
+
+
+async def test_each_adapter_is_a_model_of_its_own(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    before = (await stack.running.http.get("/v1/models")).json()["data"]
+    await stack.set_adapters(Adapter("sql", "hf:org/sql"), Adapter("org/chat", "hf:org/chat"))
+    base, *adapters = (await stack.running.http.get("/v1/models")).json()["data"]
+    assert [base] == before
+    assert "parent" not in base
+    assert [(card["id"], card["parent"], card["object"]) for card in adapters] == [
+        ("org/chat", "smollm2", "model"),
+        ("sql", "smollm2", "model"),
+    ]
+    assert adapters[0]["max_model_len"] == base["max_model_len"]
+    assert (await stack.running.http.get("/v1/models/org/chat")).json() == adapters[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_answered_by_the_adapter_that_it_names_as_its_model(
+    start_stack: StartStack, stream: bool
+) -> None:
+    stack = await start_stack()
+    sql, chat = Adapter("sql", "hf:org/sql"), Adapter("chat", "hf:org/chat")
+    await stack.set_adapters(sql, chat)
+    prompt = list(range(3, 20))
+    for model, adapter in (("sql", sql), ("smollm2", None), ("chat", chat)):
+        body = {"model": model, "prompt": prompt, "max_tokens": 6, "stream": stream}
+        text = (await stack.running.post("/v1/completions", body)).text
+        if stream:
+            chunks = [json.loads(event[6:]) for event in text.split("\n\n")[:-2]]
+        else:
+            chunks = [json.loads(text)]
+        assert {chunk["model"] for chunk in chunks} == {model}
+        tokens = echo_answer(prompt, 6, vocab_size=50_000, adapter=adapter)
+        answer = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert answer == stack.running.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "tokenize"])
+async def test_an_adapter_that_is_not_loaded_is_a_404(start_stack: StartStack, path: str) -> None:
+    stack = await start_stack()
+    await stack.set_adapters(Adapter("sql", "hf:org/sql"))
+    body = {"prompt": "Hi"} if path != "chat/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    reply = await stack.running.post(f"/v1/{path}", {"model": "chat", **body})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert error["message"] == "The model 'chat' does not exist: this server offers 'smollm2', 'sql'."
+    await stack.set_adapters()
+    assert (await stack.running.post(f"/v1/{path}", {"model": "sql", **body})).status_code == 404
+
+
+async def test_an_adapter_that_was_removed_since_the_server_looked_is_the_same_404(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    await stack.set_adapters(Adapter("chat", "hf:org/chat"))
+    stack.client.adapters = AdapterList((Adapter("sql", "hf:org/sql"),), generation=1)
+    reply = await stack.running.post("/v1/completions", {"model": "sql", "prompt": "Hi", "max_tokens": 3})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "no adapter 'sql': they have chat" in error["message"]
+
+
+async def test_the_base_model_hides_an_adapter_of_its_name(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    await stack.set_adapters(Adapter("smollm2", "hf:org/sql"))
+    assert [card["id"] for card in (await stack.running.http.get("/v1/models")).json()["data"]] == ["smollm2"]
+    body = {"model": "smollm2", "prompt": [3, 4], "max_tokens": 3}
+    text = (await stack.running.post("/v1/completions", body)).json()["choices"][0]["text"]
+    assert text == stack.running.tokenizer.decode(echo_answer([3, 4], 3, vocab_size=50_000))
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

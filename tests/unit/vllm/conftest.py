@@ -106,6 +106,7 @@ class Running:
         *,
         generated: Iterable[int] = (),
         deadline: float | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> None:
         self.backend.submit(
@@ -115,6 +116,7 @@ class Running:
                 np.array(list(generated), dtype=np.int32),
                 SamplingParams(**{"temperature": 0.0, "termination_id": -1, **params}),
                 deadline_seconds=deadline,
+                adapter=adapter,
             )
         )
 

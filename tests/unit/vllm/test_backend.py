@@ -13,7 +13,7 @@ import psutil
 import pytest
 from eventually import eventually
 
-from megatron_runtime.engine.backend import Capability
+from megatron_runtime.engine.backend import Capability, UnsupportedByBackendError
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
@@ -254,23 +254,35 @@ async def test_the_end_of_the_engine_ends_every_process_of_vllm(model: Path, fak
     await eventually(are_gone, what="vLLM has ended")
 
 
-async def test_adapters_return_after_a_suspend(start: Start, tmp_path: Path, fake_vllm: Path) -> None:
+async def test_adapters_answer_and_return_after_a_suspend(
+    start: Start, model: Path, tmp_path: Path, fake_vllm: Path
+) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     running = await start(vllm_arguments={"enable_lora": True})
     assert Capability.ADAPTERS in running.backend.info.capabilities
     await running.backend.load()
     await running.backend.unpause()
-    assert "has no adapter_config.json" in (await running.backend.load_adapter("mine", str(adapter))).error
-    (adapter / "adapter_config.json").write_text("{}")
+    assert "there is no adapter_config.json" in (await running.backend.load_adapter("mine@1", str(adapter))).error
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (adapter / "adapter_model.safetensors").write_bytes(b"12345")
-    assert not (await running.backend.load_adapter("mine", str(adapter))).failed
+    assert not (await running.backend.load_adapter("mine@1", str(adapter))).failed
+    running.submit(1, PROMPT, num_tokens_to_generate=20)
+    running.submit(2, PROMPT, num_tokens_to_generate=20, adapter="mine@1")
+    await running.listener.end_of(1, 2)
+    assert running.listener.tokens(1) == answer(PROMPT, 20, weights_of(model))
+    assert running.listener.tokens(2) == answer(PROMPT, 20, weights_of(model) + 5)
     await running.backend.pause()
     await running.backend.release_memory()
     await running.backend.restore_memory()
-    assert lines(fake_vllm, "add_lora mine 1") == 2
-    assert not (await running.backend.unload_adapter("mine")).failed
+    assert lines(fake_vllm, "add_lora mine@1 1") == 2
+    assert not (await running.backend.unload_adapter("mine@1")).failed
     assert lines(fake_vllm, "remove_lora 1") == 1
+
+
+async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Running) -> None:
+    with pytest.raises(UnsupportedByBackendError, match="set the engine argument enable_lora of vLLM to true"):
+        running.backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
 
 
 async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Running) -> None:

@@ -20,10 +20,17 @@ def _batch(*events):
     return KVEventBatch(ts=0.0, events=list(events))
 
 
-def _stored(hashes, tokens, *, parent=None, keys=None):
+def _stored(hashes, tokens, *, parent=None, keys=None, adapter=None):
     from vllm.distributed.kv_events import BlockStored
 
-    return BlockStored(block_hashes=hashes, parent_block_hash=parent, token_ids=tokens, block_size=4, extra_keys=keys)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=tokens,
+        block_size=4,
+        lora_name=adapter,
+        extra_keys=keys,
+    )
 
 
 def test_stored_blocks_have_the_digests_of_their_whole_prefix() -> None:
@@ -33,9 +40,14 @@ def test_stored_blocks_have_the_digests_of_their_whole_prefix() -> None:
     assert [*first.stored, *second.stored] == DIGESTS
 
 
-def test_a_salt_separates_tenants() -> None:
-    stored = _translator().translate(0, _batch(_stored([7], TOKENS[:4], keys=[("tenant",)]))).stored
-    assert stored == block_digests(TOKENS[:4], 4, salt=b"tenant") != DIGESTS[:1]
+def test_salts_and_adapters_have_blocks_of_their_own() -> None:
+    salted = _stored([7], TOKENS[:4], keys=[("tenant",)])
+    assert _translator().translate(0, _batch(salted)).stored == block_digests(TOKENS[:4], 4, salt=b"tenant")
+    adapted = _stored([8], TOKENS[:4], keys=[("sql@1",)], adapter="sql@1")
+    assert _translator().translate(0, _batch(adapted)).stored == block_digests(TOKENS[:4], 4, adapter="sql@1")
+    both = _stored([9], TOKENS[:4], keys=[("sql@1", "tenant")], adapter="sql@1")
+    expected = block_digests(TOKENS[:4], 4, salt=b"tenant", adapter="sql@1")
+    assert _translator().translate(0, _batch(both)).stored == expected
 
 
 def test_removed_blocks_are_evicted_by_their_digest() -> None:

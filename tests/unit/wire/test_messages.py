@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vectors import VECTORS
 
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     Dispatch,
@@ -35,6 +36,7 @@ metas = st.builds(
     st.integers(-(2**31), 2**31),
     st.text(max_size=20),
     st.text(max_size=20),
+    st.text(max_size=64),
     st.text(max_size=64),
 )
 bodies = st.binary(max_size=60)
@@ -148,3 +150,38 @@ def test_a_tenant_is_the_last_element_of_the_meta_and_may_be_absent() -> None:
     for wrong in ("x" * 65, b"t", None, 5):
         with pytest.raises(MalformedMessageError, match="tenant"):
             RequestMeta.from_list([*items[:7], wrong])
+
+
+def test_an_adapter_follows_the_tenant_in_the_meta_and_may_be_absent() -> None:
+    items = [True, 7, None, False, 0, "salt", "engine-0", "tenant", "sql"]
+    assert RequestMeta.from_list(items).adapter == "sql"
+    assert RequestMeta.from_list(items[:8]).adapter == ""
+    assert RequestMeta(tenant="t", adapter="sql").items()[8] == "sql"
+    for wrong in ("x" * 129, b"sql", None, 5):
+        with pytest.raises(MalformedMessageError, match="adapter"):
+            RequestMeta.from_list([*items[:8], wrong])
+
+
+@pytest.mark.parametrize(
+    ("adapters", "problem"),
+    [
+        ([{"name": "", "source": "/a"}], "use a letter or digit"),
+        ([{"name": "a b", "source": "/a"}], "use a letter or digit"),
+        ([{"name": "a" * 129, "source": "/a"}], "at most 128 characters"),
+        ([{"name": "a", "source": ""}], "source '' of adapter 'a'"),
+        ([{"name": "a", "source": "/" * 1025}], "at most 1024 characters"),
+        ([{"name": "a"}], "adapters.0.source"),
+        ([{"name": "a", "source": "/a"}, {"name": "a", "source": "/b"}], "'a' is listed twice"),
+        ([{"name": f"a{i}", "source": "/a"} for i in range(65)], "65 adapters: use at most 64"),
+        ("a", "adapters.adapters 'a'"),
+    ],
+)
+def test_a_list_of_adapters_that_is_not_valid_is_malformed(adapters: object, problem: str) -> None:
+    with pytest.raises(MalformedMessageError, match=problem):
+        decode([pack([int(Header.SET_ADAPTERS), {"adapters": {"adapters": adapters}}])])
+
+
+def test_unknown_keys_of_an_adapter_of_a_newer_peer_are_ignored() -> None:
+    adapters = {"adapters": [{"name": "a", "source": "/a", "rank": 16}], "generation": 3, "colour": "blue"}
+    message = decode([pack([int(Header.SET_ADAPTERS), {"adapters": adapters}])])
+    assert message.adapters == AdapterList((Adapter("a", "/a"),), generation=3)  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_operator.plan.policies.adapters import set_adapters
 from megatron_operator.plan.policies.engines import engines_not_serving, scale_down, undrain
 from megatron_operator.plan.policies.guards import (
     child_not_owned,
@@ -29,6 +30,7 @@ POLICIES: tuple[Policy, ...] = (
     pods_leaving,
     wrong_weights,
     refresh_weights,
+    set_adapters,
     undrain,
     scale_down,
     replace_model,

@@ -33,6 +33,7 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
     SignalKind.STOP: Reason.STOPPING,
     SignalKind.DRAIN: Reason.DRAINING,
     SignalKind.UPDATE_WEIGHTS: Reason.REFRESHING_WEIGHTS,
+    SignalKind.SET_ADAPTERS: Reason.SETTING_ADAPTERS,
 }
 
 
@@ -40,7 +41,7 @@ def _deadline(scene: Scene, signal: SignalKind) -> float | None:
     spec = scene.ctx.spec
     if signal is SignalKind.DRAIN:
         return float(spec.lifecycle.drain_seconds)
-    if signal in (SignalKind.RESUME, SignalKind.UPDATE_WEIGHTS):
+    if signal in (SignalKind.RESUME, SignalKind.UPDATE_WEIGHTS, SignalKind.SET_ADAPTERS):
         return float(spec.engine.startup_seconds)
     return None
 
@@ -48,11 +49,13 @@ def _deadline(scene: Scene, signal: SignalKind) -> float | None:
 def _step(operation: Operation) -> str:
     if operation.weights is not None:
         return f"{operation.signal.value} to revision {operation.weights}, epoch {operation.epoch}"
+    if operation.adapters is not None:
+        return f"{operation.signal.value} to spec.model.adapters"
     target = f" {operation.engine}" if operation.engine else ""
     return f"{operation.signal.value}{target} towards {operation.goal.value}"
 
 
-def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **weights: Any) -> Verdict:
+def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
     """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
     waits first."""
     last = scene.operation
@@ -66,7 +69,7 @@ def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **weig
                 f"the next attempt: {last.message}",
                 requeue_after=left,
             )
-    operation = replace(begin(scene.world, signal, goal=scene.desired, engine=engine), **weights)
+    operation = replace(begin(scene.world, signal, goal=scene.desired, engine=engine), **target)
     step = _step(operation)
     return Verdict(
         reason=SIGNAL_REASON[signal],

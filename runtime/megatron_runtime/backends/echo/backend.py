@@ -1,9 +1,13 @@
-"""The echo backend: the native engine's thread and core on an executor without a model, with fault injection."""
+"""The echo backend: the native engine's thread and core on an executor without a model, with fault injection.
+
+An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import TypeVar
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
@@ -11,7 +15,8 @@ from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, p
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.checkpoints.adapters import adapter_directory
+from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import Header
 
@@ -46,6 +51,19 @@ class EchoBackend(NativeBackend):
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )
+        self.info = replace(self.info, capabilities=self.info.capabilities | {Capability.ADAPTERS})
+        self.adapters: dict[str, str] = {}
+        """Sources of the loaded adapters by name."""
+
+    async def load_adapter(self, name: str, source: str) -> RankResults:
+        if source.startswith("/"):
+            await asyncio.to_thread(adapter_directory, source)
+        self.adapters[name] = source
+        return RankResults(self.ranks.count)
+
+    async def unload_adapter(self, name: str) -> RankResults:
+        del self.adapters[name]
+        return RankResults(self.ranks.count)
 
 
 _V = TypeVar("_V", FailVerb, StallVerb)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
 from megatron_runtime.sampling.sampler import LogProbs
 
@@ -33,9 +34,22 @@ def echo_weights(source: str) -> int:
     return 0 if source == "echo" else zlib.crc32(source.encode())
 
 
-def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000, weights: int = 0) -> list[int]:
+def echo_adapter(key: str, weights: int = 0) -> int:
+    """Return the number that represents the weights with the adapter of this key on them; empty: none."""
+    return zlib.crc32(key.encode(), weights) if key else weights
+
+
+def echo_answer(
+    prompt: Sequence[int],
+    length: int,
+    *,
+    vocab_size: int = 50_000,
+    weights: int = 0,
+    adapter: Adapter | None = None,
+) -> list[int]:
     """Return the tokens that an echo engine generates for `prompt`."""
     tokens = list(prompt)
+    weights = echo_adapter(adapter.key if adapter is not None else "", weights)
     for _ in range(length):
         tokens.append(echo_token(tokens, vocab_size, weights))
     return tokens[len(prompt) :]
@@ -133,7 +147,8 @@ class EchoExecutor:
         for row in np.flatnonzero(plan.needs_sample):
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]
-            tokens[row] = echo_token(self._cache[pages].reshape(-1)[:length], self.vocab_size, self._weights)
+            weights = echo_adapter(plan.adapters[row] if plan.adapters else "", self._weights)
+            tokens[row] = echo_token(self._cache[pages].reshape(-1)[:length], self.vocab_size, weights)
             edits = plan.sampling.edits.get(int(row))
             if edits is not None and edits.allowed is not None:
                 tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)

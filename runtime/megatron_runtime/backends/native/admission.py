@@ -158,7 +158,7 @@ class Admission:
         digests = []
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
-            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt)
+            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=request.adapter)
         return OpenRequest(
             request,
             tokens=tokens,

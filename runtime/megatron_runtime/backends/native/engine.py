@@ -82,6 +82,8 @@ class EngineCore:
         self._step_sizes = StepSizes()
         self._continued: list[OpenRequest] = []
         """Requests that were added with generated tokens since the last step."""
+        self._uses_adapters = False
+        """Whether a request named an adapter since the start."""
         self._rows: StepRows | None = None
         """The rows of the step in progress."""
 
@@ -110,6 +112,7 @@ class EngineCore:
             raise RequestOverflowError(
                 request.request_id, f"{waiting} requests are waiting, the most allowed: try again later"
             )
+        self._uses_adapters = self._uses_adapters or bool(request.adapter)
         opened.note(Event.ADD_ENGINE)
         self._scheduler.add(opened)
         if len(request.generated_tokens):
@@ -224,6 +227,7 @@ class EngineCore:
                 needs_sample=rows.needs_sample,
                 prompt_targets=self._prompt_targets(rows, starts),
             ),
+            adapters=[request.request.adapter for request in rows.requests] if self._uses_adapters else [],
         )
 
     def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:

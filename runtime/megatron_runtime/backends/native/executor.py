@@ -31,6 +31,7 @@ class StepPlan:
     slot_mapping:     int64 [T]; cache slot of each token's key and value: page · page_size + offset.
     needs_sample:     bool [n]; sample a token after the row's last one.
     sampling:         sampling parameters by row, and the log-probabilities to report.
+    adapters:         key of the LoRA adapter of each row, empty for the base model; [] if no row has one.
     """
 
     token_ids: Int32
@@ -41,6 +42,7 @@ class StepPlan:
     slot_mapping: Int64
     needs_sample: Bool
     sampling: SamplingBatch
+    adapters: list[str] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
         """Return the indices in token_ids of the tokens of `rows`, one row after the other."""

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
+from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.backend import (
     BackendInfo,
@@ -49,6 +50,9 @@ UNUSED_SECONDS = 60.0
 pool. Its imports alone take 900 MiB."""
 
 CAPABILITIES = frozenset(Capability) - {Capability.PROFILER, Capability.ADAPTERS}
+REMEDIES = {
+    Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +135,7 @@ class VllmBackend(EngineBackend):
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else set()),
+            remedies=REMEDIES,
         )
         node = node_identity(settings.parallel)
         self._followers = (
@@ -149,6 +154,7 @@ class VllmBackend(EngineBackend):
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
         self._adapters: dict[str, str] = {}
+        """Directory of each loaded LoRA adapter, by its key."""
         self._stats: Mapping[str, float] = {}
         self._metrics = b""
         self._failed = False
@@ -195,8 +201,8 @@ class VllmBackend(EngineBackend):
         if self._followers is not None:
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         await vllm.call("load")
-        for name, source in self._adapters.items():
-            await vllm.call("load_adapter", name, source)
+        for name, directory in self._adapters.items():
+            await vllm.call("load_adapter", name, directory)
         self._digest = digest
         self._is_loaded = True
 
@@ -307,7 +313,7 @@ class VllmBackend(EngineBackend):
             "submit",
             request.request_id,
             request.sampling_params.serialize(),
-            "",
+            request.adapter,
             request.prompt_tokens.tolist(),
             opened.tokens,
             sorted(request.stop_ids(self.info.eos_ids)),
@@ -478,17 +484,18 @@ class VllmBackend(EngineBackend):
         return await self._perform(self._load_adapter(name, source))
 
     async def _load_adapter(self, name: str, source: str) -> None:
-        if self._is_loaded:
-            await (await self._vllm()).call("load_adapter", name, source)
-        self._adapters[name] = source
+        directory = str(await asyncio.to_thread(adapter_directory, source))
+        if self._is_loaded and not self._is_asleep:
+            await (await self._vllm()).call("load_adapter", name, directory)
+        self._adapters[name] = directory
 
     async def unload_adapter(self, name: str) -> RankResults:
         return await self._perform(self._unload_adapter(name))
 
     async def _unload_adapter(self, name: str) -> None:
-        if self._is_loaded:
-            await (await self._vllm()).call("unload_adapter", name)
         self._adapters.pop(name, None)
+        if self._is_loaded and not self._is_asleep:
+            await (await self._vllm()).call("unload_adapter", name)
 
     async def _perform(self, work: Coroutine[Any, Any, None]) -> RankResults:
         try:

@@ -53,9 +53,10 @@ class CacheEventTranslator:
 
     def _store(self, event: BlockStored) -> list[bytes]:
         if event.parent_block_hash is None:
-            first_keys = (event.extra_keys or [None])[0] or ()
-            salt = next((key for key in first_keys if isinstance(key, str)), "")
-            before = root_digest(salt.encode())
+            # The name of the LoRA adapter comes first if there is one, then the salt.
+            keys = [key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)]
+            adapter = keys.pop(0) if event.lora_name else ""
+            before = root_digest(keys[0].encode() if keys else b"", adapter)
         elif (known := self._digests.get(event.parent_block_hash)) is not None:
             before = known
         else:

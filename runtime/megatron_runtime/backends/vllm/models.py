@@ -11,8 +11,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX
-from megatron_runtime.checkpoints.hub.download import cached_directory
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError, end_tokens
 from megatron_runtime.checkpoints.source import StoredModel, resolve
 
@@ -43,19 +41,6 @@ def model_directory(model: str) -> Path:
 
             convert(source, directory, dtype=torch.bfloat16, write_gguf_tokenizer=write_gguf_tokenizer)
     return directory
-
-
-def adapter_directory(source: str) -> Path:
-    """Return the directory of a LoRA adapter: adapter_config.json and safetensors, as PEFT writes them.
-
-    source: "hf:ORG/NAME[@REVISION]" or a directory.
-
-    Raises the errors of the hub client, ModelFileError.
-    """
-    path = cached_directory(source) if source.startswith(HUB_PREFIX) else Path(source)
-    if ModelDirectory(path).file("adapter_config.json") is None:
-        raise ModelFileError(f"{path} has no adapter_config.json: give the directory of a PEFT adapter")
-    return path
 
 
 def _cache() -> Path:

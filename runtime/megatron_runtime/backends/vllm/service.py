@@ -36,7 +36,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from megatron_runtime.backends.vllm.arguments import engine_arguments
 from megatron_runtime.backends.vllm.cache_events import follow_cache_events
 from megatron_runtime.backends.vllm.models import (
-    adapter_directory,
     eos_ids,
     model_directory,
     require_same_tensors,
@@ -74,7 +73,7 @@ class Submission:
     """A request as the engine sends it.
 
     params:     SamplingParams.serialize().
-    adapter:    name of a loaded LoRA adapter; empty: none.
+    adapter:    key of a loaded LoRA adapter; empty: none.
     generated:  tokens of the answer that an engine generated earlier.
     stop_ids:   tokens that end the answer.
     max_tokens: length of the answer at which it ends, `generated` included.
@@ -194,12 +193,11 @@ class Service:
         await self._llm.wake_up()  # no request is in vLLM, so no step runs
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
-    async def load_adapter(self, name: str, source: str) -> None:
+    async def load_adapter(self, name: str, directory: str) -> None:
         assert self._llm is not None
-        directory = await asyncio.to_thread(adapter_directory, source)
         used = {adapter.lora_int_id for adapter in self._adapters.values()}
         free = next(number for number in range(1, len(used) + 2) if number not in used)
-        adapter = LoRARequest(name, free, str(directory))
+        adapter = LoRARequest(name, free, directory)
         await self._llm.add_lora(adapter)
         self._adapters[name] = adapter
 

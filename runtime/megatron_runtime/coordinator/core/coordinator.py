@@ -237,6 +237,7 @@ class CoordinatorCore:
             drained_all=self.verbs.drained_all,
             keys=self.access.report({peer.key for peer in peers if peer.key}),
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
+            adapters=self.verbs.adapter_report(),
         )
 
     # --- messages -----------------------------------------------------------------------------------------------

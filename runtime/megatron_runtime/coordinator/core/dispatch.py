@@ -62,7 +62,9 @@ class Dispatcher:
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
-        self.quarantine = Quarantine(context, requeue=self._requeue, fail=self.fail, reject_model=self._reject_model)
+        self.quarantine = Quarantine(
+            context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
+        )
         self.next_search = 0.0
         # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
@@ -125,6 +127,8 @@ class Dispatcher:
                 return
         self.tenants.opened(entry)
         client.open[uid] = entry
+        if meta.adapter and self._reject_adapter(entry):
+            return
         if meta.engine:
             self._dispatch_pinned(entry)
             return
@@ -152,9 +156,9 @@ class Dispatcher:
         """Dispatch to the one engine that may answer, even a draining or full one; now or not at all."""
         engine = self._engines.named(entry.meta.engine)
         if engine is not None and engine.serving and not engine.reserved and self._verbs.may_dispatch:
-            if engine.runs(entry.model):
+            if engine.runs(entry):
                 self._dispatch(entry, [engine])
-            else:
+            elif not engine.has_model(entry.model):
                 self._reject_model(entry, engine)
         if entry.engine is None and entry.is_open:
             self._reject_pinned(entry)
@@ -162,7 +166,11 @@ class Dispatcher:
     def _reject_pinned(self, entry: Entry) -> None:
         self._leave_engine(entry)
         engine = self._engines.named(entry.meta.engine)
-        why = "is reserved for a suspect request" if engine is not None and engine.reserved else "does not serve"
+        why = "does not serve"
+        if engine is not None and engine.reserved:
+            why = "is reserved for a suspect request"
+        elif engine is not None and engine.serving and not engine.runs(entry):
+            why = f"has not loaded the adapter {entry.meta.adapter!r}"
         self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
@@ -222,14 +230,49 @@ class Dispatcher:
         return self._engines.available() if self._router.deterministic else self._engines.with_room()
 
     def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
-        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine of its model."""
-        fitting = [engine for engine in candidates if engine.runs(entry.model)] if entry.model else candidates
-        if fitting:
-            self._dispatch(entry, fitting)
-        elif any(engine.runs(entry.model) for engine in self._engines.serving()):
-            return False
-        else:
+        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine of its model and adapter."""
+        if entry.meta.adapter and self._reject_adapter(entry):
+            return True
+        needs_match = entry.model or entry.meta.adapter
+        fitting = [engine for engine in candidates if engine.runs(entry)] if needs_match else candidates
+        if not fitting:
+            return self._reject_unanswerable(entry)
+        self._dispatch(entry, fitting)
+        return True
+
+    def _reject_unanswerable(self, entry: Entry) -> bool:
+        """End a request that no serving engine may answer. False if it may wait for one."""
+        name = entry.meta.adapter
+        if name and self._reject_adapter(entry):
+            return True
+        engines = [engine for engine in self._engines.serving() if engine.has_model(entry.model)]
+        if not engines:
             self._reject_model(entry)
+        elif name and all(name in engine.adapter_errors for engine in engines):
+            cause = f"{engines[0].name}: {engines[0].adapter_errors[name]}"
+            message = f"no engine could load the adapter {name!r}: {cause}"
+            self.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+        else:
+            return False
+        return True
+
+    def _reject_adapter(self, entry: Entry) -> bool:
+        """End a request whose adapter was removed, or has another source than that of its tokens. False if it may wait:
+        before a list was set, too, because a restarted coordinator learns the list from engines or the operator.
+        """
+        adapters, name = self._verbs.adapters, entry.meta.adapter
+        wanted = adapters.find(name)
+        if not adapters.generation:
+            return False
+        if wanted is None:
+            known = ", ".join(adapter.name for adapter in adapters.adapters) or "none"
+            message = f"the engines have no adapter {name!r}: they have {known}"
+            self.fail(entry, ErrorCode.ADAPTER_NOT_FOUND, message)
+        elif entry.generated and entry.adapter not in (None, wanted):
+            message = f"the source of the adapter {name!r} changed after the request was begun: submit it again"
+            self.fail(entry, ErrorCode.MODEL_CHANGED, message)
+        else:
+            return False
         return True
 
     def _reject_model(self, entry: Entry, pinned: Engine | None = None) -> None:
@@ -246,6 +289,8 @@ class Dispatcher:
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
         meta = entry.meta
+        if meta.adapter and not entry.generated:
+            entry.adapter = self._verbs.adapters.find(meta.adapter)
         if entry.deadline is not None:
             meta = meta._replace(deadline_ms=max(0, int((entry.deadline - self._context.now) * 1000)))
         route = entry.client.route
@@ -277,7 +322,9 @@ class Dispatcher:
             self.deadlines.set(entry, entry.deadline)
 
     def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
-        return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt)
+        adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
+        key = adapter.key if adapter is not None else ""
+        return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt, adapter=key)
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""
@@ -328,7 +375,7 @@ class Dispatcher:
             not engine.plain
             and engine.available()
             and not engine.reserved
-            and engine.runs(entry.model)
+            and engine.runs(entry)
             and len(engine.in_flight) <= engine.max_requests
             and not other.meta.engine
             and other.meta.priority >= entry.meta.priority
@@ -355,7 +402,7 @@ class Dispatcher:
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
                 return
-            if entry.meta.engine or not any(other.runs(entry.model) for other in self._engines.with_room()):
+            if entry.meta.engine or not any(other.runs(entry) for other in self._engines.with_room()):
                 continue
             self._recall(entry)
             engine.relieved.append(entry)

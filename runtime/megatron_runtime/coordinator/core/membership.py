@@ -65,7 +65,7 @@ class Access:
 
 
 class Recovery:
-    """A restarted coordinator takes state, epoch and fence from the engines that outlived its predecessor."""
+    """A restarted coordinator takes state, epoch, fence and adapters from the engines that outlived its predecessor."""
 
     def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
         self._context = context
@@ -101,12 +101,14 @@ class Recovery:
                 if self._adopted is None or _DISTANCE[state] > _DISTANCE[self._adopted]:
                     self._adopted = state
                 self._take_epoch(hello)
+                self._take_adapters(hello)
             elif not self._verbs.settled:
                 self._adopt_late(state, hello)
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Take state and weights from an engine that registers after recovery ended. No operation was begun since.
+        """Take state, weights and adapters from an engine that registers after recovery ended. No operation was begun
+        since.
 
         If no engine registered in time, the first survivor determines the state. The newest weights win, so that a
         confirmed update is kept.
@@ -114,9 +116,10 @@ class Recovery:
         if self._adopted is None:
             self._adopted = state
             self._verbs.state = state
-        before = self._verbs.epoch
+        before = self._verbs.epoch, self._verbs.adapters
         self._take_epoch(hello)
-        if self._verbs.epoch > before:
+        self._take_adapters(hello)
+        if (self._verbs.epoch, self._verbs.adapters) != before:
             self._announce()
 
     def _take_epoch(self, hello: Hello) -> None:
@@ -124,6 +127,11 @@ class Recovery:
         if hello.source is not None and hello.epoch >= self._verbs.epoch:
             self._verbs.see_source(hello.source, hello.revision)
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
+
+    def _take_adapters(self, hello: Hello) -> None:
+        """The newest list of adapters."""
+        if hello.adapters is not None and hello.adapters.generation > self._verbs.adapters.generation:
+            self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
         """Every live engine has sent a message by now."""
@@ -366,7 +374,11 @@ class Membership:
             for peer in [*self._engines, *self._clients]:
                 peer.heard += late
         self._schedule()
-        heartbeat = Heartbeat(incarnation=self._context.incarnation, state=self._verbs.state).to_frames()
+        heartbeat = Heartbeat(
+            incarnation=self._context.incarnation,
+            state=self._verbs.state,
+            adapters=self._verbs.adapters.generation or None,
+        ).to_frames()
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
@@ -425,7 +437,7 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch or weights than it was sent.
+        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch, weights or list of adapters.
 
         No operation is in progress, and the engine has had HEAL_HEARTBEATS heartbeats to report them.
         """
@@ -441,7 +453,9 @@ class Membership:
     def _agrees(self, engine: Engine, message: Heartbeat) -> bool:
         verbs, source = self._verbs, self._verbs.source_for(engine)
         same_epoch = message.epoch is None or message.epoch == verbs.epoch
-        return message.state == verbs.state and same_epoch and (source is None or source == message.source)
+        same_adapters = message.adapters in (None, verbs.adapters.generation)
+        same_weights = same_epoch and (source is None or source == message.source)
+        return message.state == verbs.state and same_weights and same_adapters
 
 
 def _misses(message: Heartbeat, commit: ControlCommit) -> bool:
@@ -449,4 +463,6 @@ def _misses(message: Heartbeat, commit: ControlCommit) -> bool:
     transition = TRANSITIONS.get(commit.signal)
     if transition is not None:
         return message.state == transition.passing
+    if commit.signal is Header.SET_ADAPTERS:
+        return False  # HELLO_ACK brings the list as well
     return message.epoch is not None and message.epoch != commit.epoch

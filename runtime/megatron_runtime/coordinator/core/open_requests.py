@@ -64,16 +64,16 @@ class WaitingQueue:
     """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
     requests at engines, and each tenant's in the order of arrival.
 
-    Each model has its own band, so that a request whose model has no room is overtaken by those of another.
+    Each model, and each adapter, has its own band, so that a request whose engines have no room is overtaken by others.
     """
 
     def __init__(self) -> None:
-        self._bands: dict[tuple[int, str], Band] = {}
+        self._bands: dict[tuple[int, str, str], Band] = {}
         self.length = 0
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """first: a replay, before all of its priority. moved: before the others of its tenant only."""
-        key = entry.meta.priority, entry.model
+        key = entry.meta.priority, entry.model, entry.meta.adapter
         band = self._bands.get(key)
         if band is None:
             band = self._bands[key] = Band(*key)
@@ -92,7 +92,7 @@ class WaitingQueue:
         self.length += 1
 
     def discard(self, entry: Entry) -> None:
-        band = self._bands.get((entry.meta.priority, entry.model))
+        band = self._bands.get((entry.meta.priority, entry.model, entry.meta.adapter))
         if band is None:
             return
         tenant = entry.tenant
@@ -104,7 +104,7 @@ class WaitingQueue:
             del tenant.lanes[band]
             band.tenants.discard(tenant, tenant.load)
         if not band.replays and not band.tenants:
-            del self._bands[band.priority, band.model]
+            del self._bands[band.priority, band.model, band.adapter]
 
     def heads(self) -> list[Entry]:
         """The requests that may be dispatched next, at most two of each band; the next one of all comes first."""

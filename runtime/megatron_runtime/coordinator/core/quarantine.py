@@ -42,7 +42,7 @@ class Quarantine:
     requeue:      takes a request from where it is and holds it back if it is a suspect, or else queues it before all
                   others of its priority and model.
     fail:         ends a request with an error.
-    reject_model: ends a request because no engine runs its model.
+    reject_unanswerable: ends a request that no engine may answer; returns whether it did.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Quarantine:
         *,
         requeue: Callable[[Entry], None],
         fail: Callable[[Entry, ErrorCode, str], None],
-        reject_model: Callable[[Entry], None],
+        reject_unanswerable: Callable[[Entry], bool],
     ) -> None:
         self.failures: deque[FailedRequest] = deque(maxlen=REMEMBERED_FAILURES)
         self._context = context
         self._requeue = requeue
         self._fail = fail
-        self._reject_model = reject_model
+        self._reject_unanswerable = reject_unanswerable
         self._engines = context.engines
         self._counters = context.counters
         self._waiting: dict[bytes, Entry] = {}
@@ -204,11 +204,11 @@ class Quarantine:
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]
         for entry in self._latest_first():
-            fitting = [engine for engine in available if engine.runs(entry.model)]
+            if serving and self._reject_unanswerable(entry):
+                continue
+            fitting = [engine for engine in available if engine.runs(entry)]
             if fitting:
                 return entry, min(fitting, key=self._preference)
-            if serving and not any(engine.runs(entry.model) for engine in serving):
-                self._reject_model(entry)
         return None, None
 
     def _latest_first(self) -> list[Entry]:

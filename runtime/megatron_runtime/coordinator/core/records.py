@@ -7,11 +7,12 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
+from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
@@ -100,6 +101,9 @@ class Engine:
     key:       public key of its connection; empty without keys.
     model:     model that it serves; empty: not announced.
     source:    weights named by an UPDATE_WEIGHTS, as far as the engine reported them.
+    adapters:  names of the adapters that it reported as loaded.
+    adapter_errors: why others are not loaded, by name.
+    knows_adapters: its release has adapters.
     draining:  gets no new work until it registers again.
     digest:    digest of its weights; empty: not reported.
     full:      its connection accepted no more; cleared at the next heartbeat.
@@ -128,6 +132,9 @@ class Engine:
     revision: str = ""
     model: str = ""
     source: str | None = None
+    adapters: frozenset[str] = frozenset()
+    adapter_errors: Mapping[str, str] = field(default_factory=dict)
+    knows_adapters: bool = False
     digest: str = ""
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
@@ -147,9 +154,16 @@ class Engine:
     def available(self) -> bool:
         return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
 
-    def runs(self, model: str) -> bool:
+    def has_model(self, model: str) -> bool:
         """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
         return not model or not self.model or model == self.model
+
+    def runs(self, entry: Entry) -> bool:
+        """Whether it may answer a request: it has the model and the adapter."""
+        return self.has_model(entry.model) and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
+
+    def forget_adapters(self) -> None:
+        self.adapters, self.adapter_errors = frozenset(), {}
 
     def learn(self, hello: Hello) -> None:
         """Take over what the engine announces."""
@@ -159,6 +173,10 @@ class Engine:
         self.revision = hello.revision
         self.model = hello.model
         self.source = hello.source
+        self.knows_adapters = hello.adapters is not None
+        self.adapter_errors = hello.adapter_errors or {}
+        names = {adapter.name for adapter in hello.adapters.adapters} if hello.adapters is not None else set()
+        self.adapters = frozenset(names - self.adapter_errors.keys())
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
         if hello.state is not None:
@@ -187,6 +205,7 @@ class Entry:
     """One open request.
 
     model:      model that it was made for, or that its first token came from; only that may answer. Empty: any.
+    adapter:    adapter of its first dispatch; only that may continue it. None: the base model, or not dispatched yet.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
     forwarded:  number of the tokens that the client was sent.
@@ -215,6 +234,7 @@ class Entry:
     arrived: float
     deadline: float | None = None
     model: str = ""
+    adapter: Adapter | None = None
     details: list[tuple[int, bytes]] = field(default_factory=list)
     details_bytes: int = 0
     forwarded: int = 0
@@ -313,7 +333,7 @@ class Levels:
 
 @dataclass(slots=True, eq=False)
 class Band:
-    """Waiting requests of one priority and model.
+    """Waiting requests of one priority, model and adapter.
 
     replays: requests of lost engines, in order; they are dispatched before all others.
     tenants: tenants whose other requests wait; their lanes are in Tenant.lanes.
@@ -321,6 +341,7 @@ class Band:
 
     priority: int
     model: str
+    adapter: str
     replays: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     tenants: Levels = field(default_factory=Levels)
 

@@ -54,7 +54,9 @@ class Router:
         self._last_index = -1
         self._turn = 0
 
-    def hashes_of(self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "") -> list[int]:
+    def hashes_of(
+        self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: str = ""
+    ) -> list[int]:
         """Block hashes of a prompt (little-endian int32), or none where the policy has no use for them."""
         if not self._by_prefix:
             return []
@@ -69,7 +71,7 @@ class Router:
             self._hash = frame_hashes
         if self._by_first_block:
             prompt = prompt[: size * TOKEN_BYTES]
-        return self._hash(prompt, size, salt=salt)
+        return self._hash(prompt, size, salt=salt, adapter=adapter)
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""

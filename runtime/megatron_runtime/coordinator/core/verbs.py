@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Client, Engine, PeerId
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
 from megatron_runtime.protocol.messages import (
+    AdapterStatus,
     Control,
     ControlAck,
     ControlCommit,
@@ -45,7 +47,10 @@ LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
 REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.SET_GENERATION_EPOCH: ("epoch",),
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
+    Header.SET_ADAPTERS: ("adapters",),
 }
+KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
+"""Control messages that fail as a whole if one engine fails. The engine keeps serving."""
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
 
@@ -57,6 +62,7 @@ class PendingOperation:
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
     failed:  engines that did not carry it out and keep serving; the operation has then failed.
+    unsupported: the backend of a failed engine lacks the feature.
     """
 
     control: Control
@@ -68,6 +74,7 @@ class PendingOperation:
     outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
     evicted: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    unsupported: bool = False
     total_ranks: int = 0
 
     def answer(self, **fields: Any) -> ControlAck:
@@ -86,6 +93,7 @@ class Verbs:
     """The coordinator's state, epoch and fence, and the operations that change them.
 
     source:       weights that the last UPDATE_WEIGHTS named; None before the first.
+    adapters:     the list that the last SET_ADAPTERS named.
     drained_all:  nothing is dispatched: all engines were drained, and no UNPAUSE or STOP has come since.
     settled:      an operation was begun in this process: engines that come later take the state from here.
     evict:        removes an engine for this reason.
@@ -104,6 +112,7 @@ class Verbs:
         self.epoch = 0
         self.fence = 0
         self.source: str | None = None
+        self.adapters = AdapterList()
         self.current: PendingOperation | None = None
         self.drained_all = False
         self.settled = False
@@ -171,8 +180,27 @@ class Verbs:
         """The weights that an engine has to hold. An engine of another revision was made for its own weights."""
         return self.source if engine.revision in self._source_revisions else None
 
+    def adapter_report(self) -> list[AdapterStatus]:
+        serving = self._engines.serving()
+        return [
+            AdapterStatus(
+                name=adapter.name,
+                source=adapter.source,
+                engines=sum(adapter.name in engine.adapters for engine in serving),
+                error=next(
+                    (
+                        f"{engine.name}: {engine.adapter_errors[adapter.name]}"
+                        for engine in serving
+                        if adapter.name in engine.adapter_errors
+                    ),
+                    None,
+                ),
+            )
+            for adapter in self.adapters.adapters
+        ]
+
     def welcome(self, engine: Engine) -> None:
-        """Send an engine the state, epoch and weights that it has to enter."""
+        """Send an engine the state, epoch, weights and adapters that it has to enter."""
         engine.welcomed = self._context.now
         size, source = limits.MAX_ENGINE_MESSAGE_BYTES, self.source_for(engine)
         self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
@@ -183,6 +211,7 @@ class Verbs:
             incarnation=self._context.incarnation,
             epoch=self.epoch,
             fence=self.fence,
+            adapters=self.adapters,
             heartbeat_seconds=self._context.settings.timing.heartbeat,
             **fields,
         )
@@ -270,13 +299,19 @@ class Verbs:
             self.drained_all = self.drained_all or control.engine is None
         else:
             engines = self._engines.serving()
-        signal = control.model_copy(update={"operation_id": operation.operation_id}).to_frames()
+        update: dict[str, Any] = {"operation_id": operation.operation_id}
+        if control.kind is Header.SET_ADAPTERS and control.adapters is not None:
+            update["adapters"] = replace(control.adapters, generation=self.adapters.generation + 1)
+        operation.control = control.model_copy(update=update)
+        signal = operation.control.to_frames()
         for engine in engines:
             operation.signalled.append(engine)
             operation.waiting[engine.name] = engine
             operation.total_ranks += engine.ranks
             if control.kind is Header.DRAIN:
                 engine.draining = True
+            elif control.kind is Header.SET_ADAPTERS and not engine.knows_adapters:
+                self._fail_engine(operation, engine, "it has no adapters: upgrade it", code=ErrorCode.UNSUPPORTED)
             elif not engine.plain:
                 self._context.send(engine.peer, signal)
             elif control.kind is Header.UPDATE_WEIGHTS:
@@ -309,7 +344,7 @@ class Verbs:
         if ack.ok:
             self._succeed(operation, engine, ranks=ack.ranks)
         else:
-            self._fail_engine(operation, engine, ack.error or "failed")
+            self._fail_engine(operation, engine, ack.error or "failed", code=ack.code)
         self._finish_if_complete(operation)
         return True
 
@@ -326,10 +361,13 @@ class Verbs:
         operation.outcomes[engine.name] = EngineOutcome(ok=True, ranks=ranks)
         operation.succeeded.append(engine)
 
-    def _fail_engine(self, operation: PendingOperation, engine: Engine, reason: str) -> None:
+    def _fail_engine(
+        self, operation: PendingOperation, engine: Engine, reason: str, *, code: int | None = None
+    ) -> None:
         del operation.waiting[engine.name]
         operation.outcomes[engine.name] = EngineOutcome(ok=False, error=reason)
-        if operation.control.kind in PROFILER:
+        operation.unsupported = operation.unsupported or code == ErrorCode.UNSUPPORTED
+        if operation.control.kind in KEEPS_ENGINES:
             operation.failed.append(engine.name)
         else:
             operation.evicted.append(engine.name)
@@ -358,7 +396,8 @@ class Verbs:
             failures = {name: outcome.error for name, outcome in operation.outcomes.items() if not outcome.ok}
             details = "; ".join(f"{name}: {error}" for name, error in failures.items())
             which = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
-            self._fail(operation, ErrorCode.ENGINE_FAILED, f"{which}: {details}")
+            code = ErrorCode.UNSUPPORTED if operation.unsupported else ErrorCode.ENGINE_FAILED
+            self._fail(operation, code, f"{which}: {details}")
         else:
             self._commit(operation)
 
@@ -372,6 +411,8 @@ class Verbs:
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
             self._router.forget_all()
+        if kind is Header.SET_ADAPTERS and operation.control.adapters is not None:
+            self.adapters = operation.control.adapters
         if kind is not Header.DRAIN:
             lands_in = transition.lands_in if transition is not None else None
             commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
@@ -397,6 +438,8 @@ class Verbs:
             engine.epoch = commit.epoch
         if commit.signal is Header.UPDATE_WEIGHTS:
             engine.source, engine.digest = self.source, ""
+        if commit.signal is Header.SET_ADAPTERS:
+            engine.forget_adapters()  # its next HELLO reports those that it has now
         if commit.signal is Header.STOP:
             engine.serving = False
 

@@ -67,7 +67,7 @@ async def respond(
         sequence_limit=service.prompts.sequence_limit,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
-    generation = Generation(service, tenant, jobs, field_names)
+    generation = Generation(service, tenant, service.adapter_of(body.model), jobs, field_names)
     base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
         events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
@@ -139,11 +139,13 @@ class Generation:
     """The jobs of one HTTP request.
 
     tenant:      the tenant that the jobs count against.
+    adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
     """
 
     service: Service
     tenant: str
+    adapter: str
     jobs: Sequence[Job]
     field_names: Mapping[str, str]
     usage: Usage = field(default_factory=Usage)
@@ -173,7 +175,9 @@ class Generation:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
             with _rejections():
-                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=self.tenant)
+                reply = await self.service.client.add_request(
+                    job.prompt.tokens, job.params, tenant=self.tenant, adapter=self.adapter
+                )
             return self._finished(job, choice, reply, observed)
 
     def _observed(self, job: Job, *, streams: bool) -> RequestObserver:
@@ -217,7 +221,9 @@ class Generation:
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         with self._observed(job, streams=True) as observed, _rejections():
-            stream = client.add_request_streaming(job.prompt.tokens, job.params, tenant=self.tenant)
+            stream = client.add_request_streaming(
+                job.prompt.tokens, job.params, tenant=self.tenant, adapter=self.adapter
+            )
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

@@ -27,6 +27,9 @@ from megatron_runtime.server.tools import ToolParser
 _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
 
+_NAMED_MODELS = 8
+"""Adapters that the error for an unknown model names."""
+
 
 @dataclass(slots=True)
 class Service:
@@ -62,11 +65,25 @@ class Service:
             missing.append("the server is shutting down")
         return missing
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError 404 unless the model is the one served."""
-        if name != self.settings.served_name:
-            message = f"The model {shown(name)} does not exist: this server offers {self.settings.served_name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    @property
+    def adapter_names(self) -> list[str]:
+        """Names of the adapters that requests may give as their model. The base model hides one of its own name."""
+        base = self.settings.served_name
+        return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name != base)
+
+    def adapter_of(self, model: str | None) -> str:
+        """Return the adapter of a model; empty for the base model, and for None. Raises ApiError 404 if the model is
+        not served.
+        """
+        if model is None or model == self.settings.served_name:
+            return ""
+        names = self.adapter_names
+        if model in names:
+            return model
+        offered = ", ".join(repr(name) for name in [self.settings.served_name, *names[:_NAMED_MODELS]])
+        more = f" and {len(names) - _NAMED_MODELS} more" if len(names) > _NAMED_MODELS else ""
+        message = f"The model {shown(model)} does not exist: this server offers {offered}{more}."
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
         """Return the validated body. Raises ApiError 400, 404 for another model, 413 or 415."""
@@ -77,8 +94,7 @@ class Service:
             validated = model.model_validate_json(body, context=scan)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
-        if validated.model is not None:
-            self.check_model(validated.model)
+        self.adapter_of(validated.model)
         return validated
 
     async def _body(self, request: Request, scan: JsonScan) -> bytes:

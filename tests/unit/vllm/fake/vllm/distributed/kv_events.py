@@ -14,6 +14,7 @@ class BlockStored(_Event):
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
+    lora_name: str | None = None
     extra_keys: list[tuple[Any, ...] | None] | None = None
 
 

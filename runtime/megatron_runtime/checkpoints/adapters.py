@@ -1,0 +1,43 @@
+"""Find the files of a LoRA adapter: a directory as PEFT writes it. Imports no torch and reads no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.protocol.text import shown
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+class AdapterSourceError(ValueError):
+    """A source leads to no LoRA adapter. The message names the problem and the remedy."""
+
+
+def adapter_directory(source: str) -> Path:
+    """Return the directory of an adapter, with adapter_config.json and adapter_model.safetensors. A repository of a hub
+    is fetched once.
+
+    source: "hf:ORG/NAME[@REVISION]" or a directory.
+
+    Raises AdapterSourceError, ModelFileError, and for a hub HubError and HubUnavailableError.
+    """
+    if source.startswith(HUB_PREFIX):
+        # The HTTP client takes a tenth of a second to import.
+        from megatron_runtime.checkpoints.hub.download import cached_directory
+
+        path = cached_directory(source)
+    else:
+        path = Path(source)
+        if not path.is_dir():
+            raise AdapterSourceError("the directory does not exist: name one that every engine can read")
+    directory = ModelDirectory(path)
+    config = directory.file(CONFIG_FILE)
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if directory.file(name) is None]
+    if config is None or missing:
+        raise AdapterSourceError(f"there is no {' and no '.join(missing)}: save the adapter with PEFT as safetensors")
+    kind = config.read_json().get("peft_type")
+    if kind != "LORA":
+        raise AdapterSourceError(f"{CONFIG_FILE} has the peft_type {shown(kind)}: only LORA is supported")
+    return path

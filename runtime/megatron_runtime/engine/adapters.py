@@ -1,0 +1,133 @@
+"""The LoRA adapters of one engine: the list that requests may name, and the adapters that the backend has loaded.
+
+A list is set in two phases. The first loads the adapters that are new; the second makes the list visible. An adapter
+that is no longer in the list is unloaded when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from megatron_runtime.engine.backend import Capability, EngineBackend, RankResults
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterSet:
+    """Used from the event loop. The changes of the list come one at a time.
+
+    current: the list that was set last.
+    errors:  by name, why an adapter of the list is not loaded.
+    """
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.current = AdapterList()
+        self.errors: dict[str, str] = {}
+        self._backend = backend
+        self._loaded: set[Adapter] = set()
+        self._staged = AdapterList()
+        self._in_use: Counter[Adapter] = Counter()
+        self._changing = asyncio.Lock()
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    # --- the list -----------------------------------------------------------------------------------------------
+
+    async def stage(self, wanted: AdapterList) -> RankResults:
+        """Load the adapters of `wanted` that are not loaded: all of them, or none. The list itself does not change."""
+        if wanted.adapters:
+            self._backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
+        self._staged = wanted
+        for adapter in wanted.adapters:
+            results = await self._load(adapter)
+            if results.failed:
+                await self.discard()
+                cause = f"adapter {adapter.name!r} from {adapter.source}: {results.error}"
+                return RankResults(results.ranks, dict.fromkeys(results.failed, cause))
+        return RankResults(self._backend.info.ranks)
+
+    async def commit(self) -> None:
+        """Make the staged list visible."""
+        await self._replace(self._staged, {})
+
+    async def discard(self) -> None:
+        """Unload what stage() has loaded for a list that is not committed."""
+        self._staged = self.current
+        await self._unload_unused()
+
+    async def adopt(self, wanted: AdapterList) -> bool:
+        """Reach the coordinator's list in one phase, and return whether the list changed. An adapter that cannot be
+        loaded is left out, and its cause noted: the engine serves the base model and the other adapters.
+        """
+        if wanted == self.current:
+            return False
+        self._staged = wanted
+        errors = {}
+        for adapter in wanted.adapters:
+            error = (await self._load(adapter)).error
+            if error is not None:
+                logger.error("adapter %s from %s is not loaded: %s", adapter.name, adapter.source, error)
+                errors[adapter.name] = error
+        await self._replace(wanted, errors)
+        return True
+
+    async def _replace(self, wanted: AdapterList, errors: dict[str, str]) -> None:
+        self.current = self._staged = wanted
+        self.errors = errors
+        await self._unload_unused()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> Adapter | None:
+        """Return the adapter of a new request, which holds it until end(). None if there is none of this name.
+
+        Raises UnsupportedByBackendError: the backend has no adapters.
+        """
+        self._backend.info.require("a request for an adapter", Capability.ADAPTERS)
+        adapter = self.current.find(name)
+        if adapter is None or adapter not in self._loaded:
+            return None
+        self._in_use[adapter] += 1
+        return adapter
+
+    def end(self, adapter: Adapter) -> None:
+        """A request that holds `adapter` has ended."""
+        self._in_use[adapter] -= 1
+        if not self._in_use[adapter]:
+            del self._in_use[adapter]
+            if not self._is_needed(adapter):
+                task = asyncio.create_task(self._unload_unused())
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    # --- the backend --------------------------------------------------------------------------------------------
+
+    def _is_needed(self, adapter: Adapter) -> bool:
+        return adapter in self.current.adapters or adapter in self._staged.adapters or adapter in self._in_use
+
+    async def _load(self, adapter: Adapter) -> RankResults:
+        async with self._changing:
+            if adapter in self._loaded:
+                return RankResults(self._backend.info.ranks)
+            try:
+                self._backend.info.require("an adapter", Capability.ADAPTERS)
+                results = await self._backend.load_adapter(adapter.key, adapter.source)
+            except Exception as error:
+                return RankResults.of_failure(error, ranks=self._backend.info.ranks)
+            if not results.failed:
+                self._loaded.add(adapter)
+            return results
+
+    async def _unload_unused(self) -> None:
+        """Unload the adapters that no list and no request needs. A failure is logged: the adapter is in no list."""
+        async with self._changing:
+            for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:
+                self._loaded.discard(adapter)
+                try:
+                    error = (await self._backend.unload_adapter(adapter.key)).error
+                except Exception as failure:
+                    error = str(failure)
+                if error is not None:
+                    logger.error("adapter %s from %s is not unloaded: %s", adapter.name, adapter.source, error)
