@@ -256,6 +256,8 @@ class ScriptedEngine:
 
     def _commit(self, commit: ControlCommit) -> None:
         self.commits.append(commit)
+        if commit.discard:
+            return
         if commit.state is not None:
             self.state = commit.state
         if commit.epoch is not None:

@@ -119,10 +119,10 @@ async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> Non
     ) as failed:
         await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
     assert "--backend" in str(failed.value)
+    await until_serving(pool.admin, ENGINES)
     with pytest.raises(ControlRejectedError, match="LoRA adapters, which backend 'toy' does not have") as failed:
         await pool.control(Header.SET_ADAPTERS, adapters=AdapterList((Adapter("sql", "hf:org/sql"),)))
     assert failed.value.code == ErrorCode.UNSUPPORTED
-    await until_serving(pool.admin, ENGINES)
     reply = await pool.client.add_request([3], SamplingParams(num_tokens_to_generate=4))
     assert reply["generated_tokens"] == toy_answer([3], 4)
 

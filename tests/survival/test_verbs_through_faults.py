@@ -140,7 +140,7 @@ class Scene:
                 and all((life.state, life.epoch, life.source) == (*where, lives[0].source) for life in lives)
                 and all(life.adapters.current == self.coordinator.core.verbs.adapters for life in lives)
                 and all(
-                    set(worker._backend.adapters) == {adapter.key for adapter in lives[0].adapters.current.adapters}
+                    set(worker._backend.adapters) >= {adapter.key for adapter in lives[0].adapters.current.adapters}
                     for worker in self.workers
                 )
                 and all(entry.engines == len(ENGINES) for entry in status.adapters)

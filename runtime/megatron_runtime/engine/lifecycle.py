@@ -266,9 +266,14 @@ class Lifecycle:
         return confirmed.error
 
     async def commit(self, commit: ControlCommit) -> None:
-        """Enter the state of the acknowledged operation. A repeated or late commit changes nothing."""
+        """Enter the state of the acknowledged operation, or discard it. A repeated or late commit changes nothing."""
         acknowledged = self._acknowledged
-        if acknowledged is None or (acknowledged.operation_id or "-") != commit.operation_id:
+        is_known = acknowledged is not None and (acknowledged.operation_id or "-") == commit.operation_id
+        if commit.discard:
+            if is_known:
+                await self._end_uncommitted()
+            return
+        if acknowledged is None or not is_known:
             logger.warning("ignored the commit of %s: it is not the last acknowledged operation", commit.operation_id)
             return
         self._acknowledged = None

@@ -211,13 +211,15 @@ class ControlAck(ControlMessage):
 
 
 class ControlCommit(ControlMessage):
-    """Coordinator to engines: every engine has acknowledged; enter `state`."""
+    """Coordinator to engines: every engine has acknowledged; enter `state`. Or, with `discard`, that one has failed."""
 
     header = Header.CONTROL_COMMIT
     operation_id: OperationId
     signal: Header
     state: EngineState | None = None
     epoch: Epoch | None = None
+    discard: bool | None = None
+    """SET_ADAPTERS failed: unload what was loaded for it."""
 
 
 class Status(ControlMessage):

@@ -85,7 +85,8 @@ async def test_an_engine_that_fails_changes_nothing_and_keeps_serving(stage, par
     assert rejected.value.ack.evicted == []
     assert [engine.name for engine in coordinator.core.engines.serving()] == ["good", "bad"]
     assert coordinator.core.verbs.adapters.adapters == (SQL,)
-    assert len(good.commits) == 1
+    await good.until(lambda: len(good.commits) == 2)
+    assert [commit.discard for commit in good.commits] == [None, True]
     await stage.until(lambda: names(client) == ["sql"])
     answers = await asyncio.gather(*(client.add_request([n], params(4), adapter="sql") for n in range(1, 5)))
     assert [answer["generated_tokens"] for answer in answers] == [echo_answer([n], 4, adapter=SQL) for n in range(1, 5)]

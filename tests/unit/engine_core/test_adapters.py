@@ -109,6 +109,16 @@ async def test_an_uncommitted_adapter_is_unloaded_at_the_next_control_message(ri
     assert rig.adapters.begin("sql") is None
 
 
+async def test_a_failed_operation_is_discarded_at_once(rig: Rig) -> None:
+    await rig.prepare(SQL)
+    for operation_id, loaded in (("earlier", [SQL]), ("op", [])):
+        discard = ControlCommit(operation_id=operation_id, signal=Header.SET_ADAPTERS, discard=True)
+        await rig.lifecycle.commit(discard)
+        assert rig.loaded == loaded
+    await rig.commit()
+    assert rig.adapters.begin("sql") is None
+
+
 async def test_the_present_list_of_a_hello_ack_keeps_what_is_staged_and_another_list_ends_it(rig: Rig) -> None:
     await rig.prepare(SQL)
     assert not await rig.lifecycle.adopt_adapters(AdapterList())

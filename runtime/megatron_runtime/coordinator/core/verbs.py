@@ -397,9 +397,19 @@ class Verbs:
             details = "; ".join(f"{name}: {error}" for name, error in failures.items())
             which = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
             code = ErrorCode.UNSUPPORTED if operation.unsupported else ErrorCode.ENGINE_FAILED
+            if operation.control.kind is Header.SET_ADAPTERS:
+                self._discard(operation)
             self._fail(operation, code, f"{which}: {details}")
         else:
             self._commit(operation)
+
+    def _discard(self, operation: PendingOperation) -> None:
+        """Have the engines undo phase one. If this message is lost, they do so at the next control message."""
+        kind, operation_id = operation.control.kind, operation.operation_id
+        frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
+        for engine in operation.signalled:
+            if self._engines.is_registered(engine) and engine.knows_adapters:
+                self._context.send(engine.peer, frames)
 
     def _commit(self, operation: PendingOperation) -> None:
         kind, epoch = operation.control.kind, operation.control.epoch
