@@ -1,4 +1,4 @@
-"""Container restarts that nobody planned: one Event for each incident of a component, with its cause and its counts.
+"""Unplanned container restarts: one Event for each incident of a component, with its cause and its counts.
 
 The operator replaces pods and never restarts their containers, so every restart that a kubelet counts is a crash. An
 incident starts with the first restart. It is reported after a few seconds, when the other ranks and engines that the
