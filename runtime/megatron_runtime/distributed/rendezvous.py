@@ -101,7 +101,7 @@ def _wait_until_prepared(store: dist.Store, identity: RankIdentity, *, timeout_s
     seen, since = (-1, -1), time.monotonic()
     while True:
         now = (store.add(_PREPARED, 0), store.add(_AT_WORK, 0))
-        if now[0] == identity.world:
+        if now[0] >= identity.world:
             return
         if store.check([_FAILED]):
             rank, _, cause = store.get(_FAILED).decode(errors="replace").partition(" ")
