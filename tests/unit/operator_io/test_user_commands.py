@@ -94,7 +94,7 @@ def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], pro
 
 
 @pytest.mark.parametrize("command", ["status", "explain"])
-def test_a_resource_without_an_operator_is_reported(answers: dict[str, Any], command: str) -> None:
+def test_a_resource_that_no_operator_serves_names_it(answers: dict[str, Any], command: str) -> None:
     cluster = Cluster({**MINIMAL})
     cluster.settle()
     answers[f"{RESOURCES}/demo"] = resource(cluster)
