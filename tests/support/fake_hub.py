@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class FakeHub:
     cut_after:   bytes after which the connection of a file breaks, one entry per request; None sends the whole file.
     statuses:    (status, Retry-After) answered instead of a file, one entry per request.
     list_statuses: the same for the listing.
+    delay_seconds: time before the content of each LFS file.
     trickling:   paths of which each connection sends 64 KiB only.
     endless:     paths whose content continues after the listed size.
     damaged:     number of requests, by path, whose content differs from the listing.
@@ -48,6 +50,7 @@ class FakeHub:
     ignores_range: bool = False
     elsewhere: str | None = None
     list_statuses: list[tuple[int, str]] = field(default_factory=list)
+    delay_seconds: float = 0.0
     trickling: set[str] = field(default_factory=set)
     endless: set[str] = field(default_factory=set)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
@@ -148,6 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             self.end_headers()
             return
+        time.sleep(hub.delay_seconds if name.endswith(LARGE) else 0.0)
         data = hub.files[name]
         if hub.damaged.get(name, 0) > 0:
             hub.damaged[name] -= 1

@@ -6,6 +6,8 @@ Options:
   suspend_after  number of steps after which the engine is suspended and resumed
   forever        repeat the prompts without end and send "step" each time
   kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
+  environment    variables by rank
+  greeting_seconds: limit of the first messages between the ranks
   fail           (rank, name of a method of TorchExecutor, number of times): the method raises on that rank
   hang           (rank, one of HANGS, number of orders): the rank hangs in layer 1 after that many orders
 """
@@ -32,9 +34,10 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import executor as cuda_executor
 from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.ranked import executor as ranked
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
@@ -121,6 +124,8 @@ def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str,
     end.touch()
     # The path of the termination message is a default argument.
     termination.write_termination_message.__defaults__ = (end,)
+    os.environ.update(options.get("environment", {}).get(rank, {}))
+    ranked.GREETING_SECONDS = options.get("greeting_seconds", ranked.GREETING_SECONDS)
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -140,20 +145,18 @@ def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str,
     assert identity is not None
     _plant_failure(options, rank)
 
-    def part(groups: Groups) -> TorchExecutor:
+    def part(source: ModelSource, groups: Groups) -> TorchExecutor:
         make_executor: Callable[..., TorchExecutor] = CpuExecutor
         if options.get("kernels"):
             make_executor = executor_of_kernels(has_graphs=options["kernels"] == "graphs")
-        return make_executor(
-            resolve(settings.model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups
-        )
+        return make_executor(source, dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups)
 
     try:
         if rank == 0:
             assert messages is not None
-            _lead(lead(settings, identity, part), options, messages)
+            _lead(lead(settings, identity, partial(resolve, settings.model), part), options, messages)
         else:
-            follow(settings, identity, part)
+            follow(settings, identity, partial(resolve, settings.model), part)
     except RankError as error:
         end_with(error)
 

@@ -194,7 +194,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
             run_other_rank(settings, identity)
     except RankError as error:
         end_with(error)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         if identity.rank != 0:  # rank 0 has written its own
             write_termination_message(error)
         raise

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from megatron_runtime.distributed.errors import RendezvousError
+from megatron_runtime.distributed.errors import RankError, RendezvousError
 from megatron_runtime.distributed.shard import RankIdentity
 from megatron_runtime.distributed.watch import BEAT_SECONDS
 from megatron_runtime.protocol.headers import Role
@@ -26,9 +29,16 @@ from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
 """Time between two reads of engine.pub if it lacks a rank's key: pods receive a rotated key at different times."""
+REPORT_SECONDS = 1.0
+"""Interval of the reports of a rank that prepares."""
+PREPARED_LOOK_SECONDS = 0.2
+_AT_WORK, _PREPARED, _FAILED = "preparing", "prepared", "preparation failed"
+"""Keys of the store: the reports of all ranks, the ranks that have prepared, and the first failure."""
 SILENCE_SECONDS = 3.0
 """ZeroMQ closes a connection after this time without traffic. Its I/O thread sends heartbeats without Python."""
 
@@ -52,6 +62,60 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
             f"no rendezvous at {identity.address}:{identity.port} within {timeout_seconds:g} s: {error}",
         ) from error
     return dist.PrefixStore("megatron", store)
+
+
+def prepare_together(
+    store: dist.Store, identity: RankIdentity, prepare: Callable[[], T], *, timeout_seconds: float
+) -> T:
+    """Run `prepare`, such as the download of the model, and wait until every rank has run its own. Return its result.
+
+    A rank reports that it is at work, so the others wait for a slow one without a limit. They wait for
+    `timeout_seconds` when no rank reports anything.
+
+    Raises RankError with the cause if another rank fails, RendezvousError naming a rank that is missing, and the
+    exceptions of `prepare`.
+    """
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(REPORT_SECONDS):
+            store.add(_AT_WORK, 1)
+
+    reporter = threading.Thread(target=report, name="preparing", daemon=True)
+    reporter.start()
+    try:
+        result = prepare()
+    except (OSError, ValueError) as error:
+        store.set(_FAILED, f"{identity.rank} {error}")
+        raise
+    finally:
+        done.set()
+        reporter.join()
+    store.set(f"{_PREPARED}/{identity.rank}", "")
+    store.add(_PREPARED, 1)
+    _wait_until_prepared(store, identity, timeout_seconds=timeout_seconds)
+    return result
+
+
+def _wait_until_prepared(store: dist.Store, identity: RankIdentity, *, timeout_seconds: float) -> None:
+    seen, since = (-1, -1), time.monotonic()
+    while True:
+        now = (store.add(_PREPARED, 0), store.add(_AT_WORK, 0))
+        if now[0] >= identity.world:
+            return
+        if store.check([_FAILED]):
+            rank, _, cause = store.get(_FAILED).decode(errors="replace").partition(" ")
+            raise RankError(int(rank), f"it cannot open the model: {cause}")
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout_seconds:
+            missing = [rank for rank in range(identity.world) if not store.check([f"{_PREPARED}/{rank}"])]
+            raise RendezvousError(
+                missing[0] if missing else identity.rank,
+                f"it did not report that it has opened the model within {timeout_seconds:g} s; "
+                f"missing ranks: {missing} of {identity.world}",
+            )
+        time.sleep(PREPARED_LOOK_SECONDS)
 
 
 class Meeting:

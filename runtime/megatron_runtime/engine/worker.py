@@ -374,15 +374,15 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
     """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
-    termination message has the cause, also that of a ValueError of the factory, which is raised.
+    termination message has the cause, also that of an OSError or ValueError of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
     """
     try:
         failure = asyncio.run(_serve(settings, make_backend, link))
-    except ValueError as error:
-        # A setting that this machine or model does not support.
+    except (OSError, ValueError) as error:
+        # A setting that this machine does not support, or a model that cannot be opened.
         write_termination_message(error)
         raise
     if failure is not None:

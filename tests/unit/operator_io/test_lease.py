@@ -9,7 +9,13 @@ import pytest
 from eventually import LONG_SECONDS
 
 from megatron_operator.cluster.api import ApiError
-from megatron_operator.cluster.lease import TERM_ANNOTATION, Elector, LeadershipLostError, LeaseSettings
+from megatron_operator.cluster.lease import (
+    NAMESPACES_ANNOTATION,
+    TERM_ANNOTATION,
+    Elector,
+    LeadershipLostError,
+    LeaseSettings,
+)
 
 
 class Clock:
@@ -38,6 +44,16 @@ async def test_first_leader_has_term_one(store: Any) -> None:
     first.check()
     assert stored(store)["spec"]["holderIdentity"] == "a"
     assert stored(store)["metadata"]["annotations"][TERM_ANNOTATION] == "1"
+
+
+async def test_the_lease_names_the_namespaces_that_its_holder_serves(store: Any) -> None:
+    narrow = LeaseSettings("system", "op", "a", namespaces=("prod", "test"))
+    await Elector(store, narrow).acquire()
+    assert stored(store)["metadata"]["annotations"][NAMESPACES_ANNOTATION] == "prod,test"
+    await Elector(store, LeaseSettings("system", "op", "a")).acquire()
+    annotations = stored(store)["metadata"]["annotations"]
+    assert NAMESPACES_ANNOTATION not in annotations, "the new holder serves all"
+    assert annotations[TERM_ANNOTATION] == "2"
 
 
 async def test_expiry_is_checked_against_the_holders_clock_before_the_lease_is_free(store: Any) -> None:

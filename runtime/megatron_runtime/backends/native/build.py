@@ -37,7 +37,9 @@ def build_native(settings: EngineSettings) -> NativeBackend:
         )
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
-        return NativeBackend(EngineCore(_executor(settings, controller), config), controller)
+        return NativeBackend(
+            EngineCore(_executor(settings, controller, None, resolve(settings.model)), config), controller
+        )
     identity = rank_identity(settings.parallel)
     if identity is None or identity.rank != 0:
         raise IndivisibleError(
@@ -47,7 +49,9 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     # Only an engine of several ranks needs sockets and process groups.
     from megatron_runtime.backends.native.ranked.executor import lead
 
-    ranks = lead(settings, identity, partial(_executor, settings, controller, identity))
+    ranks = lead(
+        settings, identity, partial(resolve, settings.model), partial(_executor, settings, controller, identity)
+    )
     return NativeBackend(EngineCore(ranks, config), controller, ranks=ranks)
 
 
@@ -56,16 +60,16 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     from megatron_runtime.backends.native.ranked.executor import follow
 
     controller = ModelText.of_model(settings.model)
-    follow(settings, identity, partial(_executor, settings, controller, identity))
+    follow(settings, identity, partial(resolve, settings.model), partial(_executor, settings, controller, identity))
 
 
 def _executor(
     settings: EngineSettings,
     controller: ModelText,
-    identity: RankIdentity | None = None,
+    identity: RankIdentity | None,
+    source: ModelSource,
     groups: Groups | None = None,
 ) -> TorchExecutor:
-    source = resolve(settings.model)
     if settings.model_format not in ("Auto", source.format):
         raise ValueError(
             f"format={settings.model_format}: model {settings.model!r} is {source.format}: use Auto or {source.format}"

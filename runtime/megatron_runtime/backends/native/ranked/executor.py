@@ -27,9 +27,10 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResul
 from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
+from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.errors import RankError, RendezvousError
 from megatron_runtime.distributed.groups import GroupError, Groups
-from megatron_runtime.distributed.rendezvous import LOOPBACK, Meeting, open_store
+from megatron_runtime.distributed.rendezvous import LOOPBACK, Meeting, open_store, prepare_together
 from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
 from megatron_runtime.distributed.watch import WARM_UP_SECONDS, StepProgress
 from megatron_runtime.engine.backend import RankResults
@@ -40,7 +41,8 @@ from megatron_runtime.protocol.headers import Header
 
 logger = logging.getLogger(__name__)
 
-MakePart = Callable[[Groups], TorchExecutor]
+OpenModel = Callable[[], ModelSource]
+MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
 GREETING_SECONDS = 60.0
 """From the rendezvous to the first message of the slowest rank: it reads the model's headers."""
@@ -315,13 +317,18 @@ class _Follower:
             self.channel.answer(order, [None, answer])
 
 
-def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> RankedExecutor:
+def lead(
+    settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart
+) -> RankedExecutor:
     """Start rank 0. Return the executor of all ranks, which wait for its orders.
 
-    Raises RendezvousError naming the missing rank, RankError, and the errors of `make_part`.
+    open_model: returns the model's files. A download may take long and differently long on each machine, so it comes
+                before everything that has a time limit.
+
+    Raises RendezvousError naming the missing rank, RankError, and the errors of `open_model` and `make_part`.
     """
-    meeting, groups = _connect(settings, identity)
-    part = make_part(groups)
+    source, meeting, groups = _connect(settings, identity, open_model)
+    part = make_part(source, groups)
     pushes = {rank: meeting.connect(rank) for rank in range(1, identity.world)}
     channel = LeaderChannel(
         meeting.pull,
@@ -338,13 +345,13 @@ def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) 
     return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
 
 
-def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> None:
+def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart) -> None:
     """Run another rank: perform the orders of rank 0 until the engine ends. Raises the errors of lead()."""
     missing = ["the other ranks of the engine"]
     if settings.health_port is not None and identity.local_rank == 0:
         _serve_probes(missing, port=settings.health_port)
-    meeting, groups = _connect(settings, identity)
-    part = make_part(groups)
+    source, meeting, groups = _connect(settings, identity, open_model)
+    part = make_part(source, groups)
     channel = FollowerChannel(
         identity.rank,
         pull=meeting.pull,
@@ -359,13 +366,16 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
     meeting.close()
 
 
-def _connect(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
-    """Connect this rank to all other ranks, by sockets and process groups. Raises RendezvousError."""
+def _connect(
+    settings: EngineSettings, identity: RankIdentity, open_model: OpenModel
+) -> tuple[ModelSource, Meeting, Groups]:
+    """Open the model, then connect this rank to all other ranks, by sockets and process groups. Raises RankError."""
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch_device(settings.device, local_rank=identity.local_rank)
-    until = time.monotonic() + settings.rendezvous_seconds
     store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    source = prepare_together(store, identity, open_model, timeout_seconds=settings.rendezvous_seconds)
+    until = time.monotonic() + settings.rendezvous_seconds
     store.set(f"device/{identity.rank}", device.type)
     meeting = Meeting(identity, store, keys_dir=settings.keys_dir)
     meeting.wait_for_all(until=until)
@@ -387,7 +397,7 @@ def _connect(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting,
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
-    return meeting, groups
+    return source, meeting, groups
 
 
 def _serve_probes(missing: list[str], *, port: int) -> None:
