@@ -157,11 +157,14 @@ class Scene:
 
     @cached_property
     def weights_due(self) -> str | None:
-        """Revision of the weights that engines should load in place; None if they have it."""
+        """Revision of the weights that engines should load in place; None if they have it.
+
+        Different digests lead to an update only after an earlier one, which shows that the engines can update.
+        """
         wanted, held = self.world.resource.spec.weights, self.weights_held
         if wanted is None or held is None:
             return None
-        mixed = self.mixed_weights and not self.mixed_after_update
+        mixed = self.weights_epoch > 0 and self.mixed_weights and not self.mixed_after_update
         return wanted.revision if held != wanted.revision or self.wrong_weights or mixed else None
 
     @cached_property

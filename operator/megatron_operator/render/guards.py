@@ -26,9 +26,9 @@ from megatron_operator.render.context import (
 
 def service_account(ctx: RenderContext) -> Manifest:
     """Return the service account of all pods. It has the pull secrets, so that a change of them restarts no pod."""
+    account = child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False)
     secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
-    body: dict[str, Any] = {"imagePullSecrets": secrets} if secrets else {}
-    return seal(child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False, **body))
+    return seal({**account, "imagePullSecrets": secrets} if secrets else account)
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:

@@ -1557,9 +1557,27 @@ def test_an_engine_that_still_reports_other_weights_after_an_update_gets_the_nex
     assert (decision.reason, 0 < decision.requeue_after <= 30) == ("WrongWeights", True)
 
 
+@pytest.mark.parametrize("spec", [{}, _on_volume("6")])
+def test_different_files_are_reported_if_the_engines_were_never_updated(
+    make_cluster: Any, spec: dict[str, Any]
+) -> None:
+    cluster = make_cluster(replicas=2, **spec)
+    cluster.settle()
+    for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
+        cluster.coordinator.engines[name].digest = digest
+    cluster.settle()
+    assert cluster.signals() == []
+    assert "aaaa, bbbb; make the files" in cluster.condition("Degraded")["message"]
+    assert cluster.state == "Running"
+
+
 def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2, **_on_volume("6"))
     cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    cluster.coordinator.begun.clear()
+    cluster.now += timedelta(minutes=1)
     for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
         cluster.coordinator.engines[name].digest = digest
     cluster.settle()
