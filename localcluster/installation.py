@@ -22,11 +22,11 @@ def prepare(cluster: LocalCluster, steps: Steps) -> Path:
     """Node up, images built and loaded; programs and images are built side by side. Returns the path of helm."""
     packages.ensure([*packages.NODE, *packages.IMAGES], steps)
     with ThreadPoolExecutor(1) as pool:
-        built = pool.submit(images.build, tuple(images.TARGETS), steps)
+        built = pool.submit(images.build, images.DEFAULT_TARGETS, steps)
         programs.ensure([*programs.NODE, "helm"], steps)
         cluster.up()
         built.result()
-    cluster.build_images(tuple(images.TARGETS))
+    cluster.build_images(images.DEFAULT_TARGETS)
     return cluster.program("helm")
 
 
@@ -38,8 +38,8 @@ def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: S
     with steps.step("helm upgrade --install: the operator is ready"):
         defaults = [
             f"{target}.image.{key}={value}"
-            for target, reference in images.TARGETS.items()
-            for key, value in zip(("repository", "tag"), reference.rsplit(":", 1), strict=True)
+            for target in images.DEFAULT_TARGETS
+            for key, value in zip(("repository", "tag"), images.TARGETS[target].rsplit(":", 1), strict=True)
         ]
         kubeconfig = ["--kubeconfig", str(kube.kubeconfig)] if kube.kubeconfig else []
         chosen = [part for value in [*defaults, *values] for part in ("--set", value)]
