@@ -18,7 +18,7 @@ from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.pod_policy import PodPolicy, Switch
-from megatron_operator.model.settings import Settings
+from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE, Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
@@ -26,14 +26,20 @@ from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, p
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
-DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
 
 runtime_image = click.option(
     "--runtime-image",
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
-    help="Image of coordinator, server and engines if a resource sets none.",
+    help="Image of coordinator, server and native engines if a resource sets none.",
+)
+vllm_runtime_image = click.option(
+    "--vllm-runtime-image",
+    envvar="MEGATRON_VLLM_RUNTIME_IMAGE",
+    default=DEFAULT_VLLM_RUNTIME_IMAGE,
+    show_default=True,
+    help="Image of vLLM engines if a resource sets none.",
 )
 operator_namespace = click.option(
     "--operator-namespace",
@@ -48,7 +54,7 @@ image_pull_policy = click.option(
     envvar="MEGATRON_IMAGE_PULL_POLICY",
     default="IfNotPresent",
     show_default=True,
-    help="Pull policy of the runtime image.",
+    help="Pull policy of the runtime images.",
 )
 resource_file = click.option(
     "-f",
@@ -75,7 +81,7 @@ _POLICY: dict[Switch, tuple[str, str | None, str]] = {
     Switch.IMAGES: (
         "image_repositories",
         "REPOSITORY",
-        "Images of this repository are allowed, besides the runtime image's; all below it if it ends in /.",
+        "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
     ),
     Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which is rejected by default."),
     Switch.METADATA: (
@@ -83,6 +89,7 @@ _POLICY: dict[Switch, tuple[str, str | None, str]] = {
         "KEY",
         "podTemplates may set this label or annotation, which is rejected by default; a prefix if it ends in /.",
     ),
+    Switch.VLLM_CODE: ("vllm_code", None, "Resources may set arguments of vLLM that can load code."),
 }
 """For each switch: the field of PodPolicy, the flag's argument (None: a boolean flag) and its help."""
 
@@ -105,8 +112,11 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
         policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    names = ("runtime_image", "operator_namespace", "image_pull_policy", "security", "quoted_repositories")
-    given = {name: options.pop(name) for name in (*names, "egress_policies") if name in options}
+    names = (
+        *("runtime_image", "vllm_runtime_image", "operator_namespace", "image_pull_policy", "security"),
+        *("quoted_repositories", "egress_policies"),
+    )
+    given = {name: options.pop(name) for name in names if name in options}
     return Settings(**given, pod_policy=policy), options
 
 
@@ -122,6 +132,7 @@ def main() -> None:
 
 @main.command()
 @runtime_image
+@vllm_runtime_image
 @operator_namespace
 @image_pull_policy
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
@@ -167,7 +178,7 @@ def main() -> None:
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="The status quotes termination messages of images of this repository, besides the runtime image's; "
+    help="The status quotes termination messages of images of this repository, besides those of the runtime images; "
     "all below it if it ends in /. May be repeated.",
 )
 @egress_policies
@@ -204,16 +215,20 @@ def crd(output: str) -> None:
 @main.command()
 @operator_namespace
 @runtime_image
+@vllm_runtime_image
 @click.option("--image", default=f"megatron-operator:{__version__}", show_default=True, help="Image of the operator.")
-def install(operator_namespace: str, runtime_image: str, image: str) -> None:
+def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str, image: str) -> None:
     """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
-    manifests = install_manifests(namespace=operator_namespace, image=image, runtime_image=runtime_image)
+    manifests = install_manifests(
+        namespace=operator_namespace, image=image, runtime_image=runtime_image, vllm_runtime_image=vllm_runtime_image
+    )
     document(as_yaml(manifests))
 
 
 @main.command()
 @resource_file
 @runtime_image
+@vllm_runtime_image
 @operator_namespace
 @image_pull_policy
 @pod_policy
@@ -248,6 +263,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @click.option("--against", help="The current resource: a file, or `cluster`. Default: it does not exist.")
 @click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
 @runtime_image
+@vllm_runtime_image
 @operator_namespace
 @image_pull_policy
 @pod_policy

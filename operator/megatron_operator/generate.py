@@ -14,6 +14,7 @@ from megatron_operator import __version__
 from megatron_operator.cli_reference import cli_page
 from megatron_operator.install import install_manifests, rules_file
 from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE
 from megatron_operator.monitoring import alert_rules, dashboard
 from megatron_operator.reference import reference_page
 from megatron_operator.troubleshooting import troubleshooting_page
@@ -31,7 +32,8 @@ def generated_files() -> dict[str, str]:
     install = install_manifests(
         namespace="megatron-system",
         image=f"megatron-operator:{__version__}",
-        runtime_image=f"megatron-runtime:{__version__}",
+        runtime_image=DEFAULT_RUNTIME_IMAGE,
+        vllm_runtime_image=DEFAULT_VLLM_RUNTIME_IMAGE,
     )
     return {
         "manifests/crd.yaml": _yaml(crd),

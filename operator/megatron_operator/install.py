@@ -37,7 +37,7 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["services", "configmaps"], OWN),
     _rule("", ["serviceaccounts"], APPLY),
     _rule("policy", ["poddisruptionbudgets"], APPLY),
-    _rule("networking.k8s.io", ["networkpolicies"], APPLY),
+    _rule("networking.k8s.io", ["networkpolicies"], OWN),
     _rule("", ["pods"], ["list", "watch", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
@@ -89,7 +89,7 @@ def _field(path: str) -> dict[str, Any]:
     return {"fieldRef": {"fieldPath": path}}
 
 
-def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
+def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> dict[str, Any]:
     def probe(path: str, **timing: int) -> dict[str, Any]:
         return {"httpGet": {"path": path, "port": HEALTH_PORT}, "timeoutSeconds": 3, **timing}
 
@@ -97,7 +97,12 @@ def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
         "name": "operator",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "args": ["run", "--runtime-image", runtime_image, "--image-pull-policy", "IfNotPresent"],
+        "args": [
+            "run",
+            *("--runtime-image", runtime_image),
+            *("--vllm-runtime-image", vllm_runtime_image),
+            *("--image-pull-policy", "IfNotPresent"),
+        ],
         "env": [
             {"name": "POD_NAME", "valueFrom": _field("metadata.name")},
             {"name": "POD_UID", "valueFrom": _field("metadata.uid")},
@@ -117,7 +122,7 @@ def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
     }
 
 
-def _deployment(namespace: str, *, image: str, runtime_image: str) -> Manifest:
+def _deployment(namespace: str, *, container: dict[str, Any]) -> Manifest:
     pod = {
         "serviceAccountName": NAME,
         "enableServiceLinks": False,
@@ -128,7 +133,7 @@ def _deployment(namespace: str, *, image: str, runtime_image: str) -> Manifest:
             "runAsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(image=image, runtime_image=runtime_image)],
+        "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
     return {
@@ -156,7 +161,7 @@ def _network_policy(namespace: str) -> Manifest:
     }
 
 
-def install_manifests(*, namespace: str, image: str, runtime_image: str) -> list[Manifest]:
+def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_runtime_image: str) -> list[Manifest]:
     """Return the manifests of an operator for all namespaces, for `kubectl apply --server-side -f`."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": restricted}}
@@ -170,5 +175,8 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str) -> list
         _role("Role", NAME, namespace, HOME_RULES),
         _binding("Role", NAME, namespace, namespace),
         _network_policy(namespace),
-        _deployment(namespace, image=image, runtime_image=runtime_image),
+        _deployment(
+            namespace,
+            container=_container(image=image, runtime_image=runtime_image, vllm_runtime_image=vllm_runtime_image),
+        ),
     ]

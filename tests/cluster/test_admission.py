@@ -45,6 +45,32 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
             ["spec.engine.batching.maxTokens", "set at least"],
         ),
+        (
+            manifest({"model": SOURCE, "engine": {"vllm": {"args": {"quantization": "fp8"}}}}),
+            ["spec.engine.vllm", "set spec.engine.backend to VLLM"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"backend": "VLLM", "image": "vllm:1"}}),
+            ["spec.engine.image", "set spec.engine.vllm.image instead"],
+        ),
+        (
+            manifest(
+                {"model": SOURCE, "engine": {"backend": "VLLM", "vllm": {"args": {str(i): i for i in range(65)}}}}
+            ),
+            ["spec.engine.vllm.args", "at most 64"],
+        ),
+        (
+            manifest({"model": {**SOURCE, "dtype": "Int8"}, "engine": {"backend": "VLLM"}}),
+            ["spec.model.dtype", "spec.engine.vllm.args.quantization"],
+        ),
+        (
+            manifest({"model": {**SOURCE, "format": "TorchDist"}, "engine": {"backend": "VLLM"}}),
+            ["spec.model.format", "megatron convert"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"backend": "VLLM"}, "parallelism": {"tensor": 2}}),
+            ["spec.engine.vllm.allowPickleBetweenPods", "can run code there", "set it to true"],
+        ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
         (manifest({"model": SOURCE, "replicas": -1}), ["spec.replicas", "greater than or equal to 0"]),
@@ -65,6 +91,25 @@ def test_samples_are_accepted(kubectl: Any, path: Path, namespace: str) -> None:
         document["metadata"].pop("namespace", None)
         taken = kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=json.dumps(document))
         assert taken.returncode == 0, taken.stderr
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"backend": "VLLM"},
+        {"backend": "VLLM", "gpusPerPod": 2, "vllm": {"args": {"quantization": "fp8", "hf_overrides": {"a": [1]}}}},
+        {"backend": "VLLM", "vllm": {"allowPickleBetweenPods": True}},
+    ],
+    ids=["one pod", "two ranks in a pod", "two pods"],
+)
+def test_vllm_engines_are_accepted_with_every_argument_kept(
+    kubectl: Any, engine: dict[str, Any], namespace: str
+) -> None:
+    ranks = 1 if engine == {"backend": "VLLM"} else 2
+    text = manifest({"model": SOURCE, "engine": engine, "parallelism": {"tensor": ranks}})
+    taken = kubectl("apply", "--server-side", "--dry-run=server", "-o", "json", "-f", "-", stdin=text)
+    assert taken.returncode == 0, taken.stderr
+    assert json.loads(taken.stdout)["spec"]["engine"].get("vllm", {}).get("args") == engine.get("vllm", {}).get("args")
 
 
 def test_there_are_samples() -> None:

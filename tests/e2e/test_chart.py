@@ -17,7 +17,10 @@ def test_the_chart_installs_what_the_install_manifest_does(platform: Platform) -
     output = subprocess.run([*command, "-n", "megatron-system"], check=True, capture_output=True, text=True).stdout
     chart = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.safe_load_all(output) if doc}
     plain = install_manifests(
-        namespace="megatron-system", image="megatron-operator:0.1.0", runtime_image="megatron-runtime:0.1.0"
+        namespace="megatron-system",
+        image="megatron-operator:0.1.0",
+        runtime_image="megatron-runtime:0.1.0",
+        vllm_runtime_image="megatron-runtime-vllm:0.1.0",
     )
     for manifest in plain:
         key = (manifest["kind"], manifest["metadata"]["name"])
@@ -72,6 +75,7 @@ SWITCHES = {
     "podPolicy.metadata={example.org/a}": ["--allow-metadata", "example.org/a"],
     "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
     "networkPolicy.egress=false": ["--no-egress-policies"],
+    "vllm.allowCode=true": ["--allow-vllm-code"],
     "podPolicy=null": [],
     "networkPolicy.egress=null": [],
 }
@@ -83,8 +87,15 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     show = ["--show-only", "templates/deployment.yaml", "--set", value]
     rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
     (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
-    plain = ["run", "--runtime-image", "megatron-runtime:0.1.0", "--image-pull-policy", "IfNotPresent"]
-    assert container["args"] == [*plain, *SWITCHES[value]]
+    images = ["--runtime-image", "megatron-runtime:0.1.0", "--vllm-runtime-image", "megatron-runtime-vllm:0.1.0"]
+    assert container["args"] == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
+
+
+def test_values_of_a_chart_without_vllm_still_render(platform: Platform) -> None:
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    show = ["--show-only", "templates/deployment.yaml", "--set", "vllm=null"]
+    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
+    assert "vllm" not in rendered
 
 
 @pytest.mark.parametrize(

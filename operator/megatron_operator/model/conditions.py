@@ -87,6 +87,10 @@ class Reason(Documented):
         "NotAllowed",
         "The operator's pod policy does not allow a field of the spec, which the message names. Running pods serve on.",
     )
+    UNSUPPORTED_BY_BACKEND = (
+        "UnsupportedByBackend",
+        "The backend of the engines cannot run the spec; the message names the field. Running pods serve on.",
+    )
     CHILD_REFUSED = "ChildRefused", "The API server rejects a child for another reason, such as a quota."
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."

@@ -33,6 +33,7 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Ready", "string", ".status.ready", 0),
     ("Model", "string", ".status.model", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Backend", "string", ".spec.engine.backend", 1),
     ("Epoch", "integer", ".status.epoch", 1),
     ("Revision", "string", ".status.revision", 1),
     ("Endpoint", "string", ".status.endpoint", 1),

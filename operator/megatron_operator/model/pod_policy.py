@@ -18,6 +18,7 @@ class Switch(Enum):
     IMAGES = "podPolicy.imageRepositories", "--allow-image-repository"
     ENVIRONMENT = "podPolicy.environment", "--allow-environment"
     METADATA = "podPolicy.metadata", "--allow-metadata"
+    VLLM_CODE = "vllm.allowCode", "--allow-vllm-code"
 
     @property
     def remedy(self) -> str:
@@ -39,11 +40,13 @@ class PodPolicy:
     """Containers and init containers that the operator does not render."""
     service_accounts: tuple[str, ...] = ()
     image_repositories: tuple[str, ...] = ()
-    """Further repositories of images, besides the runtime image's; one that ends in `/` allows all below it."""
+    """Further repositories of images, besides those of the runtime images; one that ends in `/` allows all below it."""
     environment: tuple[str, ...] = ()
     """Environment variables that the default policy rejects because they load code or redirect a token."""
     metadata: tuple[str, ...] = ()
     """Keys of labels and annotations that the default policy rejects; one that ends in `/` is a prefix."""
+    vllm_code: bool = False
+    """Arguments with which vLLM loads code, such as trust_remote_code."""
 
     def __post_init__(self) -> None:
         for prefix in self.host_paths:

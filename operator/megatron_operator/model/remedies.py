@@ -35,8 +35,8 @@ _NONE = "Nothing to do."
 REMEDIES: dict[Reason, Remedy] = {
     Reason.IMAGE_PULL_FAILED: Remedy(
         Symptom.POD_DOES_NOT_START,
-        "Correct the image (spec.engine.image, or runtime.image of the chart), or add imagePullSecrets in podTemplate. "
-        "Check that the nodes reach the registry.",
+        "Correct the image (spec.engine.image or spec.engine.vllm.image, or runtime.image or vllm.image of the chart), "
+        "or add imagePullSecrets in podTemplate. Check that the nodes reach the registry.",
     ),
     Reason.UNSCHEDULABLE: Remedy(
         Symptom.POD_DOES_NOT_START,
@@ -139,6 +139,10 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.NOT_ALLOWED: Remedy(
         Symptom.SPEC_REJECTED,
         "Remove the field, or have an administrator set the chart value that the message names.",
+    ),
+    Reason.UNSUPPORTED_BY_BACKEND: Remedy(
+        Symptom.SPEC_REJECTED,
+        "Correct the field that the message names, or set spec.engine.backend to the other backend.",
     ),
     Reason.CHILD_REFUSED: Remedy(
         Symptom.SPEC_REJECTED,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from megatron_operator.model.base import ApiModel, Name, cel, section
-from megatron_operator.model.source import ModelSpec, SecretKeyRef, WeightsSpec
+from megatron_operator.model.source import Dtype, Format, ModelSpec, SecretKeyRef, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
 GROUP = "inference.megatron.dev"
@@ -35,6 +35,20 @@ PodTemplate = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
 ]
+MAX_VLLM_ARGS = 64
+VllmArgs = Annotated[
+    dict[str, Any],
+    Field(max_length=MAX_VLLM_ARGS),
+    WithJsonSchema(
+        {"type": "object", "maxProperties": MAX_VLLM_ARGS, "x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+"""Engine arguments of vLLM by name. `render/vllm.py` checks them, because CEL cannot read untyped objects."""
+
+
+class Backend(StrEnum):
+    NATIVE = "Native"
+    VLLM = "VLLM"
 
 
 class RoutingPolicy(StrEnum):
@@ -113,10 +127,52 @@ class Batching(ApiModel):
         return self
 
 
-class EngineSpec(ApiModel):
+class VllmSpec(ApiModel):
     image: str | None = Field(
         default=None,
-        description="Image of the engines; the operator's runtime image if absent. Other repositories than that of "
+        description="Image of the engines, the runtime with vLLM; the operator's vLLM image if absent. Other "
+        "repositories need podPolicy.imageRepositories in the operator's chart.",
+        max_length=512,
+    )
+    args: VllmArgs = Field(
+        default_factory=dict,
+        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects unknown "
+        "arguments, arguments that another field sets, and, without vllm.allowCode in its chart, arguments that can "
+        "load code.",
+    )
+    allow_pickle_between_pods: bool = Field(
+        default=False,
+        description="Accept that the pods of an engine exchange Python pickles without authentication. An engine over "
+        "several pods needs it: a process that can connect to one of its pods can run code there. NetworkPolicies "
+        "limit these connections to the pods of the same engine.",
+    )
+
+
+_VLLM_NEEDS_BACKEND = (
+    "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
+    "spec.engine.vllm"
+)
+_VLLM_IMAGE = "spec.engine.image: not allowed with spec.engine.backend VLLM; set spec.engine.vllm.image instead"
+
+
+class EngineSpec(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
+                cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
+            ]
+        }
+    )
+
+    backend: Backend = Field(
+        default=Backend.NATIVE,
+        description="Native is the engine of this project; VLLM runs vLLM behind the same verbs.",
+    )
+    vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
+    image: str | None = Field(
+        default=None,
+        description="Image of native engines; the operator's runtime image if absent. Other repositories than that of "
         "the runtime image need podPolicy.imageRepositories in the operator's chart.",
         max_length=512,
     )
@@ -133,6 +189,14 @@ class EngineSpec(ApiModel):
         description="Merged into the rendered pod, containers by name (the container is engine): resources, "
         "tolerations, affinity, volumes, … The operator rejects fields that its pod policy does not allow.",
     )
+
+    @model_validator(mode="after")
+    def _fields_of_backend(self) -> Self:
+        if self.backend is Backend.NATIVE and self.vllm is not None:
+            raise ValueError(_VLLM_NEEDS_BACKEND)
+        if self.backend is Backend.VLLM and self.image is not None:
+            raise ValueError(_VLLM_IMAGE)
+        return self
 
 
 class Routing(ApiModel):
@@ -258,6 +322,20 @@ class RolloutSpec(ApiModel):
 _NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it to the path, or remove spec.weights"
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
+_NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4, Dtype.FLOAT8)
+_VLLM_DTYPE = (
+    "vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and set "
+    "spec.engine.vllm.args.quantization, or set spec.engine.backend to Native"
+)
+_VLLM_FORMAT = (
+    "vLLM engines load SafeTensors and GGUF; convert the checkpoint with `megatron convert`, or set "
+    "spec.engine.backend to Native"
+)
+_VLLM_PICKLE = (
+    "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
+    "authentication, so a process that can connect to one of their pods can run code there; set it to true if the "
+    "cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine fits one pod"
+)
 
 
 class MegatronInferenceSpec(ApiModel):
@@ -300,6 +378,20 @@ class MegatronInferenceSpec(ApiModel):
                     "!has(self.weights) || !has(self.model.source.image) || "
                     "self.model.source.image.path.contains('{revision}')",
                     "spec.model.source.image.path: " + _NO_PLACE,
+                ),
+                cel(
+                    "self.engine.backend != 'VLLM' || !(self.model.dtype in "
+                    f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
+                    f"spec.model.dtype: {_VLLM_DTYPE}",
+                ),
+                cel(
+                    "self.engine.backend != 'VLLM' || self.model.format != 'TorchDist'",
+                    f"spec.model.format: {_VLLM_FORMAT}",
+                ),
+                cel(
+                    f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
+                    "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
+                    _VLLM_PICKLE,
                 ),
             ]
         }
@@ -351,6 +443,19 @@ class MegatronInferenceSpec(ApiModel):
             )
         if self.weights is not None and source.path is not None and not placed:
             raise ValueError(f"spec.model.source.{field}.path: {_NO_PLACE}")
+        return self
+
+    @model_validator(mode="after")
+    def _supported_by_backend(self) -> Self:
+        if self.engine.backend is not Backend.VLLM:
+            return self
+        if self.model.dtype in _NOT_VLLM_DTYPES:
+            raise ValueError(f"spec.model.dtype: is {self.model.dtype.value}; {_VLLM_DTYPE}")
+        if self.model.format is Format.TORCH_DIST:
+            raise ValueError(f"spec.model.format: is {self.model.format.value}; {_VLLM_FORMAT}")
+        allowed = self.engine.vllm is not None and self.engine.vllm.allow_pickle_between_pods
+        if self.pods_per_engine > 1 and not allowed:
+            raise ValueError(_VLLM_PICKLE)
         return self
 
     @property

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_operator import __version__
 from megatron_operator.model.pod_policy import PodPolicy, in_repositories
+
+DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
+DEFAULT_VLLM_RUNTIME_IMAGE = f"megatron-runtime-vllm:{__version__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +16,9 @@ class Settings:
     """Installation-wide inputs of rendering and deciding."""
 
     runtime_image: str
-    """Image of coordinator, server and engines if the resource sets none."""
+    """Image of coordinator, server and native engines if the resource sets none."""
+    vllm_runtime_image: str = DEFAULT_VLLM_RUNTIME_IMAGE
+    """Image of vLLM engines if the resource sets none."""
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     image_pull_policy: str = "IfNotPresent"
@@ -21,10 +27,14 @@ class Settings:
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
     """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories, besides the runtime image's, whose termination messages and errors the status quotes."""
+    """Repositories, besides those of the runtime images, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
 
+    @property
+    def runtime_images(self) -> tuple[str, str]:
+        return self.runtime_image, self.vllm_runtime_image
+
     def quotes(self, image: str) -> bool:
         """Return whether the status may quote messages of containers of this image."""
-        return in_repositories(image, (self.runtime_image, *self.quoted_repositories))
+        return in_repositories(image, (*self.runtime_images, *self.quoted_repositories))

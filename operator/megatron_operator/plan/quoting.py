@@ -29,8 +29,9 @@ def quotable(world: World) -> World:
 
 def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
     """Return every container image in the spec."""
-    if spec.engine.image is not None:
-        yield spec.engine.image
+    for image in (spec.engine.image, spec.engine.vllm.image if spec.engine.vllm else None):
+        if image is not None:
+            yield image
     for template in (spec.engine.pod_template, spec.coordinator.pod_template, spec.server.pod_template):
         pod = (template or {}).get("spec")
         for field in ("containers", "initContainers"):

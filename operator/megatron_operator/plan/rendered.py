@@ -11,7 +11,14 @@ from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
-from megatron_operator.render.context import SERVER, InvalidPodTemplate, NotAllowed, RenderContext, manifest_hash
+from megatron_operator.render.context import (
+    SERVER,
+    InvalidPodTemplate,
+    NotAllowed,
+    RenderContext,
+    UnsupportedByBackend,
+    manifest_hash,
+)
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.server import server_deployment
@@ -116,7 +123,8 @@ class Rendered:
     @cached_property
     def _bare_ctx(self) -> RenderContext:
         spec = self.ctx.spec
-        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None, "image": None})})
+        nothing = {"pod_template": None, "image": None, "vllm": None}
+        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update=nothing)})
         return replace(self.ctx, spec=bare)
 
     @cached_property
@@ -164,4 +172,11 @@ class Rendered:
 
 
 def _finding(error: InvalidPodTemplate) -> Finding:
-    return (Reason.NOT_ALLOWED if isinstance(error, NotAllowed) else Reason.INVALID_POD_TEMPLATE), str(error)
+    return _REASONS[type(error)], str(error)
+
+
+_REASONS = {
+    InvalidPodTemplate: Reason.INVALID_POD_TEMPLATE,
+    NotAllowed: Reason.NOT_ALLOWED,
+    UnsupportedByBackend: Reason.UNSUPPORTED_BY_BACKEND,
+}

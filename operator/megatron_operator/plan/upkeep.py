@@ -21,6 +21,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.render.services import engine_service
@@ -44,6 +45,9 @@ def upkeep(scene: Scene) -> list[Action]:
     """Return applies and deletions that do not depend on the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
+    # Before the shared policies, which allow no connections within an engine.
+    policies = [engine_policy(scene.ctx, engine.index) for engine in scene.engines if not engine.surplus]
+    actions += [apply(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
@@ -126,10 +130,10 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
 
 
 def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:
-    """Delete an engine's StatefulSet (its pods go with it) and Service."""
+    """Delete an engine's StatefulSet (its pods go with it), Service and NetworkPolicy."""
     actions: list[Action] = []
-    service = scene.world.children.get(ChildRef("Service", engine.name))
-    for view in (engine.statefulset, service):
+    refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, "networking.k8s.io/v1")
+    for view in (engine.statefulset, *(scene.world.children.get(ref) for ref in refs)):
         if view is not None and view.owned and not view.deleting:
             actions.append(DeleteChild(view.ref, view.uid, reason))
     return actions

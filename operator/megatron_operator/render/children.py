@@ -6,7 +6,7 @@ from megatron_operator.render.config import config_map
 from megatron_operator.render.context import Manifest, RenderContext
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
-from megatron_operator.render.guards import disruption_budget, network_policies, service_account
+from megatron_operator.render.guards import disruption_budget, engine_policy, network_policies, service_account
 from megatron_operator.render.revision import revision_child
 from megatron_operator.render.server import server_deployment
 from megatron_operator.render.services import coordinator_service, engine_service, front_service
@@ -25,7 +25,7 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
 
 
 def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manifest]:
-    return [engine_service(ctx, index), engine_statefulset(ctx, index, pods=pods)]
+    return [engine_policy(ctx, index), engine_service(ctx, index), engine_statefulset(ctx, index, pods=pods)]
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:

@@ -48,6 +48,10 @@ class NotAllowed(InvalidPodTemplate):
     """A spec that the operator's pod policy does not allow; the message names the field, the value and the remedy."""
 
 
+class UnsupportedByBackend(InvalidPodTemplate):
+    """A spec that the backend of the engines cannot run; the message names the field, the value and the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class RenderContext:
     """The part of a resource on which its children depend."""

@@ -37,6 +37,7 @@ from megatron_operator.render.model_source import (
     without_weights,
 )
 from megatron_operator.render.pod import http_probe, keys_args, pod_template
+from megatron_operator.render.vllm import engine_image, vllm_env, vllm_options
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
@@ -47,7 +48,11 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """Return the command line without its revision, which is a hash over it."""
+    """Return the command line without its revision, which is a hash over it.
+
+    Raises:
+        UnsupportedByBackend: the backend does not accept an argument of the spec.
+    """
     spec, batching = ctx.spec, ctx.spec.engine.batching
     args = [
         "engine",
@@ -74,12 +79,12 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
         args.append("--no-chunked-prefill")
     if spec.model.format.value != "Auto":
         args += ["--format", spec.model.format.value]
-    return args
+    return args + vllm_options(ctx)
 
 
 def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
     threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
-    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx)]
+    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *vllm_env(ctx)]
     parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
     if parallelism.ranks == 1:
         return env
@@ -147,9 +152,10 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
     before = (_preflight(ctx, index),) if ctx.spec.pods_per_engine > 1 else ()
-    if engine.image is not None:
+    image = engine_image(ctx)
+    if image is not None:
         for each in (container, *before):
-            each["image"] = engine.image
+            each["image"] = image
     template = pod_template(
         ctx,
         ENGINE,

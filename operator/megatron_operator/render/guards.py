@@ -7,6 +7,7 @@ from typing import Any
 from megatron_operator.render.context import (
     COORDINATOR,
     ENGINE,
+    LABEL_ENGINE,
     PORT_ADMIN,
     PORT_CLIENT,
     PORT_ENGINE,
@@ -39,8 +40,8 @@ def disruption_budget(ctx: RenderContext) -> Manifest:
     )
 
 
-def _pods(ctx: RenderContext, component: str) -> dict[str, Any]:
-    return {"podSelector": {"matchLabels": selector(ctx, component)}}
+def _pods(ctx: RenderContext, component: str, extra_labels: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"podSelector": {"matchLabels": {**selector(ctx, component), **(extra_labels or {})}}}
 
 
 def _tcp(port: int) -> list[dict[str, Any]]:
@@ -48,10 +49,16 @@ def _tcp(port: int) -> list[dict[str, Any]]:
 
 
 def _policy(
-    ctx: RenderContext, name: str, component: str, ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
+    ctx: RenderContext,
+    name: str,
+    component: str,
+    ingress: list[dict[str, Any]],
+    egress: list[dict[str, Any]],
+    *,
+    extra_labels: dict[str, str] | None = None,
 ) -> Manifest:
     spec: dict[str, Any] = {
-        "podSelector": {"matchLabels": selector(ctx, component)},
+        **_pods(ctx, component, extra_labels),
         "policyTypes": ["Ingress"],
         "ingress": ingress,
     }
@@ -74,7 +81,8 @@ def hub_egress() -> dict[str, Any]:
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. The
-    coordinator opens no connections. Engines and servers resolve names, and download if the model is on a hub."""
+    coordinator opens no connections. Engines and servers resolve names, and download if the model is on a hub.
+    `engine_policy` adds the connections within an engine."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -82,15 +90,26 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
         {"from": [operator], "ports": _tcp(PORT_ADMIN)},
         {"ports": _tcp(PORT_HEALTH)},
     ]
-    # Ranks of an engine connect to each other on arbitrary ports.
-    engine = [{"from": [_pods(ctx, ENGINE)]}, {"ports": _tcp(PORT_HEALTH)}]
+    engine = [{"ports": _tcp(PORT_HEALTH)}]
     server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
     source = [dns_egress(), *([hub_egress()] if ctx.spec.model.source.hugging_face is not None else [])]
     to_coordinator = {"to": [_pods(ctx, COORDINATOR)]}
-    from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, {"to": [_pods(ctx, ENGINE)]}, *source]
+    from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source]
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
     return [
         _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, []),
         _policy(ctx, ctx.engines_name, ENGINE, engine, from_engine),
         _policy(ctx, ctx.server_name, SERVER, server, from_server),
     ]
+
+
+def engine_policy(ctx: RenderContext, index: int) -> Manifest:
+    """Return the policy that lets the pods of one engine connect to each other, on all ports.
+
+    Ranks listen on arbitrary ports. torch's rendezvous store, the collectives and vLLM's channels, which unpickle,
+    authenticate no peer, so no other pod may connect.
+    """
+    name = ctx.engine_name(index)
+    own = {LABEL_ENGINE: name}
+    ingress, egress = {"from": [_pods(ctx, ENGINE, own)]}, {"to": [_pods(ctx, ENGINE, own)]}
+    return _policy(ctx, name, ENGINE, [ingress], [egress], extra_labels=own)

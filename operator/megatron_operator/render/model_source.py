@@ -7,6 +7,10 @@ from typing import Any
 
 from megatron_operator.render.context import RenderContext, digest, once
 from megatron_operator.render.pod import MODEL_DIR
+from megatron_operator.render.vllm import vllm_arguments
+
+_VLLM_MODEL = ("hf_overrides", "quantization")
+"""Arguments of vLLM that make another model of the same files."""
 
 
 def _filled(ctx: RenderContext, path: str) -> str:
@@ -64,7 +68,12 @@ def weights_revision(ctx: RenderContext) -> str:
 def model_hash(ctx: RenderContext) -> str:
     """Return the hash of the model. It changes exactly if the new model must not continue tokens of the old one. Other
     weights of one model may continue them: epochs label the tokens."""
-    model = ctx.spec.model
+    model, arguments = ctx.spec.model, vllm_arguments(ctx)
+    changed = {name: arguments[name] for name in _VLLM_MODEL if name in arguments}
     return digest(
-        [model_argument(without_weights(ctx)), model_volumes(ctx), model.format, model.dtype, model.max_sequence_length]
+        [
+            *(model_argument(without_weights(ctx)), model_volumes(ctx)),
+            *(model.format, model.dtype, model.max_sequence_length),
+            *([changed] if changed else []),
+        ]
     )

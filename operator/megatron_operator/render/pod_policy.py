@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
+from megatron_operator.model.resource import EngineSpec
 from megatron_operator.model.text import printable
 from megatron_operator.render.context import ENGINE, NotAllowed, RenderContext
+from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
 Path = tuple[str, ...]
 """Field names; an entry of a list is `[]`."""
@@ -29,7 +31,7 @@ CODE_VARIABLES = (
     *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_FORCE_*", "*_CACHE_DIR", "XDG_*"),
     *("NCCL_*PLUGIN*", "NCCL_CONF_FILE", "UCX_MODULE*", "FI_PROVIDER_PATH", "RDMAV_DRIVERS", "IBV_DRIVERS"),
     *("OPENSSL_*", "OMP_TOOL*", "OMPI_*", "PMIX_*", "SSLKEYLOGFILE", "HF_HOME", "HF_TOKEN_PATH", "HF_HUB_CACHE"),
-    *("HUGGINGFACE_HUB_CACHE",),
+    *("HUGGINGFACE_HUB_CACHE", "VLLM_*", "FLASHINFER_*", "DG_*"),
 )
 """Variables that make a process load code, or read or write files in other places."""
 TOKEN_VARIABLES = ("HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -78,7 +80,7 @@ class Request:
     """One podTemplate and the input of its rules."""
 
     policy: PodPolicy
-    runtime_image: str
+    runtime_images: tuple[str, ...]
     default_account: str
     secrets: frozenset[str]
     """Names of the Secrets that the spec refers to."""
@@ -90,7 +92,7 @@ class Request:
     """Service accounts that the podTemplate names."""
 
     def allows_image(self, image: object) -> bool:
-        repositories = (self.runtime_image, *self.policy.image_repositories)
+        repositories = (*self.runtime_images, *self.policy.image_repositories)
         return isinstance(image, str) and in_repositories(image, repositories)
 
 
@@ -126,9 +128,22 @@ def violations(
 ) -> Iterator[Violation]:
     """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
-    if component == ENGINE and ctx.spec.engine.image is not None:
-        yield from _image(ctx.spec.engine.image, "spec.engine.image", request)
+    if component == ENGINE:
+        yield from _engine(ctx.spec.engine, request)
     yield from _walk(overlay or {}, f"spec.{component}.podTemplate", (), POD, request)
+
+
+def _engine(engine: EngineSpec, request: Request) -> Iterator[Violation]:
+    if engine.image is not None:
+        yield from _image(engine.image, "spec.engine.image", request)
+    if engine.vllm is None:
+        return
+    if engine.vllm.image is not None:
+        yield from _image(engine.vllm.image, "spec.engine.vllm.image", request)
+    for name in sorted(engine.vllm.args.keys() & LOADS_CODE.keys()):
+        if not request.policy.vllm_code:
+            allowed = "arguments of vLLM that can load code are not allowed"
+            yield Violation(f"spec.engine.vllm.args.{name}", engine.vllm.args[name], allowed, Switch.VLLM_CODE)
 
 
 def _request(
@@ -145,7 +160,7 @@ def _request(
     host = (entry["name"] for entry in spec.get("volumes") or () if "hostPath" in entry)
     return Request(
         policy=policy,
-        runtime_image=ctx.settings.runtime_image,
+        runtime_images=ctx.settings.runtime_images,
         default_account=ctx.name,
         secrets=frozenset(name for name in named if name),
         sends_token=token is not None,
@@ -249,7 +264,7 @@ def _value_from(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 def _image(value: Any, path: str, request: Request) -> Iterator[Violation]:
     if not request.allows_image(value):
-        allowed = f"images of the repository of {request.runtime_image} are allowed"
+        allowed = f"images of the repositories of {' and '.join(request.runtime_images)} are allowed"
         if request.policy.image_repositories:
             allowed += f", and of {', '.join(request.policy.image_repositories)}"
         yield Violation(path, value, allowed, Switch.IMAGES)

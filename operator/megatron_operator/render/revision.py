@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.resource import Backend, MegatronInferenceSpec, parse_spec
 from megatron_operator.render.context import InvalidPodTemplate, Manifest, RenderContext, child, seal
 from megatron_operator.render.engine import revision_of
 
@@ -27,6 +27,7 @@ _SPEC_FIELDS: dict[str, Any] = {
 }
 """Inputs of an engine's template."""
 _SETTINGS = ("runtime_image", "image_pull_policy", "security")
+_VLLM_SETTINGS = (*_SETTINGS, "vllm_runtime_image")
 
 
 def revision_name(ctx: RenderContext, revision: str) -> str:
@@ -41,10 +42,15 @@ def revision_child(ctx: RenderContext) -> Manifest:
     """
     data = {
         "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS),
-        "settings": {name: getattr(ctx.settings, name) for name in _SETTINGS},
+        "settings": {name: getattr(ctx.settings, name) for name in _recorded(ctx.spec)},
     }
     # Revisions are identified by content, not by order, so the mandatory number has no meaning.
     return seal(child(ctx, KIND, revision_name(ctx, revision_of(ctx)), api_version=API_VERSION, data=data, revision=1))
+
+
+def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
+    """Return the settings that an engine's template depends on."""
+    return _SETTINGS if spec.engine.backend is Backend.NATIVE else _VLLM_SETTINGS
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
@@ -53,7 +59,9 @@ def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) ->
     try:
         stored = parse_spec(data["spec"])
         # The policy accepted the inputs when they were recorded; a stricter policy does not affect running engines.
-        settings = replace(ctx.settings, **{name: data["settings"][name] for name in _SETTINGS}, pod_policy=None)
+        settings = replace(
+            ctx.settings, **{name: data["settings"][name] for name in _recorded(stored)}, pod_policy=None
+        )
         found = replace(ctx, spec=stored, settings=settings)
         return found if revision_of(found) == revision else None
     except (KeyError, TypeError, ValidationError, InvalidPodTemplate):

@@ -6,62 +6,63 @@ engine checks the values against the installed version when it starts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-ALLOWED = frozenset(
-    {
-        "attention_backend",
-        "block_size",
-        "cpu_offload_gb",
-        "disable_cascade_attn",
-        "disable_custom_all_reduce",
-        "enforce_eager",
-        "fully_sharded_loras",
-        "gpu_memory_utilization",
-        "kv_cache_dtype",
-        "long_prefill_token_threshold",
-        "max_cpu_loras",
-        "max_lora_rank",
-        "max_loras",
-        "max_logprobs",
-        "moe_backend",
-        "num_gpu_blocks_override",
-        "prefix_caching_hash_algo",
-        "quantization",
-        "scheduler_reserve_full_isl",
-        "seed",
-        "stream_interval",
-    }
-)
-"""Arguments that load no code and that no field of the resource stands for."""
+_TEXT, _COUNT, _NUMBER, _SWITCH, _OBJECT = (str,), (int,), (int, float), (bool,), (dict,)
+_KINDS = {_TEXT: "a string", _COUNT: "an integer", _NUMBER: "a number", _SWITCH: "true or false", _OBJECT: "an object"}
 
-LOADS_CODE = frozenset(
-    {
-        "code_revision",
-        "compilation_config",
-        "hf_overrides",
-        "load_format",
-        "model_impl",
-        "model_loader_extra_config",
-        "scheduler_cls",
-        "speculative_config",
-        "trust_remote_code",
-        "worker_cls",
-        "worker_extension_cls",
-    }
-)
-"""Arguments that can load code from the model, or name classes to import."""
+ALLOWED: Mapping[str, tuple[type, ...]] = {
+    "attention_backend": _TEXT,
+    "block_size": _COUNT,
+    "cpu_offload_gb": _NUMBER,
+    "disable_cascade_attn": _SWITCH,
+    "disable_custom_all_reduce": _SWITCH,
+    "enforce_eager": _SWITCH,
+    "fully_sharded_loras": _SWITCH,
+    "gpu_memory_utilization": _NUMBER,
+    "kv_cache_dtype": _TEXT,
+    "long_prefill_token_threshold": _COUNT,
+    "max_cpu_loras": _COUNT,
+    "max_lora_rank": _COUNT,
+    "max_loras": _COUNT,
+    "max_logprobs": _COUNT,
+    "moe_backend": _TEXT,
+    "num_gpu_blocks_override": _COUNT,
+    "prefix_caching_hash_algo": _TEXT,
+    "quantization": _TEXT,
+    "scheduler_reserve_full_isl": _SWITCH,
+    "seed": _COUNT,
+    "stream_interval": _COUNT,
+}
+"""Arguments that load no code and that no field of the resource stands for, with the types of their values."""
+
+LOADS_CODE: Mapping[str, tuple[type, ...]] = {
+    "code_revision": _TEXT,
+    "compilation_config": _OBJECT,
+    "hf_overrides": _OBJECT,
+    "load_format": _TEXT,
+    "model_impl": _TEXT,
+    "model_loader_extra_config": _OBJECT,
+    "scheduler_cls": _TEXT,
+    "speculative_config": _OBJECT,
+    "trust_remote_code": _SWITCH,
+    "worker_cls": _TEXT,
+    "worker_extension_cls": _TEXT,
+}
+"""Arguments that can load code from the model, or name classes to import, with the types of their values."""
 
 FIELDS = {
     "dtype": "spec.model.dtype",
-    "enable_chunked_prefill": "spec.engine.chunkedPrefill",
-    "enable_prefix_caching": "spec.engine.prefixCaching",
-    "kv_cache_memory_bytes": "spec.engine.kvCacheMemory",
-    "max_model_len": "spec.engine.maxSequenceLength",
-    "max_num_batched_tokens": "spec.engine.maxTokens",
-    "max_num_seqs": "spec.engine.maxRequests",
+    "enable_chunked_prefill": "spec.engine.batching.chunkedPrefill",
+    "enable_prefix_caching": "spec.engine.batching.prefixCaching",
+    "kv_cache_memory_bytes": "spec.engine.batching.kvCacheMemory",
+    "max_model_len": "spec.model.maxSequenceLength",
+    "max_num_batched_tokens": "spec.engine.batching.maxTokens",
+    "max_num_seqs": "spec.engine.batching.maxRequests",
     "model": "spec.model.source",
     "pipeline_parallel_size": "spec.parallelism.pipeline",
+    "enable_expert_parallel": "spec.parallelism.expert",
     "tensor_parallel_size": "spec.parallelism.tensor",
 }
 """Fields of the resource that set an argument."""
@@ -69,11 +70,14 @@ FIELDS = {
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
     """Return why the first argument is rejected, with its name and the remedy; None if all are allowed."""
-    for name in arguments:
+    for name, value in sorted(arguments.items()):
         if name in FIELDS:
             return f"{name} conflicts with {FIELDS[name]}: set that field instead"
         if name in LOADS_CODE and not allow_code:
             return f"{name} can load code: leave it out, or have the administrator allow it (vllm.allowCode)"
-        if name not in ALLOWED | LOADS_CODE:
+        kinds = ALLOWED.get(name) or LOADS_CODE.get(name)
+        if kinds is None:
             return f"{name} is not supported: use one of {', '.join(sorted(ALLOWED))}"
+        if type(value) not in kinds:
+            return f"{name} is {json.dumps(value)[:60]}: give {_KINDS[kinds]}"
     return None

@@ -122,7 +122,7 @@ def test_generated_files_are_current(name: str) -> None:
 def test_the_operator_has_no_permission_to_list_secrets_or_change_foreign_objects() -> None:
     rules = [
         rule
-        for manifest in install_manifests(namespace="n", image="i", runtime_image="r")
+        for manifest in install_manifests(namespace="n", image="i", runtime_image="r", vllm_runtime_image="v")
         for rule in manifest.get("rules", [])
     ]
     for rule in rules:

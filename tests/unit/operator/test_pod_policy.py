@@ -560,11 +560,14 @@ def test_an_engine_keeps_its_number_of_pods_until_its_turn(make_cluster: Any) ->
 def test_every_switch_is_a_value_of_the_chart_that_is_off_and_reaches_the_operator() -> None:
     chart = ROOT / "charts/megatron-inference"
     values = yaml.safe_load((chart / "values.yaml").read_text())
-    schema = json.loads((chart / "values.schema.json").read_text())["properties"]["podPolicy"]["properties"]
+    schema = json.loads((chart / "values.schema.json").read_text())["properties"]
     deployment = (chart / "templates/deployment.yaml").read_text()
-    further = {"quotedImageRepositories": "--quote-image-repository"}
-    flags = {value.removeprefix("podPolicy."): flag for value, flag in (switch.value for switch in Switch)} | further
-    assert set(values["podPolicy"]) == set(schema) == set(flags)
-    for name, flag in flags.items():
-        assert not values["podPolicy"][name]
+    flags = dict(switch.value for switch in Switch)
+    flags["podPolicy.quotedImageRepositories"] = "--quote-image-repository"
+    policy = {name.removeprefix("podPolicy.") for name in flags if name.startswith("podPolicy.")}
+    assert set(values["podPolicy"]) == set(schema["podPolicy"]["properties"]) == policy
+    for path, flag in flags.items():
+        section, name = path.split(".")
+        assert name in schema[section]["properties"]
+        assert not values[section][name]
         assert f".{name} }}}}\n            - {flag}\n" in deployment

@@ -15,7 +15,7 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
-from megatron_operator.render.context import InvalidPodTemplate, RenderContext
+from megatron_operator.render.context import LABEL_ENGINE, InvalidPodTemplate, RenderContext
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.merge import merge_template
@@ -154,7 +154,7 @@ HUB = {"huggingFace": {"repo": "org/name"}}
 
 
 def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
-    """Of each component: to whom, and to which ports."""
+    """Of each component, and of engine 0: to which component or engine, and to which ports."""
     found = {}
     for policy in (each for each in all_children(ctx) if each["kind"] == "NetworkPolicy"):
         rules = []
@@ -162,8 +162,11 @@ def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
             (peer,) = rule.get("to", [{"podSelector": {"matchLabels": {COMPONENT: "any"}}}])
             labels = peer["podSelector"]["matchLabels"]
             assert labels[COMPONENT] == "any" or labels["app.kubernetes.io/instance"] == "demo"
-            rules.append((labels[COMPONENT], {port["port"] for port in rule.get("ports", ())}))
-        found[policy["spec"]["podSelector"]["matchLabels"][COMPONENT]] = rules
+            rules.append(
+                (labels.get(LABEL_ENGINE, labels[COMPONENT]), {port["port"] for port in rule.get("ports", ())})
+            )
+        selected = policy["spec"]["podSelector"]["matchLabels"]
+        found[selected.get(LABEL_ENGINE, selected[COMPONENT])] = rules
         assert ("Egress" in policy["spec"]["policyTypes"]) is ctx.settings.egress_policies
     return found
 
@@ -176,7 +179,8 @@ def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> N
     dns, hub = ("any", {53, 5353}), [("any", {443})] if source is HUB else []
     assert _egress(_context(model={"source": source})) == {
         "coordinator": [],
-        "engine": [("coordinator", {5556}), ("engine", set()), dns, *hub],
+        "engine": [("coordinator", {5556}), dns, *hub],
+        "demo-engine-0": [("demo-engine-0", set())],
         "server": [("coordinator", {5555}), dns, *hub],
     }
 
@@ -184,7 +188,30 @@ def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> N
 def test_egress_policies_can_be_switched_off() -> None:
     ctx = _context(model={"source": HUB})
     plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
-    assert _egress(plain) == {"coordinator": [], "engine": [], "server": []}
+    assert _egress(plain) == {"coordinator": [], "engine": [], "demo-engine-0": [], "server": []}
+
+
+def test_only_pods_of_the_same_engine_may_connect_to_an_engine() -> None:
+    policies = [each for each in all_children(_context(replicas=2)) if each["kind"] == "NetworkPolicy"]
+    peers: dict[str, list[Any]] = {}
+    for spec in (policy["spec"] for policy in policies):
+        selected = spec["podSelector"]["matchLabels"]
+        if selected[COMPONENT] == "engine":
+            peers[selected.get(LABEL_ENGINE, "all")] = spec["ingress"]
+    assert peers.pop("all") == [{"ports": [{"protocol": "TCP", "port": 8080}]}]
+    assert {
+        name: [rule["from"][0]["podSelector"]["matchLabels"] for rule in rules] for name, rules in peers.items()
+    } == {
+        name: [
+            {
+                "app.kubernetes.io/name": "megatron-inference",
+                "app.kubernetes.io/instance": "demo",
+                COMPONENT: "engine",
+                LABEL_ENGINE: name,
+            }
+        ]
+        for name in ("demo-engine-0", "demo-engine-1")
+    }
 
 
 def test_policies_restart_no_pod() -> None:

@@ -21,6 +21,24 @@ def _spec(**fields: Any) -> dict[str, Any]:
     return {"model": {"source": SOURCE}, **fields}
 
 
+def _vllm(*, engine: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return _spec(engine={"backend": "VLLM", **(engine or {})}, **fields)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        _vllm(),
+        _vllm(model={"source": SOURCE, "dtype": "BFloat16", "format": "GGUF"}),
+        _vllm(engine={"gpusPerPod": 4}, parallelism={"tensor": 4}),
+        _vllm(engine={"vllm": {"allowPickleBetweenPods": True}}, parallelism={"tensor": 2}),
+        _spec(model={"source": SOURCE, "dtype": "Int4", "format": "TorchDist"}, parallelism={"tensor": 2}),
+    ],
+)
+def test_each_backend_accepts_what_it_can_run(spec: dict[str, Any]) -> None:
+    parse_spec(spec)
+
+
 def test_defaults_are_those_of_the_reference() -> None:
     spec = parse_spec(_spec()).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert spec["desiredState"] == "Running"
@@ -70,6 +88,16 @@ def test_defaults_are_those_of_the_reference() -> None:
                 "weights": {"revision": "d"},
             },
             "not allowed together",
+        ),
+        (_spec(engine={"vllm": {}}), "set spec.engine.backend to VLLM, or remove spec.engine.vllm"),
+        (_spec(engine={"backend": "VLLM", "image": "x"}), "set spec.engine.vllm.image instead"),
+        (_spec(engine={"backend": "VLLM", "vllm": {"args": dict.fromkeys(map(str, range(65)), 1)}}), "at most 64"),
+        (_vllm(model={"source": SOURCE, "dtype": "Int4"}), "spec.model.dtype: is Int4; .*args.quantization"),
+        (_vllm(model={"source": SOURCE, "format": "TorchDist"}), "spec.model.format: is TorchDist; .*megatron convert"),
+        (_vllm(parallelism={"tensor": 2}), "allowPickleBetweenPods: .*can run code there; set it to true"),
+        (
+            _vllm(parallelism={"tensor": 4}, engine={"gpusPerPod": 2, "vllm": {"args": {}}}),
+            "allowPickleBetweenPods: .*raise spec.engine.gpusPerPod",
         ),
     ],
 )
@@ -142,7 +170,7 @@ def test_scale_and_status_are_subresources() -> None:
 
 def test_print_columns_narrow_and_wide() -> None:
     assert [name for name, _, _, priority in COLUMNS if not priority] == ["State", "Ready", "Model", "Reason", "Age"]
-    assert [name for name, _, _, priority in COLUMNS if priority] == ["Epoch", "Revision", "Endpoint"]
+    assert [name for name, _, _, priority in COLUMNS if priority] == ["Backend", "Epoch", "Revision", "Endpoint"]
 
 
 def test_every_rule_has_a_message_that_names_its_field() -> None:

@@ -218,7 +218,7 @@ async def test_an_engine_whose_process_dies_fails_once_while_idle_too(running: R
     [
         ({"dtype": "int4"}, "dtype int4: vLLM quantizes by its argument quantization"),
         ({"batch_invariant": True}, "batch_invariant is not supported by the vLLM backend"),
-        ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.engine.maxSequenceLength"),
+        ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.model.maxSequenceLength"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "trust_remote_code can load code"),
         ({"vllm_arguments": {"colour": 1}}, "colour is not supported: use one of"),
         ({"vllm_arguments": {"quantization": "odd"}}, "quantization 'odd' is unknown"),
