@@ -89,6 +89,7 @@ soak: setup ## the randomised tests of `make test`, many times and longer (MEGAT
 		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+	MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
 	$(PY) tests/mutation/run.py
 
 mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
@@ -103,7 +104,7 @@ build/vllm.stamp: build/setup.stamp
 	touch $@
 
 test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
-	@LD_PRELOAD="$$(echo build/vllm/lib/libiomp5.so | sed "s#^#$$PWD/#")" build/vllm/bin/pytest -s tests/vllm --timeout 1800
+	@LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/pytest -s tests/vllm --timeout 1800
 
 test-cluster: setup
 	@$(BEGIN)
