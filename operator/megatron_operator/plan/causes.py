@@ -19,7 +19,73 @@ def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
     return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
 
 
+VLLM_MESSAGE: tuple[Cause, ...] = (
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"vLLM is not installed|vLLM [\w.+-]+ is not supported",
+        "use the vLLM image of this release: correct spec.engine.vllm.image, or vllm.image of the operator's chart",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"quantization method|quantization .* is unknown",
+        "correct spec.engine.vllm.args.quantization, or leave it out for a model that is quantized already",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"trust_remote_code|requires you to execute the configuration file",
+        "set spec.engine.vllm.args.trust_remote_code, which the chart allows with vllm.allowCode, or use another model",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"must be divisible by tensor parallel size",
+        "set spec.parallelism.tensor to a divisor of the model's attention heads",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"greater than the derived max_model_len",
+        "lower spec.model.maxSequenceLength to the model's limit",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"larger than the available KV cache memory",
+        "raise spec.engine.batching.kvCacheMemory, or lower spec.model.maxSequenceLength",
+    ),
+    _cause(
+        Reason.GPU_OUT_OF_MEMORY,
+        r"No available memory for the cache blocks",
+        "lower batching.maxTokens or maxSequenceLength, set spec.engine.vllm.args.quantization, or raise "
+        "parallelism.tensor",
+    ),
+    _cause(
+        Reason.GPU_OUT_OF_MEMORY,
+        r"less than desired GPU memory utilization",
+        "end the other processes on the GPU, or lower spec.engine.vllm.args.gpu_memory_utilization",
+    ),
+    _cause(
+        Reason.NO_GPU,
+        r"Failed to infer device type|larger than the number of available GPUs",
+        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
+    ),
+    _cause(
+        Reason.UNSUPPORTED_BY_BACKEND,
+        r"Model architectures? .*(supported|failed to be inspected)|No model architectures are specified",
+        "choose a model that this version of vLLM supports, or set spec.engine.backend to Native",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"vLLM argument |vLLM [\w.+-]+ rejects its arguments|validation errors? for \w+(Config|Args)",
+        "correct spec.engine.vllm.args, or the field that the message names",
+    ),
+    _cause(
+        Reason.CRASH_LOOPING,
+        r"Engine core initialization failed",
+        "read the cause in the log of vLLM's process, with `kubectl logs POD --previous`",
+    ),
+)
+"""Texts of vLLM 0.32 and of its backend. They come first, because they contain words of other patterns."""
+
 TERMINATION_MESSAGE: tuple[Cause, ...] = (
+    *VLLM_MESSAGE,
     _cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",

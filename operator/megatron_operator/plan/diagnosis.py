@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, find_cause
+from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, Cause, find_cause
 from megatron_operator.plan.world import PodView
 from megatron_operator.render.context import PREFLIGHT
 
@@ -26,12 +26,16 @@ class _Termination:
     rank: int | None = None
     remedy: str = ""
 
-    @property
-    def quoted(self) -> str:
+    def quoted(self, cause: Cause | None) -> str:
+        """Return the text; of a long one the part from what `cause` matches, else the end."""
         text = " ".join(self.text.split())
-        return (
-            f": …{text[-_TERMINATION_MESSAGE:]}" if len(text) > _TERMINATION_MESSAGE else (f": {text}" if text else "")
-        )
+        spare = len(text) - _TERMINATION_MESSAGE
+        if spare <= 0:
+            return f": {text}" if text else ""
+        match = cause.pattern.search(text) if cause is not None else None
+        start = min(match.start(), spare) if match is not None else spare
+        before, after = "…" if start else "", "…" if start < spare else ""
+        return f": {before}{text[start : start + _TERMINATION_MESSAGE]}{after}"
 
 
 def _termination_message(pod: PodView) -> _Termination:
@@ -85,7 +89,7 @@ def _ended(pod: PodView) -> tuple[Reason, str]:
     remedy = f"; {said}" if said else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
     what = f"container {pod.ended}" if pod.ended == PREFLIGHT else "its container"
-    return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted}{remedy}"
+    return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
 
 
 def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:

@@ -67,6 +67,79 @@ def test_a_crash_names_its_rank_exit_code_and_termination_message() -> None:
         assert words in found[1]
 
 
+CONFIG, MEMORY = "EngineConfigRefused", "GpuOutOfMemory"
+VLLM_CASES: list[tuple[str, str, str]] = [
+    ("backend vllm: vLLM is not installed: use an image that has it, or --backend native", CONFIG, "vllm.image"),
+    ("vLLM 0.31.2 is not supported: install vLLM >=0.32,<0.33, or use the native backend", CONFIG, "vllm.image"),
+    ("vLLM argument max_model_len conflicts with spec.model.maxSequenceLength: set that", CONFIG, "vllm.args"),
+    ("vLLM 0.32.0 rejects its arguments: unexpected keyword argument 'x'", CONFIG, "spec.engine.vllm.args"),
+    ("1 validation error for CacheConfig\nblock_size\n  Input should be", CONFIG, "spec.engine.vllm.args"),
+    ("Unknown quantization method: odd. Must be one of ['awq'].", CONFIG, "vllm.args.quantization"),
+    (
+        "Failed to load the model config. If the model is a custom model not yet available in the HuggingFace "
+        "transformers library, consider setting `trust_remote_code=True` in LLM",
+        CONFIG,
+        "vllm.allowCode",
+    ),
+    (
+        "User-specified max_model_len (4096) is greater than the derived max_model_len (max_position_embeddings=2048.0 "
+        "or model_max_length=None in model's config.json).",
+        CONFIG,
+        "lower spec.model.maxSequenceLength",
+    ),
+    (
+        "To serve at least one request with the model's max seq len (4096), (0.18 GiB KV cache is needed, which is "
+        "larger than the available KV cache memory (0.06 GiB). Based on",
+        CONFIG,
+        "raise spec.engine.batching.kvCacheMemory",
+    ),
+    (
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+        MEMORY,
+        "parallelism.tensor",
+    ),
+    (
+        "Free memory on device cuda:0 (3.2/79.1 GiB) on startup is less than desired GPU memory utilization "
+        "(0.9, 71.2 GiB).",
+        MEMORY,
+        "other processes",
+    ),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", MEMORY, "kvCacheMemory"),
+    ("Failed to infer device type, please set the environment variable", "NoGpu", "gpusPerPod"),
+    (
+        "Total number of attention heads (9) must be divisible by tensor parallel size (2).",
+        CONFIG,
+        "spec.parallelism.tensor",
+    ),
+    (
+        "Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: dict_keys(['A'])",
+        "UnsupportedByBackend",
+        "Native",
+    ),
+    ("Engine core initialization failed. See root cause above. Failed core proc(s): {}", "CrashLooping", "--previous"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason", "words"), VLLM_CASES, ids=[case[0][:40] for case in VLLM_CASES])
+def test_each_failure_of_a_vllm_engine_has_its_reason_and_its_remedy(text: str, reason: str, words: str) -> None:
+    told = {"reason": "ValueError", "rank": 0, "message": text, "remedy": ""}
+    for message in (json.dumps(told), f"Traceback (most recent call last):\nValueError: {text}"):
+        found = diagnose(crashed(message))
+        assert found is not None
+        assert (found[0].value, words in found[1].rpartition("; ")[2]) == (reason, True), found
+
+
+def test_a_long_message_is_quoted_from_its_cause_on() -> None:
+    names = [f"Model{number}ForCausalLM" for number in range(300)]
+    text = (
+        f"loading {'.' * 500} Model architectures ['Odd'] are not supported for now. Supported architectures: {names}"
+    )
+    found = diagnose(crashed(json.dumps({"reason": "ValueError", "message": text, "rank": 0})))
+    assert found is not None
+    assert ": …Model architectures ['Odd'] are not supported for now. Supported" in found[1]
+    assert "…; choose a model" in found[1]
+
+
 @pytest.mark.parametrize("is_over", [{"ready": True}, {"deleting": True}])
 def test_a_pod_that_recovered_or_is_deleted_has_no_diagnosis(is_over: dict[str, bool]) -> None:
     assert diagnose(replace(crashed("Segmentation fault", 139), **is_over)) is None

@@ -22,7 +22,7 @@ from megatron_operator.render.merge import merge_template
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = sorted((ROOT / "manifests/samples").glob("*.yaml"))
-SETTINGS = Settings(runtime_image="registry.example/runtime:1")
+SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
 
 
 def _context(**fields: Any) -> RenderContext:
@@ -43,7 +43,8 @@ def test_samples_render_to_their_golden_files(sample: Path) -> None:
     golden = Path(__file__).parent / "golden" / sample.name
     rendered = all_children(read_resource(sample).context(SETTINGS))
     assert rendered == list(yaml.safe_load_all(golden.read_text())), (
-        f"megatron-operator render -f {sample} --runtime-image {SETTINGS.runtime_image} > {golden}"
+        f"megatron-operator render -f {sample} --runtime-image {SETTINGS.runtime_image} "
+        f"--vllm-runtime-image {SETTINGS.vllm_runtime_image} > {golden}"
     )
 
 

@@ -1,0 +1,314 @@
+"""vLLM engines: the rendered pods, the checks of their arguments, and what the operator does with a bad one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_operator.cli import main
+from megatron_operator.model.crd import structural_schema
+from megatron_operator.model.pod_policy import PodPolicy
+from megatron_operator.model.resource import MegatronInferenceSpec, parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.model.states import OperationOutcome, SignalKind
+from megatron_operator.plan.quoting import NOT_QUOTED, quotable
+from megatron_operator.plan.world import OperationReport, PodView
+from megatron_operator.render.children import all_children
+from megatron_operator.render.compare import preview
+from megatron_operator.render.context import NotAllowed, RenderContext, UnsupportedByBackend
+from megatron_operator.render.engine import revision_of
+from megatron_operator.render.model_source import model_hash
+from megatron_operator.render.revision import context_of, revision_child
+from megatron_runtime.protocol.vllm_arguments import FIELDS
+
+SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
+CODE = replace(SETTINGS, pod_policy=PodPolicy(vllm_code=True))
+
+POD = PodView("demo-engine-0-0", "u", "engine", engine="demo-engine-0", last_message="the cause")
+DONE = {"op": OperationReport(OperationOutcome.FAILED, SignalKind.PAUSE, message="failed")}
+
+
+def context(
+    *, settings: Settings = SETTINGS, engine: dict[str, Any] | None = None, backend: str = "VLLM", **fields: Any
+) -> RenderContext:
+    spec = {"model": {"source": {"builtin": "smollm2-135m"}}, "engine": {"backend": backend, **(engine or {})}}
+    return RenderContext("demo", "default", "uid", parse_spec({**spec, **fields}), settings)
+
+
+def with_args(args: dict[str, Any], *, settings: Settings = SETTINGS) -> RenderContext:
+    return context(settings=settings, engine={"vllm": {"args": args}})
+
+
+def pod(ctx: RenderContext, kind: str = "StatefulSet", name: str = "demo-engine-0") -> dict[str, Any]:
+    found = next(each for each in all_children(ctx) if (each["kind"], each["metadata"]["name"]) == (kind, name))
+    return dict(found["spec"]["template"]["spec"])
+
+
+def engine(ctx: RenderContext) -> dict[str, Any]:
+    (container,) = pod(ctx)["containers"]
+    return dict(container)
+
+
+def option(args: list[str], name: str) -> str:
+    return args[args.index(name) + 1]
+
+
+def variables(ctx: RenderContext) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in engine(ctx)["env"]}
+
+
+# --- Rendered pods --------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_passed_as_canonical_json() -> None:
+    ctx = with_args({"quantization": "fp8", "block_size": 32, "enforce_eager": True})
+    args = engine(ctx)["args"]
+    assert option(args, "--backend") == "vllm"
+    assert option(args, "--vllm-arguments") == '{"block_size":32,"enforce_eager":true,"quantization":"fp8"}'
+    assert "--vllm-allow-code" not in args
+    other_order = with_args({"enforce_eager": True, "block_size": 32, "quantization": "fp8"})
+    assert revision_of(other_order) == revision_of(ctx)
+    assert option(engine(context())["args"], "--vllm-arguments") == "{}"
+
+
+def test_no_variable_is_expanded_in_an_argument() -> None:
+    text = option(engine(with_args({"moe_backend": "$(HF_TOKEN)"}))["args"], "--vllm-arguments")
+    assert "$" not in text
+    assert json.loads(text) == {"moe_backend": "$(HF_TOKEN)"}
+
+
+def test_a_native_engine_has_nothing_of_vllm() -> None:
+    native = json.dumps(pod(context(backend="Native")))
+    assert "vllm" not in native.lower()
+    assert "DO_NOT_TRACK" not in native
+
+
+@pytest.mark.parametrize(
+    ("engine_fields", "image"),
+    [({}, "registry.example/vllm:1"), ({"vllm": {"image": "registry.example/vllm:2"}}, "registry.example/vllm:2")],
+)
+def test_engines_run_the_vllm_image_and_other_components_the_runtime_image(
+    engine_fields: dict[str, Any], image: str
+) -> None:
+    several = {"allowPickleBetweenPods": True, **engine_fields.get("vllm", {})}
+    ctx = context(engine={"vllm": several}, parallelism={"tensor": 2})
+    found = pod(ctx)
+    assert [each["image"] for each in (*found["containers"], *found["initContainers"])] == [image, image]
+    for name in ("demo-coordinator", "demo-server"):
+        assert pod(ctx, "Deployment", name)["containers"][0]["image"] == "registry.example/runtime:1"
+
+
+def test_an_engine_in_one_pod_starts_its_own_ranks() -> None:
+    ctx = context(engine={"gpusPerPod": 4}, parallelism={"tensor": 4})
+    found = engine(ctx)
+    assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in found["volumeMounts"]
+    env = variables(ctx)
+    assert (env["NNODES"], env["NPROC_PER_NODE"], env["TENSOR_PARALLEL_SIZE"]) == ("1", "4", "4")
+    assert "VLLM_HOST_IP" not in env
+
+
+def test_an_engine_over_several_pods_has_the_variables_of_a_native_one_and_its_own_address() -> None:
+    sizes: dict[str, Any] = {"parallelism": {"tensor": 2, "pipeline": 2}}
+    several = context(engine={"ranksPerPod": 2, "vllm": {"allowPickleBetweenPods": True}}, **sizes)
+    native = context(backend="Native", engine={"ranksPerPod": 2}, **sizes)
+    env = variables(several)
+    assert env.items() >= variables(native).items()
+    assert (env["NNODES"], env["NPROC_PER_NODE"], env["MASTER_PORT"]) == ("2", "2", "29500")
+    assert env["VLLM_HOST_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
+    ctx = context()
+    config = next(each["data"] for each in all_children(ctx) if each["kind"] == "ConfigMap")
+    env = {**config, **variables(ctx)}
+    caches = ("VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME")
+    assert all(env[name].startswith("/cache/") for name in caches)
+    assert (env["VLLM_NO_USAGE_STATS"], env["DO_NOT_TRACK"]) == ("1", "1")
+    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in engine(ctx)["volumeMounts"]}
+    assert mounts["/cache"] is False
+
+
+# --- Checks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"colour": 1}, r"^spec.engine.vllm.args.colour is not supported: use one of attention_backend, block_size, "),
+        ({"max_model_len": 9}, "args.max_model_len conflicts with spec.model.maxSequenceLength: set that field"),
+        ({"tensor_parallel_size": 2}, "args.tensor_parallel_size conflicts with spec.parallelism.tensor"),
+        ({"data_parallel_size": 2}, "args.data_parallel_size is not supported"),
+        ({"block_size": "32"}, 'args.block_size is "32": give an integer'),
+        ({"block_size": 1.5}, r"args.block_size is 1.5: give an integer"),
+        ({"block_size": True}, "args.block_size is true: give an integer"),
+        ({"gpu_memory_utilization": "0.9"}, "args.gpu_memory_utilization is .*: give a number"),
+        ({"enforce_eager": 1}, "args.enforce_eager is 1: give true or false"),
+        ({"quantization": None}, "args.quantization is null: give a string"),
+        ({"quantization": ["fp8"]}, "args.quantization is .*: give a string"),
+        ({"quantization": "x" * 16_384}, r"has 16403 characters as JSON .*at most 16384 characters .*shorten it"),
+        ({"seed\n\x1b": 1}, r"args.seed\\n\\x1b is not supported"),
+    ],
+)
+def test_an_argument_that_vllm_engines_do_not_accept_is_named_with_the_remedy(
+    args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedByBackend, match=message):
+        all_children(with_args(args))
+
+
+def test_arguments_are_bounded_in_depth() -> None:
+    deep: Any = 1
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(UnsupportedByBackend, match=r"in 22 levels; .*in 16 levels are allowed"):
+        all_children(with_args({"hf_overrides": {"a": deep}}, settings=CODE))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"trust_remote_code": True},
+        {"load_format": "pt"},
+        {"worker_cls": "evil.Worker"},
+        {"worker_extension_cls": "evil.Extension"},
+        {"compilation_config": {"level": 3}},
+        {"quantization": "fp8", "scheduler_cls": "evil.Scheduler"},
+    ],
+    ids=str,
+)
+def test_an_argument_that_can_load_code_needs_the_switch_of_the_chart(args: dict[str, Any]) -> None:
+    name = next(name for name in args if name != "quantization")
+    with pytest.raises(NotAllowed, match=rf"^spec.engine.vllm.args.{name}: is .*vllm.allowCode .*--allow-vllm-code"):
+        all_children(with_args(args))
+    allowed = engine(with_args(args, settings=CODE))["args"]
+    assert "--vllm-allow-code" in allowed
+    assert json.loads(option(allowed, "--vllm-arguments")) == args
+
+
+def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
+    foreign = {"vllm": {"image": "registry.example/other:1"}}
+    with pytest.raises(NotAllowed, match=r"^spec.engine.vllm.image: is .*vllm:1 are allowed; .*imageRepositories"):
+        all_children(context(engine=foreign))
+    listed = replace(SETTINGS, pod_policy=PodPolicy(image_repositories=("registry.example/other",)))
+    assert engine(context(engine=foreign, settings=listed))["image"] == "registry.example/other:1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_LOGGING_CONFIG_PATH", "FLASHINFER_WORKSPACE_BASE", "DG_JIT_NVCC"],
+)
+def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "1"}]}]}}
+    with pytest.raises(NotAllowed, match=r"podPolicy\.environment"):
+        all_children(context(engine={"podTemplate": overlay}))
+
+
+def test_each_field_that_conflicts_with_an_argument_exists() -> None:
+    schema = structural_schema(MegatronInferenceSpec)
+    for path in FIELDS.values():
+        field = reduce(lambda node, name: node["properties"][name], path.split(".")[1:], schema)
+        assert field["description"], path
+
+
+# --- Revisions ------------------------------------------------------------------------------------------------------
+
+
+def test_another_quantization_is_another_model_and_another_backend_is_not() -> None:
+    assert model_hash(with_args({"quantization": "fp8"})) != model_hash(with_args({"quantization": "awq"}))
+    assert model_hash(with_args({"block_size": 32})) == model_hash(context()) == model_hash(context(backend="Native"))
+    assert revision_of(context()) != revision_of(context(backend="Native"))
+
+
+def test_the_default_image_is_recorded_with_a_revision_of_vllm_engines() -> None:
+    upgraded = replace(SETTINGS, vllm_runtime_image="registry.example/vllm:2")
+    now = context(settings=upgraded)
+    recorded = revision_child(context())["data"]
+    restored = context_of(now, recorded, revision=revision_of(context()))
+    assert restored is not None
+    assert engine(restored)["image"] == "registry.example/vllm:1"
+    assert revision_of(now) != revision_of(context())
+    native = context(backend="Native")
+    assert revision_of(replace(native, settings=upgraded)) == revision_of(native)
+    assert "vllm_runtime_image" not in revision_child(native)["data"]["settings"]
+
+
+def test_a_plan_names_the_change_and_replaces_engines_one_after_another() -> None:
+    found = preview(context(backend="Native", replicas=2), context(replicas=2))
+    restarted = {change.child for change in found.changes if change.restarts}
+    assert restarted == {"StatefulSet demo-engine-0", "StatefulSet demo-engine-1"}
+    assert found.steps[-1] == "lowest capacity meanwhile: 1 of 2 engines"
+
+
+# --- The operator ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, engine={"backend": "VLLM"})
+    cluster.settle()
+    before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.patch(engine={"vllm": {"args": {"quantisation": "fp8"}}})
+    cluster.settle()
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
+    assert cluster.signals() == []
+    degraded = cluster.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "UnsupportedByBackend")
+    assert "spec.engine.vllm.args.quantisation is not supported: use one of" in degraded["message"]
+    assert cluster.condition("Ready")["status"] == "True"
+
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    assert (cluster.state, cluster.engine_pods()) == ("Stopped", [])
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.status["ready"] == "2/2", "engines of the recorded revision run again"
+
+    cluster.patch(engine={"vllm": {"args": {"quantization": "fp8"}}})
+    cluster.settle()
+    assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("2/2", 2)
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_a_new_resource_with_a_bad_argument_gets_no_engine(make_cluster: Any) -> None:
+    cluster = make_cluster(engine={"backend": "VLLM", "vllm": {"args": {"dtype": "half"}}})
+    cluster.settle()
+    assert cluster.engine_pods() == []
+    assert cluster.condition("Ready")["reason"] == "UnsupportedByBackend"
+
+
+def test_messages_of_the_default_vllm_image_are_quoted_and_of_others_not(make_cluster: Any) -> None:
+    world = make_cluster(engine={"backend": "VLLM"}).world()
+    foreign = make_cluster(engine={"backend": "VLLM", "vllm": {"image": "registry.example/other:1"}}).world()
+
+    def quoted(world: Any, image: str) -> tuple[str, str]:
+        ended = replace(POD, image=image)
+        found = quotable(replace(world, pods=(ended,), coordinator=replace(world.coordinator, operations=DONE)))
+        return found.pods[0].last_message, found.coordinator.operations["op"].message
+
+    assert quoted(world, world.settings.vllm_runtime_image) == ("the cause", "failed")
+    assert quoted(foreign, "registry.example/other:1") == (NOT_QUOTED, NOT_QUOTED)
+
+
+def test_the_offline_commands_apply_the_same_checks(tmp_path: Path) -> None:
+    path = tmp_path / "resource.yaml"
+    spec = {
+        "model": {"source": {"builtin": "smollm2-135m"}},
+        "engine": {"backend": "VLLM", "vllm": {"args": {"trust_remote_code": True}}},
+    }
+    resource = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference"}
+    path.write_text(json.dumps({**resource, "metadata": {"name": "demo"}, "spec": spec}))
+    for command in ("render", "plan"):
+        rejected = CliRunner().invoke(main, [command, "-f", str(path)])
+        assert rejected.exit_code == 1
+        assert "spec.engine.vllm.args.trust_remote_code" in rejected.output
+        accepted = CliRunner().invoke(main, [command, "-f", str(path), "--allow-vllm-code"])
+        assert accepted.exit_code == 0, accepted.output
+    rendered = CliRunner().invoke(main, ["render", "-f", str(path), "--allow-vllm-code", "--vllm-runtime-image", "v:9"])
+    assert "image: v:9" in rendered.output
