@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_operator.model.resource import Backend
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     ENGINE,
@@ -134,7 +135,8 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
-    if ctx.spec.ranks_per_pod > 1:
+    # Ranks share memory. vLLM also does so with one rank on a CPU, and needs more than the 64 MiB of a container.
+    if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})
     container: dict[str, Any] = {

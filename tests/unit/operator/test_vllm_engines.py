@@ -108,11 +108,17 @@ def test_an_engine_in_one_pod_starts_its_own_ranks() -> None:
     ctx = context(engine={"gpusPerPod": 4}, parallelism={"tensor": 4})
     found = engine(ctx)
     assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
-    assert {"name": "shm", "mountPath": "/dev/shm"} in found["volumeMounts"]
     env = variables(ctx)
     assert (env["NNODES"], env["NPROC_PER_NODE"], env["TENSOR_PARALLEL_SIZE"]) == ("1", "4", "4")
     assert "VLLM_HOST_IP" not in env
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_vllm_engine_has_shared_memory(ranks: int) -> None:
+    """vLLM on a CPU needs 160 MiB with one rank; a container has 64 MiB by default."""
+    ctx = context(engine={"ranksPerPod": ranks}, parallelism={"tensor": ranks})
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in engine(ctx)["volumeMounts"]
 
 
 def test_an_engine_over_several_pods_has_the_variables_of_a_native_one_and_its_own_address() -> None:
