@@ -50,8 +50,8 @@ class EngineMetrics(Collector):
             yield _labelled(GaugeMetricFamily(prefix + "engine_sleep_state", text, labels=[label]), levels)
         yield CounterMetricFamily("megatron_engine_steps", "engine steps; 0 with vLLM", value=stats.steps)
         if stats.last_step is not None:
-            age = time.monotonic() - stats.last_step
-            yield GaugeMetricFamily("megatron_seconds_since_last_step", "since the last step ended; not with vLLM", value=age)
+            age, text = time.monotonic() - stats.last_step, "since the last step ended; not with vLLM"
+            yield GaugeMetricFamily("megatron_seconds_since_last_step", text, value=age)
         yield GaugeMetricFamily("megatron_generation_epoch", "epoch of the weights", value=self._lifecycle.epoch)
         yield _labelled(
             GaugeMetricFamily("megatron_engine_state", "1 for the engine's state", labels=["state"]),
