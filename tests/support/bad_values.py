@@ -18,6 +18,8 @@ WEDGES: list[dict[str, Any]] = [
     {"engine": {"podTemplate": {"spec": {"nodeSelector": {"no": "node"}}}}},
     {"engine": {"podTemplate": {"spec": {"containers": "x"}}}},
     {"engine": {"gpusPerPod": 1}},
+    {"engine": {"backend": "VLLM"}},
+    {"engine": {"backend": "VLLM", "vllm": {"args": {"colour": 1}}}},
     {"engine": {"startupSeconds": 10}},
     {"engine": {"batching": {"kvCacheMemory": "1Ti"}}},
     {"model": {"source": {"builtin": "no-such-model"}}},

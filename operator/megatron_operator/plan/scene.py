@@ -26,6 +26,8 @@ from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
+_ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
+"""Children of one engine, which remain if the operator is killed while it removes the engine."""
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
 """Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
@@ -218,7 +220,7 @@ class Scene:
         pattern = re.compile(re.escape(f"{ctx.name}-engine-") + r"(0|[1-9][0-9]*)")
         indexes = set(range(ctx.spec.replicas))
         for ref in world.children:
-            match = pattern.fullmatch(ref.name) if ref.kind in ("StatefulSet", "Service") else None
+            match = pattern.fullmatch(ref.name) if ref.kind in _ENGINE_KINDS else None
             if match and world.children[ref].owned:
                 indexes.add(int(match.group(1)))
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}

@@ -135,7 +135,7 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
-    # Ranks share memory. vLLM also does so with one rank on a CPU, and needs more than the 64 MiB of a container.
+    # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
     if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})

@@ -402,7 +402,32 @@ def test_scaling_down_drains_the_highest_index_first(make_cluster: Any) -> None:
         "demo-coordinator",
         "demo-engine-0",
     }
+    policies = {ref.name for ref in cluster.objects if ref.kind == "NetworkPolicy"}
+    assert policies == {"demo-coordinator", "demo-engine-0", "demo-engines", "demo-server"}
     assert cluster.state == "Running"
+
+
+def test_a_removal_that_a_killed_operator_left_half_done_is_completed(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    policy = ChildRef("NetworkPolicy", "demo-engine-1", "networking.k8s.io/v1")
+    left = cluster.objects[policy]
+    cluster.patch(replicas=1)
+    cluster.settle()
+    cluster.objects[policy] = left
+    cluster.settle()
+    assert policy not in cluster.objects
+
+
+def test_the_pods_of_an_engine_may_connect_before_the_shared_policy_forbids_it(make_cluster: Any) -> None:
+    """An earlier operator allowed the connections of all engines in the shared policy alone."""
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    for name in ("demo-engine-0", "demo-engine-1"):
+        del cluster.objects[ChildRef("NetworkPolicy", name, "networking.k8s.io/v1")]
+    cluster.unverified.add(ChildRef("NetworkPolicy", "demo-engines", "networking.k8s.io/v1"))
+    applied = [action.ref.name for action in cluster.step().actions if isinstance(action, ApplyChild)]
+    assert applied == ["demo-engine-0", "demo-engine-1", "demo-engines"]
 
 
 @pytest.mark.parametrize("code", [409, 412, 423, 424])

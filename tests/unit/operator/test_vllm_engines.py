@@ -25,6 +25,7 @@ from megatron_operator.render.context import NotAllowed, RenderContext, Unsuppor
 from megatron_operator.render.engine import revision_of
 from megatron_operator.render.model_source import model_hash
 from megatron_operator.render.revision import context_of, revision_child
+from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import FIELDS
 
 SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
@@ -83,6 +84,15 @@ def test_no_variable_is_expanded_in_an_argument() -> None:
     assert json.loads(text) == {"moe_backend": "$(HF_TOKEN)"}
 
 
+def test_megatron_engine_accepts_the_command_line(tmp_path: Path) -> None:
+    wanted = {"load_format": "$(HF_TOKEN)", "gpu_memory_utilization": 0.5}
+    _, *args = engine(with_args(wanted, settings=CODE))["args"]
+    for name, value in (("--threads", "1"), ("--keys-dir", str(tmp_path))):
+        args[args.index(name) + 1] = value
+    params = engine_command.make_context("engine", args).params
+    assert (params["backend"], params["vllm_arguments"], params["vllm_allow_code"]) == ("vllm", wanted, True)
+
+
 def test_a_native_engine_has_nothing_of_vllm() -> None:
     native = json.dumps(pod(context(backend="Native")))
     assert "vllm" not in native.lower()
@@ -104,6 +114,13 @@ def test_engines_run_the_vllm_image_and_other_components_the_runtime_image(
         assert pod(ctx, "Deployment", name)["containers"][0]["image"] == "registry.example/runtime:1"
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_processes_of_a_pod_share_memory(ranks: int) -> None:
+    ctx = context(engine={"ranksPerPod": ranks}, parallelism={"tensor": ranks})
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in engine(ctx)["volumeMounts"]
+
+
 def test_an_engine_in_one_pod_starts_its_own_ranks() -> None:
     ctx = context(engine={"gpusPerPod": 4}, parallelism={"tensor": 4})
     found = engine(ctx)
@@ -111,14 +128,6 @@ def test_an_engine_in_one_pod_starts_its_own_ranks() -> None:
     env = variables(ctx)
     assert (env["NNODES"], env["NPROC_PER_NODE"], env["TENSOR_PARALLEL_SIZE"]) == ("1", "4", "4")
     assert "VLLM_HOST_IP" not in env
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_every_vllm_engine_has_shared_memory(ranks: int) -> None:
-    """vLLM on a CPU needs 160 MiB with one rank; a container has 64 MiB by default."""
-    ctx = context(engine={"ranksPerPod": ranks}, parallelism={"tensor": ranks})
-    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod(ctx)["volumes"]
-    assert {"name": "shm", "mountPath": "/dev/shm"} in engine(ctx)["volumeMounts"]
 
 
 def test_an_engine_over_several_pods_has_the_variables_of_a_native_one_and_its_own_address() -> None:
