@@ -73,9 +73,10 @@ def test_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
     assert stream.wait() == story
 
     kube.patch_spec("demo", engine={"vllm": {"args": {"no_such_argument": 1}}})
-    kube.wait("mi/demo", "jsonpath={.status.conditions[?(@.reason=='UnsupportedByBackend')].status}=True")
-    messages = [condition["message"] for condition in kube.json("mi", "demo")["status"]["conditions"]]
-    assert any("spec.engine.vllm.args.no_such_argument" in message for message in messages), messages
+    kube.wait("mi/demo", "condition=Degraded")
+    (degraded,) = [entry for entry in kube.json("mi", "demo")["status"]["conditions"] if entry["type"] == "Degraded"]
+    assert degraded["reason"] == "UnsupportedByBackend"
+    assert "spec.engine.vllm.args.no_such_argument" in degraded["message"]
     ask_for_paris(chat)
     assert engine_pod(kube) == pod, "a verb or a rejected argument restarted the engine's pod"
     kube.patch_spec("demo", engine={"vllm": {"args": {"no_such_argument": None}}})
