@@ -277,6 +277,9 @@ def main(
             "tokens_per_second": {str(clients): row for clients, row in tokens.items()},
             "first_token_ms": first,
             "idle_cpu_percent": idle,
+            "retries": {
+                name: sum(one.retries for runs in found.values() for one in runs) for name, found in answers.items()
+            },
         }
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
