@@ -47,14 +47,8 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
     ),
     _cause(
         Reason.ENGINE_CONFIG_REFUSED,
-        r"larger than the available KV cache memory",
+        r"larger than the available KV cache memory|No available memory for the cache blocks",
         "raise spec.engine.batching.kvCacheMemory, or lower spec.model.maxSequenceLength",
-    ),
-    _cause(
-        Reason.GPU_OUT_OF_MEMORY,
-        r"No available memory for the cache blocks",
-        "lower batching.maxTokens or maxSequenceLength, set spec.engine.vllm.args.quantization, or raise "
-        "parallelism.tensor",
     ),
     _cause(
         Reason.GPU_OUT_OF_MEMORY,
@@ -77,9 +71,9 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
         "correct spec.engine.vllm.args, or the field that the message names",
     ),
     _cause(
-        Reason.CRASH_LOOPING,
-        r"Engine core initialization failed",
-        "read the cause in the log of vLLM's process, with `kubectl logs POD --previous`",
+        Reason.OUT_OF_MEMORY,
+        r"killed by SIGKILL, most often because its memory limit was exceeded",
+        "raise resources.limits.memory in podTemplate, or lower batching.kvCacheMemory",
     ),
 )
 """Texts of vLLM 0.32 and of its backend. They come first, because they contain words of other patterns."""

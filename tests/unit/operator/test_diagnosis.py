@@ -95,8 +95,8 @@ VLLM_CASES: list[tuple[str, str, str]] = [
     ),
     (
         "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
-        MEMORY,
-        "parallelism.tensor",
+        CONFIG,
+        "raise spec.engine.batching.kvCacheMemory",
     ),
     (
         "Free memory on device cuda:0 (3.2/79.1 GiB) on startup is less than desired GPU memory utilization "
@@ -116,7 +116,11 @@ VLLM_CASES: list[tuple[str, str, str]] = [
         "UnsupportedByBackend",
         "Native",
     ),
-    ("Engine core initialization failed. See root cause above. Failed core proc(s): {}", "CrashLooping", "--previous"),
+    (
+        "vLLM failed: its engine process was killed by SIGKILL, most often because its memory limit was exceeded",
+        "OutOfMemory",
+        "raise resources.limits.memory",
+    ),
 ]
 
 
