@@ -25,7 +25,7 @@ def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
     unrendered = scene.rendered.template_error if name is None else scene.rendered.shared[1].get(name)
     if unrendered is not None:
         return unrendered
-    manifests = list(scene.rendered.shared[0])
+    manifests = [*scene.rendered.shared[0], *scene.rendered.engine_policies]
     for engine in scene.engines:
         manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
         if manifest is not None:

@@ -21,6 +21,7 @@ from megatron_operator.render.context import (
 )
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 
 Finding = tuple[Reason, str]
@@ -54,6 +55,11 @@ class Rendered:
             except InvalidPodTemplate as error:
                 findings[name] = _finding(error)
         return manifests, findings
+
+    @cached_property
+    def engine_policies(self) -> tuple[Manifest, ...]:
+        """The NetworkPolicies of the desired engines."""
+        return tuple(engine_policy(self.ctx, index) for index in range(self.ctx.spec.replicas))
 
     @cached_property
     def server(self) -> Manifest | None:

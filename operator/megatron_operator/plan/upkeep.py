@@ -21,7 +21,6 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
-from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.render.services import engine_service
@@ -46,8 +45,7 @@ def upkeep(scene: Scene) -> list[Action]:
     actions: list[Action] = []
     actions += _keys(scene)
     # Before the shared policies, which allow no connections within an engine.
-    policies = [engine_policy(scene.ctx, engine.index) for engine in scene.engines if not engine.surplus]
-    actions += [apply(policy) for policy in policies if _due(scene, policy)]
+    actions += [apply(policy) for policy in scene.rendered.engine_policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)

@@ -660,6 +660,18 @@ def test_a_rejected_template_is_reported_and_does_not_block_verbs(make_cluster: 
     assert cluster.condition("Degraded")["status"] == "False"
 
 
+def test_a_rejected_policy_of_an_engine_is_reported(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.reject.add(ChildRef("NetworkPolicy", "demo-engine-0", "networking.k8s.io/v1"))
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "ChildRefused"
+    assert "NetworkPolicy demo-engine-0" in cluster.condition("Degraded")["message"]
+    cluster.reject.clear()
+    cluster.now += timedelta(seconds=20)
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
 def test_a_template_rejected_in_a_dry_run_replaces_no_engine(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
