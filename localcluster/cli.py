@@ -107,8 +107,11 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
 @_cluster_options
 @click.argument("targets", nargs=-1, type=click.Choice(list(images.TARGETS)))
 def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None:
-    """Build the project's images (all, or TARGETS) where something changed, and load them into a running node."""
-    LocalCluster(name=name, root=root).build_images(targets or tuple(images.TARGETS))
+    """Build the project's images where something changed, and load them into a running node.
+
+    Without TARGETS, operator and runtime are built.
+    """
+    LocalCluster(name=name, root=root).build_images(targets or images.DEFAULT_TARGETS)
 
 
 @main.command("load-image")

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from localcluster.settings import cache_root
 from localcluster.shell import run
 
 SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -86,7 +85,8 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
         return Path(environment["UV_CACHE_DIR"])
     if shutil.which("uv"):
         return Path(run(["uv", "cache", "dir"]).stdout.strip())
-    return cache_root() / "uv"
+    # The default of the uv in build/, which `make setup` uses.
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uv"
 
 
 def mounts(folder: Path, *, target: str) -> list[Mount]:

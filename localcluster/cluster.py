@@ -112,7 +112,7 @@ class LocalCluster:
         wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
         with ThreadPoolExecutor(max_workers=1) as pool:
             # The image build waits for downloads and disk while the compiler uses the CPU.
-            building = pool.submit(images.build, tuple(images.TARGETS), steps) if with_images else None
+            building = pool.submit(images.build, images.DEFAULT_TARGETS, steps) if with_images else None
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)
             for image in building.result() if building else []:
@@ -137,7 +137,7 @@ class LocalCluster:
                 node.up(settings, self.layout, built, steps)
                 cgroups.gather(cgroups.of_node(settings.cgroup), processes.owned_pids(self.layout.state))
 
-    def build_images(self, targets: Sequence[str] = tuple(images.TARGETS)) -> None:
+    def build_images(self, targets: Sequence[str] = images.DEFAULT_TARGETS) -> None:
         """Builds the project's images where their inputs changed, and loads them if the node is up."""
         for image in images.build(targets, self._steps):
             if runtime.is_up(self.layout):

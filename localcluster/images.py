@@ -24,7 +24,13 @@ from localcluster.progress import Step, Steps
 from localcluster.settings import REPOSITORY, cache_root
 from localcluster.shell import run, tail
 
-TARGETS = {"operator": "localhost/megatron-operator:dev", "runtime": "localhost/megatron-runtime:dev"}
+TARGETS = {
+    "operator": "localhost/megatron-operator:dev",
+    "runtime": "localhost/megatron-runtime:dev",
+    "runtime-vllm": "localhost/megatron-runtime-vllm:dev",
+}
+DEFAULT_TARGETS = ("operator", "runtime")
+"""What is built if no target is named: `runtime-vllm` needs 8 GB, and vLLM engines alone use it."""
 # The files that .dockerignore includes, and the two files that define the build.
 INPUTS = (
     "Dockerfile",
@@ -90,6 +96,9 @@ def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY
 def _build(target: str, repository: Path, base: str, step: Step) -> None:
     with tempfile.TemporaryDirectory(dir=_scratch()) as folder:
         mounts = clientconfig.mounts(Path(folder), target=BUILD_FOLDER)
+        apt = Path(folder) / "apt.conf"
+        apt.write_text("".join(f'Acquire::http::Proxy "{proxy}";\n' for proxy in _apt_proxy().values()))
+        mounts.append(clientconfig.Mount(apt, "/etc/apt/apt.conf.d/90megatron-build"))
         arguments = [
             "--layers",
             "--isolation=chroot",
@@ -100,6 +109,7 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
             "--build-arg=UV_NO_CACHE=false",
             f"--build-arg=UV_CONFIG_FILE={BUILD_FOLDER}/uv.toml",
             f"--build-arg=PIP_CONFIG_FILE={BUILD_FOLDER}/pip.conf",
+            "--build-arg=VLLM_CPU=1",  # the node has no GPU
             *(f"--build-arg={name}" for name in clientconfig.PROXY_VARIABLES if name in os.environ),
             *(mount.argument() for mount in mounts),
         ]

@@ -16,17 +16,19 @@ from localcluster.shell import run
 RELEASE = "megatron"
 OPERATOR_NAMESPACE = "megatron-system"
 CHART = REPOSITORY / "charts" / "megatron-inference"
+_VALUES = {"operator": "operator", "runtime": "runtime", "vllm": "runtime-vllm"}
+"""The image of each value of the chart."""
 
 
 def prepare(cluster: LocalCluster, steps: Steps) -> Path:
     """Node up, images built and loaded; programs and images are built side by side. Returns the path of helm."""
     packages.ensure([*packages.NODE, *packages.IMAGES], steps)
     with ThreadPoolExecutor(1) as pool:
-        built = pool.submit(images.build, tuple(images.TARGETS), steps)
+        built = pool.submit(images.build, images.DEFAULT_TARGETS, steps)
         programs.ensure([*programs.NODE, "helm"], steps)
         cluster.up()
         built.result()
-    cluster.build_images(tuple(images.TARGETS))
+    cluster.build_images(images.DEFAULT_TARGETS)
     return cluster.program("helm")
 
 
@@ -37,14 +39,14 @@ def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: S
     """
     with steps.step("helm upgrade --install: the operator is ready"):
         defaults = [
-            f"{target}.image.{key}={value}"
-            for target, reference in images.TARGETS.items()
-            for key, value in zip(("repository", "tag"), reference.rsplit(":", 1), strict=True)
+            f"{place}.image.{key}={value}"
+            for place, target in _VALUES.items()
+            for key, value in zip(("repository", "tag"), images.TARGETS[target].rsplit(":", 1), strict=True)
         ]
         kubeconfig = ["--kubeconfig", str(kube.kubeconfig)] if kube.kubeconfig else []
         chosen = [part for value in [*defaults, *values] for part in ("--set", value)]
-        place = ["--namespace", OPERATOR_NAMESPACE, "--create-namespace"]
-        run([helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, *place, *chosen])
+        namespace = ["--namespace", OPERATOR_NAMESPACE, "--create-namespace"]
+        run([helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, *namespace, *chosen])
         system = kube.in_namespace(OPERATOR_NAMESPACE)
         if not values:
             # The tag of a development image stays the same when its content changes.

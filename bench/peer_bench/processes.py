@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = Path(__file__).parent.parent / "peer_workers"
-START_SECONDS = 300
+START_SECONDS = 600
 _RUN_SECONDS = 180
 _MESSAGE_CHARACTERS = 300
 

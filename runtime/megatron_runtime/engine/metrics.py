@@ -50,10 +50,10 @@ class EngineMetrics(Collector):
             suspended = self._lifecycle.state is EngineState.SUSPENDED
             levels = (("awake", not suspended), ("weights_offloaded", False), ("discard_all", suspended))
             yield _labelled(GaugeMetricFamily(prefix + "engine_sleep_state", text, labels=[label]), levels)
-        yield CounterMetricFamily("megatron_engine_steps", "engine steps", value=stats.steps)
+        yield CounterMetricFamily("megatron_engine_steps", "engine steps; 0 with vLLM", value=stats.steps)
         if stats.last_step is not None:
-            age = time.monotonic() - stats.last_step
-            yield GaugeMetricFamily("megatron_seconds_since_last_step", "since the last step ended", value=age)
+            age, text = time.monotonic() - stats.last_step, "since the last step ended; not with vLLM"
+            yield GaugeMetricFamily("megatron_seconds_since_last_step", text, value=age)
         yield GaugeMetricFamily("megatron_generation_epoch", "epoch of the weights", value=self._lifecycle.epoch)
         yield _labelled(
             GaugeMetricFamily("megatron_engine_state", "1 for the engine's state", labels=["state"]),
@@ -77,6 +77,6 @@ def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[
 
 def _step_sizes(name: str, sizes: StepSizes) -> Metric:
     bounds = [str(float(bound)) for bound in StepSizes.BOUNDS] + ["+Inf"]
-    family = HistogramMetricFamily(name, "tokens of a step")
+    family = HistogramMetricFamily(name, "tokens of a step; empty with vLLM")
     family.add_metric([], list(zip(bounds, accumulate(sizes.counts), strict=True)), sizes.tokens)
     return family

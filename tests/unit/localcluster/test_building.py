@@ -102,6 +102,18 @@ def test_an_image_is_rebuilt_only_for_a_changed_input_or_base(repository: Path) 
     assert images.inputs_digest(repository, "base:1") != before
 
 
+def test_the_large_image_is_built_only_if_it_is_named() -> None:
+    assert set(images.TARGETS) - set(images.DEFAULT_TARGETS) == {"runtime-vllm"}
+
+
+def test_without_uv_on_the_path_a_build_uses_the_cache_of_make_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert clientconfig.uv_cache({}) == Path("/home/me/.cache/uv")
+    assert clientconfig.uv_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/uv")
+    assert clientconfig.uv_cache({"XDG_CACHE_HOME": "/c", "UV_CACHE_DIR": "/u"}) == Path("/u")
+
+
 def test_the_hashed_inputs_are_those_of_the_docker_ignore_file() -> None:
     allowed = (images.REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == set(images.INPUTS) - {

@@ -15,6 +15,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[3]
 FILES = {path.name: path for path in sorted((ROOT / "requirements").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = {
+    "operator.txt": ("operator",),
+    "runtime.txt": ("runtime",),
+    "runtime-vllm.txt": ("runtime", "vllm"),
+    "runtime-vllm-cpu.txt": ("runtime", "vllm-cpu"),
+}
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
@@ -31,9 +37,10 @@ def pins(text: str) -> list[tuple[Requirement, list[str]]]:
 
 def wanted(name: str) -> list[str]:
     """Return the requirements that a file must have, from its source."""
-    if name in ("operator.txt", "runtime.txt"):
+    if name in EXTRAS:
         project = PROJECT["project"]
-        return [*project["dependencies"], *project["optional-dependencies"][name.removesuffix(".txt")]]
+        extras = [project["optional-dependencies"][extra] for extra in EXTRAS[name]]
+        return [line for lines in (project["dependencies"], *extras) for line in lines]
     lines = (ROOT / "requirements" / name).with_suffix(".in").read_text().splitlines()
     return [
         *(line for line in lines if not line.startswith("#")),
@@ -42,7 +49,7 @@ def wanted(name: str) -> list[str]:
 
 
 def test_there_is_a_file_for_everything_that_is_installed() -> None:
-    assert set(FILES) == {"build.txt", "operator.txt", "runtime.txt", "weights.txt"}
+    assert set(FILES) == {*EXTRAS, "build.txt", "weights.txt"}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -54,6 +61,14 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
         assert requirement.url is None
         assert options, f"{name}: {requirement} has no hash"
         assert all(_HASH.fullmatch(option.strip()) for option in options), f"{name}: {requirement} has {options[:1]}"
+
+
+def test_the_torch_of_vllm_for_cpus_is_on_every_index() -> None:
+    """vllm-cpu asks for torch==VERSION+cpu, which the overrides replace."""
+    overridden = (ROOT / "requirements" / "vllm-cpu-overrides.in").read_text()
+    found = {str(requirement) for requirement, _ in pins(FILES["runtime-vllm-cpu.txt"].read_text())}
+    missing = {line for line in overridden.splitlines() if not line.startswith("#")} - found
+    assert not missing, f"requirements/runtime-vllm-cpu.txt lacks {missing}: run `make requirements`"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -80,7 +95,7 @@ def test_pins_are_what_the_project_asks_for(name: str) -> None:
 def test_the_images_install_nothing_without_hashes() -> None:
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     installs = re.findall(r"(?:uv pip|bin/pip) install ([^&;\n]*)", text)
-    assert len(installs) == 6
+    assert len(installs) == 9
     for arguments in installs:
         is_own_wheel = "/opt/megatron/dist/*.whl" in arguments and "--no-deps" in arguments
         assert is_own_wheel or ("--require-hashes" in arguments and "-r /opt/megatron/" in arguments), arguments
@@ -115,4 +130,4 @@ def test_the_target_for_releases_asks_for_a_digest(base: str, code: int) -> None
     result = subprocess.run([*command, "DOCKER=echo"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
     builds = [line for line in result.stdout.splitlines() if line.startswith("build --build-arg RELEASE=1")]
-    assert len(builds) == (0 if code else 2)
+    assert len(builds) == (0 if code else 3)

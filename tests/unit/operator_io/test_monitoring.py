@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "runtime" / "megatron_runtime"
 SOURCES = [path for folder in ("coordinator", "engine", "server") for path in (RUNTIME / folder).rglob("*.py")]
 NAME = re.compile(r"\bmegatron_[a-z_]+")
+NATIVE_ONLY = {"megatron_engine_steps", "megatron_iteration_tokens", "megatron_seconds_since_last_step"}
+"""Metrics that vLLM engines do not have."""
 SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
 
@@ -58,6 +60,11 @@ def test_every_metric_that_is_asked_for_exists() -> None:
     asked = {name for text in (*expressions(), *samples) for name in NAME.findall(text)}
     assert len(asked) > 10
     assert [name for name in sorted(asked) if not is_shown(name, by_operator)] == []
+
+
+def test_alerts_and_panels_work_with_both_backends() -> None:
+    asked = {SUFFIX.sub("", name) for text in expressions() for name in NAME.findall(text)}
+    assert asked & NATIVE_ONLY == set()
 
 
 def test_the_check_notices_a_missing_metric() -> None:

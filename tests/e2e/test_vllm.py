@@ -1,0 +1,86 @@
+"""A resource with vLLM engines: it answers, every verb holds in the middle of a stream, and a bad argument changes no
+engine. vLLM itself runs in the pod, on the CPU of the node."""
+
+from __future__ import annotations
+
+import pytest
+from soak import SOAK
+
+from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
+from localcluster.walkthrough import FROZEN_SECONDS, QUESTION, STORY, ask_for_paris
+
+from .conftest import Platform, deploy
+
+pytestmark = pytest.mark.skipif(not SOAK, reason="builds an image of 6 GB and starts vLLM twice; `make soak` runs it")
+
+RESOURCES = {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "8Gi"}}
+ARGS = {"enforce_eager": True}  # compilation takes a minute, and a verb does not depend on it
+ENGINE = {
+    "backend": "VLLM",
+    "vllm": {"args": ARGS},
+    "startupSeconds": 1800,
+    "batching": {"kvCacheMemory": "256Mi", "maxRequests": 16},
+    "podTemplate": {"spec": {"containers": [{"name": "engine", "resources": RESOURCES}]}},
+}
+RESIDENT = "import psutil; print(sum(process.memory_info().rss for process in psutil.process_iter()) >> 20)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def image(platform: Platform) -> None:
+    platform.cluster.build_images(["runtime-vllm"])
+
+
+def resident_mib(kube: Kubectl) -> int:
+    """Return the resident memory of all processes of the engine's pod."""
+    return int(kube("exec", "demo-engine-0-0", "--container=engine", "--", "python", "-c", RESIDENT))
+
+
+def engine_pod(kube: Kubectl) -> tuple[str, int]:
+    """Return the engine's pod and the restarts of its container."""
+    pod = kube.json("pod", "demo-engine-0-0")
+    return pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]
+
+
+def enter(kube: Kubectl, state: str) -> None:
+    kube.patch_spec("demo", desiredState=state)
+    kube.wait_state("demo", state)
+
+
+def test_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
+    chat = deploy(kube, engine=ENGINE).chat
+    pod = engine_pod(kube)
+    _, tokens = ask_for_paris(chat)
+    story = chat.ask(STORY, max_tokens=tokens)
+
+    stream = chat.stream(STORY, max_tokens=tokens)
+    assert stream.begun.wait(PATIENCE_SECONDS)
+    enter(kube, "Paused")
+    waiting, chunks = chat.stream(QUESTION, max_tokens=16), stream.chunks
+    assert not stream.finished.wait(FROZEN_SECONDS), "the stream ended while the engine was paused"
+    assert stream.chunks == chunks, "tokens arrived while the engine was paused"
+    assert not waiting.begun.is_set(), "a new request was answered while the engine was paused"
+    enter(kube, "Running")
+    assert stream.wait() == story
+    assert "Paris" in waiting.wait()
+
+    stream = chat.stream(STORY, max_tokens=tokens)
+    assert stream.begun.wait(PATIENCE_SECONDS)
+    before = resident_mib(kube)
+    enter(kube, "Suspended")
+    after = resident_mib(kube)
+    assert after < before - 500, f"resident memory of the engine's pod: {before} MiB running, {after} MiB suspended"
+    enter(kube, "Running")
+    assert stream.wait() == story
+
+    kube.patch_spec("demo", engine={"vllm": {"args": {"no_such_argument": 1}}})
+    kube.wait("mi/demo", "condition=Degraded")
+    (degraded,) = [entry for entry in kube.json("mi", "demo")["status"]["conditions"] if entry["type"] == "Degraded"]
+    assert degraded["reason"] == "UnsupportedByBackend"
+    assert "spec.engine.vllm.args.no_such_argument" in degraded["message"]
+    ask_for_paris(chat)
+    assert engine_pod(kube) == pod, "a verb or a rejected argument restarted the engine's pod"
+    kube.patch_spec("demo", engine={"vllm": {"args": {"no_such_argument": None}}})
+
+    enter(kube, "Stopped")
+    assert kube.json("pods", "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=engine")["items"] == []
+    assert chat.status_of(QUESTION) == 503
