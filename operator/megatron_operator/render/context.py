@@ -159,6 +159,12 @@ def child(
     }
 
 
+def literal(text: str) -> str:
+    """Return a container argument that the kubelet passes on as `text`. It would replace `$(NAME)` by a variable, whose
+    value may come from a Secret and then be quoted in an error."""
+    return text.replace("$", "$$")
+
+
 def digest(value: Any, *, length: int = 10) -> str:
     """Return a short hash of plain data, the same in every process."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

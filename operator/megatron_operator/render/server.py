@@ -12,6 +12,7 @@ from megatron_operator.render.context import (
     Manifest,
     RenderContext,
     child,
+    literal,
     seal,
     selector,
 )
@@ -39,7 +40,7 @@ def server_args(ctx: RenderContext) -> list[str]:
     args = [
         "server",
         *("--coordinator", ctx.coordinator_address(PORT_CLIENT)),
-        *("--model", model_argument(ctx)),
+        *("--model", literal(model_argument(ctx))),
         *("--model-name", ctx.model_name),
         *("--model-hash", model_hash(ctx)),
         *("--host", "::"),

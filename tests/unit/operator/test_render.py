@@ -463,3 +463,11 @@ def test_pull_secrets_of_the_installation_reach_all_pods_and_restart_none() -> N
     assert "imagePullSecrets" not in before["ServiceAccount", "demo"]
     assert [key for key in after if after[key] != before[key]] == [("ServiceAccount", "demo")]
     assert {pod["serviceAccountName"] for pod in _pods(secret).values()} == {"demo"}
+
+
+def test_the_kubelet_expands_no_variable_in_a_path_of_the_spec() -> None:
+    source = {"persistentVolumeClaim": {"claimName": "c", "path": "/$(TOKEN)/$x"}}
+    for name, pod in _pods(_context(model={"source": source})).items():
+        args = pod["containers"][0].get("args", [])
+        if "--model" in args:
+            assert args[args.index("--model") + 1] == "/model/$$(TOKEN)/$$x", name
