@@ -1,4 +1,5 @@
-# Two images from one file: `operator`, without torch, and `runtime`, which is coordinator, engine and server.
+# Two images from one file: `operator`, without torch, which is operator and coordinator, and `runtime`, which is engine
+# and server.
 #
 #   docker build --target operator -t megatron-operator .
 #   docker build --target runtime  -t megatron-runtime  .
@@ -52,7 +53,7 @@ ARG PIP_CONFIG_FILE
 COPY requirements/operator.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --require-hashes -r /opt/megatron/operator.txt && \
-    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, kopf, kubernetes.aio.client, msgpack, prometheus_client, pydantic, yaml, zmq'
+    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, kopf, kubernetes.aio.client, msgpack, nacl, numpy, prometheus_client, pydantic, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl

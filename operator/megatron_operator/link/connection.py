@@ -103,6 +103,8 @@ class CoordinatorLink:
         self._link: PeerLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
+        self._lost_at: float | None = None
+        """When the last registration ended; None before the first, and while registered."""
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
@@ -129,6 +131,7 @@ class CoordinatorLink:
         self._address, self._keys = address, keys
         self._pointed_at = self._clock()
         self._disconnect("no address yet" if address is None else f"connecting to {address}")
+        self._lost_at = None
         if address is None:
             return
         self._link = PeerLink(
@@ -161,7 +164,8 @@ class CoordinatorLink:
     def snapshot(self) -> CoordinatorSnapshot:
         """The last report of the coordinator, or that it is unreachable."""
         if self._reply is None or not self._registered.is_set():
-            return CoordinatorSnapshot(error=self._error)
+            lost = None if self._lost_at is None else self._clock() - self._lost_at
+            return CoordinatorSnapshot(error=self._error, lost_seconds=lost)
         return snapshot_of(
             self._reply,
             rejections=self._rejections,
@@ -270,6 +274,7 @@ class CoordinatorLink:
         self._asked = self._answers = 0
         self._answered.set()
         if was:
+            self._lost_at = self._clock()
             logger.info("coordinator lost", extra={"address": self._address, "error": error})
             self._on_change()
 
@@ -352,6 +357,7 @@ class CoordinatorLink:
         if not self._registered.is_set():
             self._asked = self._answers = 0
             self._registered.set()
+            self._lost_at = None
             logger.info("coordinator reached", extra={"address": self._address})
 
     def _on_malformed(self, error: MalformedMessageError) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.plan.lost_coordinator import replacement, replacement_in
 from megatron_operator.plan.policies import POLICIES
 from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
@@ -32,7 +33,7 @@ def decide(world: World) -> Decision:
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     status = printable_data(compose(scene, verdict), limit=MOST_TEXT)
-    actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene)]
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
@@ -40,7 +41,7 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
-        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in),
+        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in, replacement_in(scene)),
     )
 
 

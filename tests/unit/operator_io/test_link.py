@@ -206,6 +206,27 @@ async def test_silent_coordinator_is_unreachable_and_found_again(make_link: Any,
     await changes.until(lambda: link.snapshot.reachable)
 
 
+async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connection(
+    make_link: Any, admin_port: Any
+) -> None:
+    now = 100.0
+    link, changes = make_link(admin_port.address, clock=lambda: now)
+    assert link.snapshot.lost_seconds is None, "never reached"
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.lost_seconds is None
+
+    admin_port.silent = True
+    await changes.until(lambda: not link.snapshot.reachable)
+    now += 7.0
+    assert link.snapshot.lost_seconds == 7.0
+
+    admin_port.silent = False
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.lost_seconds is None
+    link.point_to("tcp://127.0.0.1:1", None)
+    assert link.snapshot.lost_seconds is None, "another address"
+
+
 async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_sent_again(
     make_link: Any, admin_port: Any
 ) -> None:
