@@ -250,6 +250,7 @@ class LocalCluster:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
             if clashes:
                 raise ClusterError(f"cluster {self.name!r} exists, and its {'; its '.join(clashes)}: `down` it first")
+            settings = replace(settings, node_count=self._check_count(self._options.nodes or settings.node_count))
             if not processes.owned_pids(self.layout.state) and not all(map(ports.is_free, settings.ports.values())):
                 settings = replace(settings, ports=ports.allocate(self._options))
         else:
@@ -258,12 +259,15 @@ class LocalCluster:
         config.save(settings, self.layout)
         return settings
 
-    def _new_settings(self) -> Settings:
-        count = self._options.nodes or 1
+    def _check_count(self, count: int) -> int:
         if not 1 <= count <= config.MAX_NODES or (self.control_plane_only and count > 1):
             raise ClusterError(
-                f"--nodes={count}: give 1 to {config.MAX_NODES}, and no more than 1 for a control plane, which has none"
+                f"--nodes={count}: give 1 to {config.MAX_NODES}, and 1 for a control plane alone, which runs no pods"
             )
+        return count
+
+    def _new_settings(self) -> Settings:
+        count = self._check_count(1 if self._options.nodes is None else self._options.nodes)
         base = Settings(self.name, self.control_plane_only, ports.allocate(self._options), node_count=count)
         if self.control_plane_only:
             pods = self._options.pod_subnet or POD_SUBNETS[0]

@@ -99,8 +99,8 @@ def claim(settings: Settings, layout: Layout) -> None:
         state=str(layout.state),
         bridge=settings.bridge,
         cni_network=settings.cni_network,
-        cgroups=[node.cgroup for node in settings.nodes],
-        namespaces=[node.namespace for node in settings.nodes if node.namespace is not None],
+        cgroups=[node.cgroup for node in settings.possible_nodes],
+        namespaces=[node.namespace for node in settings.possible_nodes if node.namespace is not None],
         sysctls={name: _sysctl(name).read_text().strip() for name in SYSCTLS if _sysctl(name).exists()},
         chains=chains,
     )

@@ -64,10 +64,16 @@ def namespace_path(namespace: str) -> Path:
     return Path("/run/netns") / namespace
 
 
-def remove_namespace(namespace: str) -> None:
-    """Remove a network namespace with its interfaces and rules; nothing if there is none."""
-    if namespace_path(namespace).exists():
-        run(["ip", "netns", "delete", namespace])
+def remove_namespaces(namespaces: Collection[str]) -> None:
+    """Remove those network namespaces that exist, with their interfaces and rules."""
+    for namespace in namespaces:
+        if namespace_path(namespace).exists():
+            run(["ip", "netns", "delete", namespace])
+    folder = namespace_path("")
+    # `ip` mounts this folder onto itself.
+    if folder.is_mount() and not any(folder.iterdir()):
+        run(["umount", folder])
+        folder.rmdir()
 
 
 def admit(settings: Settings) -> None:

@@ -101,10 +101,16 @@ class Settings:
 
     @property
     def nodes(self) -> list[Node]:
-        """Each node has an equal part of the pod subnet: first its own address, then those of its pods."""
-        bits = (self.node_count - 1).bit_length()
-        parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=bits)
-        return [self._node(index, part) for index, part in zip(range(1, self.node_count + 1), parts, strict=False)]
+        return self.possible_nodes[: self.node_count]
+
+    @property
+    def possible_nodes(self) -> list[Node]:
+        """The nodes that the cluster may grow to.
+
+        Each has an equal part of the pod subnet: first its own address, then those of its pods.
+        """
+        parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
+        return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]
 
     def _node(self, index: int, part: ipaddress.IPv4Network) -> Node:
         suffix = "" if index == 1 else f"-{index}"
@@ -266,12 +272,12 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return the options that differ from an existing cluster's settings."""
+    """Return the options that differ from an existing cluster's settings. A cluster may grow."""
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),
         "--pod-subnet": (options.pod_subnet, settings.pod_subnet),
         "--service-subnet": (options.service_subnet, settings.service_subnet),
         "--control-plane-only": (control_plane_only, settings.control_plane_only),
-        "--nodes": (options.nodes, settings.node_count),
+        "--nodes": (min(options.nodes or settings.node_count, settings.node_count), settings.node_count),
     }
     return [f"{name} is {has}, not {want}" for name, (want, has) in wanted.items() if want is not None and want != has]

@@ -100,8 +100,7 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
         cgroups.remove(cgroup)
     unmounted = unmount_below(layout.state)
     bridge = network.remove_bridge(footprint.bridge)
-    for namespace in footprint.namespaces:
-        network.remove_namespace(namespace)
+    network.remove_namespaces(footprint.namespaces)
     rules = network.remove_rules(bridge=footprint.bridge, keep=footprint.chains)
     machine.restore_sysctls(footprint)
     _remove_strays(footprint, layout)

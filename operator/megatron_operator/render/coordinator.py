@@ -87,7 +87,7 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
     )
     pod = template["spec"]
     # The pod of a lost node is still there, terminating: the new one prefers another node.
-    pod.setdefault("affinity", anti_affinity(ctx, COORDINATOR))
+    pod["affinity"] = {**anti_affinity(ctx, COORDINATOR), **(pod.get("affinity") or {})}
     pod["tolerations"] = _tolerations(pod.get("tolerations") or [])
     if ctx.spec.coordinator.priority_class_name is not None:
         pod.setdefault("priorityClassName", ctx.spec.coordinator.priority_class_name)

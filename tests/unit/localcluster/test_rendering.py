@@ -52,7 +52,7 @@ def test_pods_get_addresses_from_the_bridge_network() -> None:
     rendered = json.loads(render.cni(SETTINGS, NODE, LAYOUT))
     bridge = rendered["plugins"][0]
     assert bridge["bridge"] == SETTINGS.bridge
-    pods = {"rangeStart": "10.88.0.2", "rangeEnd": "10.88.255.254"}
+    pods = {"rangeStart": "10.88.0.2", "rangeEnd": "10.88.63.254"}
     assert bridge["ipam"]["ranges"] == [[{"subnet": "10.88.0.0/16", **pods, "gateway": "10.88.0.1"}]]
     assert bridge["ipam"]["dataDir"].startswith("/repo/build/cluster/")
 
@@ -60,10 +60,10 @@ def test_pods_get_addresses_from_the_bridge_network() -> None:
 def test_nodes_share_a_subnet_and_no_address() -> None:
     ranges = [json.loads(render.cni(PAIR, node, LAYOUT))["plugins"][0]["ipam"]["ranges"][0][0] for node in PAIR.nodes]
     assert [found["subnet"] for found in ranges] == ["10.88.0.0/16"] * 2
-    assert [found["gateway"] for found in ranges] == ["10.88.0.1", "10.88.128.1"]
+    assert [found["gateway"] for found in ranges] == ["10.88.0.1", "10.88.64.1"]
     assert [(found["rangeStart"], found["rangeEnd"]) for found in ranges] == [
-        ("10.88.0.2", "10.88.127.254"),
-        ("10.88.128.2", "10.88.255.254"),
+        ("10.88.0.2", "10.88.63.254"),
+        ("10.88.64.2", "10.88.127.254"),
     ]
 
 
@@ -88,7 +88,7 @@ def test_a_further_node_reaches_the_api_server_and_keeps_its_files_apart() -> No
     layout = LAYOUT.of_node(2)
     assert PAIR.api_url_for(node) == f"https://10.88.0.1:{PORTS['apiserver']}"
     rendered = yaml.safe_load(render.kubelet(PAIR, node, layout, POOR, pki=LAYOUT.pki))
-    assert rendered["address"] == rendered["healthzBindAddress"] == "10.88.128.1"
+    assert rendered["address"] == rendered["healthzBindAddress"] == "10.88.64.1"
     assert rendered["clusterDNS"] == ["10.88.0.1"]
     assert rendered["tlsCertFile"] == "/repo/build/cluster/pki/kubelet-2.crt"
     assert rendered["containerRuntimeEndpoint"] == "unix:///repo/build/cluster/node-2/containerd.sock"
@@ -133,6 +133,8 @@ def test_conflicts_with_an_existing_cluster_name_the_option() -> None:
     found = config.contradictions(SETTINGS, Options(api_port=1, pod_subnet="10.88.0.0/16"), control_plane_only=True)
     assert found == ["--api-port is 20000, not 1", "--control-plane-only is False, not True"]
     assert config.contradictions(PAIR, Options(nodes=1), control_plane_only=False) == ["--nodes is 2, not 1"]
+    assert config.contradictions(SETTINGS, Options(nodes=2), control_plane_only=False) == [], "a cluster may grow"
+    assert PAIR.nodes[0] == NODE, "and node 1 keeps its address and those of its pods"
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-x", "x-", "a/b", "a" * 31])
