@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from localcluster.errors import ClusterError
+from localcluster.mounts import unmount_below
 from localcluster.settings import Node, Settings
 from localcluster.shell import run
 
@@ -71,8 +72,8 @@ def remove_namespaces(namespaces: Collection[str]) -> None:
             run(["ip", "netns", "delete", namespace])
     folder = namespace_path("")
     # `ip` mounts this folder onto itself.
-    if folder.is_mount() and not any(folder.iterdir()):
-        run(["umount", folder])
+    if folder.exists() and not any(folder.iterdir()):
+        unmount_below(folder)
         folder.rmdir()
 
 

@@ -99,8 +99,8 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     ("values", "image"),
     [
         (["operator.image.repository=registry.example/operator"], "registry.example/operator:0.1.0"),
-        (["coordinator=null", "operator.image.tag=7"], "megatron-operator:7"),
-        (["coordinator.image.repository=registry.example/c", "coordinator.image.tag=7"], "registry.example/c:7"),
+        (["coordinator=null", "operator.image.tag=v7"], "megatron-operator:v7"),
+        (["coordinator.image.repository=registry.example/c", "coordinator.image.tag=v7"], "registry.example/c:v7"),
     ],
 )
 def test_coordinators_run_the_operators_image_unless_another_is_set(

@@ -13,8 +13,10 @@ import pytest
 import yaml
 from soak import SOAK
 
+from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
+from localcluster.progress import Steps
 from localcluster.settings import Options
 
 from .conftest import SAMPLE, Platform, deploy, own_namespace, printed_when_failed
@@ -29,10 +31,13 @@ HOSTNAME = "kubernetes.io/hostname"
 
 @pytest.fixture
 def cluster(platform: Platform) -> Iterator[LocalCluster]:
-    """The cluster of all tests, grown to two nodes with the images. It keeps them, and its second node is intact."""
+    """The cluster of all tests, grown to two nodes with the images, with the operator on the first. It keeps both."""
     grown = LocalCluster(options=Options(nodes=SECOND))
     grown.up()
     grown.build_images()
+    first = grown.settings.nodes[0].name
+    selector = [f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}"]
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
     yield grown
     grown.restore_network(SECOND)
     grown.thaw_node(SECOND)
