@@ -104,7 +104,7 @@ class CoordinatorLink:
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
         self._lost_at: float | None = None
-        """When the last registration ended; None before the first, and while registered."""
+        """When the registration was lost without a cause on this side; None while registered and before."""
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
@@ -297,6 +297,7 @@ class CoordinatorLink:
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
         self._link.reopen(self._no_answer(), after_seconds=self._timings.flood_pause)
         self._error = self._no_answer()
+        self._lost_at = None  # it is alive
 
     def _no_answer(self) -> str:
         fault = f"; what it sends cannot be read: {self._fault}" if self._fault else ""

@@ -30,12 +30,13 @@ class Settings:
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
     """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories, besides those of the runtime images, whose termination messages and errors the status quotes."""
+    """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
 
     @property
     def runtime_images(self) -> tuple[str, ...]:
+        """The images of the pods of resources, whose repositories the pod policy allows."""
         return self.runtime_image, self.vllm_runtime_image, self.coordinator_image
 
     def quotes(self, image: str) -> bool:
