@@ -1,5 +1,5 @@
-# Three images from one file: `operator`, without torch; `runtime`, which is coordinator, engine and server; and
-# `runtime-vllm`, which has vLLM as well, for engines with `--backend vllm`.
+# Three images from one file: `operator`, without torch, which is operator and coordinator; `runtime`, which is engine and
+# server; and `runtime-vllm`, which has vLLM as well, for engines with `--backend vllm`.
 #
 #   docker build --target operator     -t megatron-operator     .
 #   docker build --target runtime      -t megatron-runtime      .
@@ -56,7 +56,7 @@ ARG PIP_CONFIG_FILE
 COPY requirements/operator.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --require-hashes -r /opt/megatron/operator.txt && \
-    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, kopf, kubernetes.aio.client, msgpack, prometheus_client, pydantic, yaml, zmq'
+    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, kopf, kubernetes.aio.client, msgpack, nacl, numpy, prometheus_client, pydantic, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl

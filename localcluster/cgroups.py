@@ -65,6 +65,14 @@ def gather(cgroup: str, pids: Iterable[int]) -> None:
                 _move(str(pid), folder)
 
 
+def freeze(cgroup: str, *, frozen: bool) -> None:
+    """Stop every process of the group, and of groups below it, or let them continue; nothing if there is no group."""
+    for folder in folders(cgroup):
+        for name, values in (("cgroup.freeze", ("0", "1")), ("freezer.state", ("THAWED", "FROZEN"))):
+            if (folder / name).exists():
+                (folder / name).write_text(values[frozen])
+
+
 def _delegate() -> None:
     """Delegate the controllers of the unified hierarchy to its children.
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from localcluster import images, processes
 from localcluster.cluster import LocalCluster
 from localcluster.errors import ClusterError
-from localcluster.settings import Options
+from localcluster.settings import MAX_NODES, Options
 
 
 class _Group(click.Group):
@@ -34,7 +34,7 @@ def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """A real one-node Kubernetes on this machine, for demos and tests."""
+    """A real Kubernetes on this machine, for demos and tests."""
 
 
 @main.command()
@@ -44,7 +44,8 @@ def main() -> None:
 @click.option(
     "--api-port", type=click.IntRange(1, 65535), help="Port of the API server [default: 6443, or a free one]."
 )
-@click.option("--pod-subnet", help="IPv4 network of node and pods [default: 10.88.0.0/16, or a free one].")
+@click.option("--nodes", type=click.IntRange(1, MAX_NODES), help="Number of nodes [default: 1].")
+@click.option("--pod-subnet", help="IPv4 network of nodes and pods [default: 10.88.0.0/16, or a free one].")
 @click.option("--service-subnet", help="IPv4 network of Services [default: 10.96.0.0/16, or a free one].")
 def up(
     name: str,
@@ -52,11 +53,12 @@ def up(
     control_plane_only: bool,
     with_images: bool,
     api_port: int | None,
+    nodes: int | None,
     pod_subnet: str | None,
     service_subnet: str | None,
 ) -> None:
     """Start the cluster, or repair it: running components are kept."""
-    options = Options(api_port, pod_subnet, service_subnet)
+    options = Options(api_port, pod_subnet, service_subnet, nodes)
     LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up(
         with_images=with_images
     )
@@ -107,7 +109,7 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
 @_cluster_options
 @click.argument("targets", nargs=-1, type=click.Choice(list(images.TARGETS)))
 def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None:
-    """Build the project's images where something changed, and load them into a running node.
+    """Build the project's images where something changed, and load them into running nodes.
 
     Without TARGETS, operator and runtime are built.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from localcluster import (
     images,
     loading,
     machine,
+    network,
     node,
     packages,
     ports,
@@ -32,7 +34,7 @@ from localcluster import settings as config
 from localcluster.errors import ClusterError
 from localcluster.locking import locked
 from localcluster.progress import Steps
-from localcluster.settings import Layout, Options, Settings
+from localcluster.settings import Layout, Node, Options, Settings
 from localcluster.shell import run
 
 POD_SUBNETS = ("10.88.0.0/16", "10.188.0.0/16", "172.30.0.0/16", "192.168.240.0/20")
@@ -47,14 +49,14 @@ class ComponentStatus:
 
 
 class LocalCluster:
-    """A real Kubernetes of one node on this machine.
+    """A real Kubernetes on this machine, of one node unless `options` say otherwise.
 
     Args:
         name: names the state folder `build/<name>`; clusters of different names live side by side, at most one of
-            them with a node (its service rules are the machine's).
+            them with nodes (the service rules of node 1 are the machine's).
         control_plane_only: etcd, API server and controller manager; pods are accepted and never run. Needs no root
             once etcd and openssl are installed.
-        options: ports and networks.
+        options: ports, networks and the number of nodes.
         root: the folder that holds state folders, `build/` in the repository by default.
         steps: where progress goes; standard error by default.
     """
@@ -116,7 +118,7 @@ class LocalCluster:
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)
             for image in building.result() if building else []:
-                loading.load(image, self.layout, steps)
+                self._load(image)
         if with_images:
             self._link(built, "helm")
         steps.say(f"cluster {self.name!r} is up: export KUBECONFIG={self.kubeconfig}")
@@ -126,7 +128,7 @@ class LocalCluster:
         with self._locked():
             settings = self._settle()
             if not self.control_plane_only:
-                with steps.step(f"bridge {settings.bridge} at {settings.bridge_address}"):
+                with steps.step(f"bridge {settings.bridge} at {settings.bridge_address(settings.nodes[0])}"):
                     machine.claim(settings, self.layout)
                     machine.prepare(settings)
             with steps.step("certificates and configuration"):
@@ -135,27 +137,72 @@ class LocalCluster:
             controlplane.up(settings, self.layout, built, steps)
             if not self.control_plane_only:
                 node.up(settings, self.layout, built, steps)
-                cgroups.gather(cgroups.of_node(settings.cgroup), processes.owned_pids(self.layout.state))
+                group = cgroups.of_node(settings.nodes[0].cgroup)
+                cgroups.gather(group, processes.owned_pids(self.layout.state))
 
     def build_images(self, targets: Sequence[str] = images.DEFAULT_TARGETS) -> None:
-        """Builds the project's images where their inputs changed, and loads them if the node is up."""
+        """Builds the project's images where their inputs changed, and loads them into every node that is up."""
         for image in images.build(targets, self._steps):
-            if runtime.is_up(self.layout):
-                loading.load(image, self.layout, self._steps)
+            self._load(image)
 
     def load_image(self, reference: str) -> None:
         """Makes an image of the launcher's store available to pods."""
         image = store.find(reference)
         if image is None:
             raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")
-        if not runtime.is_up(self.layout):
+        if not self._load(image):
             raise ClusterError(f"cluster {self.name!r} has no running node to load into: run `up` first")
-        loading.load(image, self.layout, self._steps)
 
     def down(self, *, purge: bool = False) -> None:
         """Remove the cluster and its changes to the machine; with `purge`, also its images and logs."""
         with self._locked():
             sweep.down(self.name, self.layout, self._steps, purge=purge)
+
+    def freeze_node(self, index: int) -> None:
+        """Stop a node: its kubelet, container runtime and Services, and all its containers, as when its machine hangs.
+
+        Its kernel still accepts connections. Together with `cut_network` the node is lost.
+
+        index: 2 or higher; node 1 runs the control plane, too.
+
+        Raises ClusterError if there is no such node.
+        """
+        node = self._further_node(index)
+        # The processes first: the kubelet would report containers that do not answer.
+        processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGSTOP)
+        cgroups.freeze(node.cgroup, frozen=True)
+
+    def thaw_node(self, index: int) -> None:
+        """Let a frozen node continue; nothing happens to one that runs. Raises ClusterError as `freeze_node`."""
+        node = self._further_node(index)
+        cgroups.freeze(node.cgroup, frozen=False)
+        processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGCONT)
+
+    def cut_network(self, index: int) -> None:
+        """Drop every packet between a node and the others. Raises ClusterError as `freeze_node`."""
+        network.connect(self._further_node(index), up=False)
+
+    def restore_network(self, index: int) -> None:
+        """Undo `cut_network`. Raises ClusterError as `freeze_node`."""
+        network.connect(self._further_node(index), up=True)
+
+    def _further_node(self, index: int) -> Node:
+        nodes = self.settings.nodes
+        if not 2 <= index <= len(nodes):
+            raise ClusterError(
+                f"index={index}: cluster {self.name!r} has nodes 1 to {len(nodes)}, and node 1 runs the control plane. "
+                "Give another index, or start the cluster with more nodes"
+            )
+        return nodes[index - 1]
+
+    def _load(self, image: store.Image) -> bool:
+        """Load an image into every node whose container runtime is up; return whether there is one."""
+        settings = config.load(self.layout)
+        layouts = [self.layout.of_node(node.index) for node in settings.nodes] if settings is not None else []
+        running = [layout for layout in layouts if runtime.is_up(layout)]
+        for layout in running:
+            loading.load(image, layout, self._steps)
+        return bool(running)
 
     def status(self) -> list[ComponentStatus]:
         """Each component, whether it runs and whether it serves; empty when the cluster is down."""
@@ -203,6 +250,7 @@ class LocalCluster:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
             if clashes:
                 raise ClusterError(f"cluster {self.name!r} exists, and its {'; its '.join(clashes)}: `down` it first")
+            settings = replace(settings, node_count=self._check_count(self._options.nodes or settings.node_count))
             if not processes.owned_pids(self.layout.state) and not all(map(ports.is_free, settings.ports.values())):
                 settings = replace(settings, ports=ports.allocate(self._options))
         else:
@@ -211,8 +259,16 @@ class LocalCluster:
         config.save(settings, self.layout)
         return settings
 
+    def _check_count(self, count: int) -> int:
+        if not 1 <= count <= config.MAX_NODES or (self.control_plane_only and count > 1):
+            raise ClusterError(
+                f"--nodes={count}: give 1 to {config.MAX_NODES}, and 1 for a control plane alone, which runs no pods"
+            )
+        return count
+
     def _new_settings(self) -> Settings:
-        base = Settings(self.name, self.control_plane_only, ports.allocate(self._options))
+        count = self._check_count(1 if self._options.nodes is None else self._options.nodes)
+        base = Settings(self.name, self.control_plane_only, ports.allocate(self._options), node_count=count)
         if self.control_plane_only:
             pods = self._options.pod_subnet or POD_SUBNETS[0]
             services = self._options.service_subnet or SERVICE_SUBNETS[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster.render import Machine
-from localcluster.settings import Layout, Settings
+from localcluster.settings import Layout, Node, Settings
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class Component:
             recognised as this cluster's even when its record is lost.
         ready_url: answers 200 when the component serves; over TLS it is asked with the admin certificate.
         files: configuration whose change needs a restart.
+        namespace: network namespace that it runs in; None for the machine's.
     """
 
     name: str
     argv: tuple[str, ...]
     ready_url: str | None = None
     files: tuple[Path, ...] = ()
+    namespace: str | None = None
 
 
 # Every program that the cluster may run. The launcher terminates no other process.
@@ -145,35 +147,39 @@ def scheduler(settings: Settings, layout: Layout, programs: Path) -> Component:
     return Component("kube-scheduler", argv, ready_url=f"https://127.0.0.1:{port}/healthz", files=(config,))
 
 
-def containerd(layout: Layout) -> Component:
+def containerd(node: Node, layout: Layout) -> Component:
     config = layout.config / "containerd.toml"
     argv = (shutil.which("containerd") or "containerd", "--config", str(config))
-    return Component("containerd", argv, files=(config,))
+    return Component(f"containerd{node.suffix}", argv, files=(config,), namespace=node.namespace)
 
 
-def kubelet(settings: Settings, layout: Layout, programs: Path) -> Component:
+def kubelet(settings: Settings, node: Node, layout: Layout, programs: Path) -> Component:
     config = layout.config / "kubelet.yaml"
     argv = (
         str(programs / "kubelet"),
         f"--config={config}",
         f"--kubeconfig={layout.client_config('kubelet')}",
         f"--root-dir={layout.kubelet}",
-        f"--cert-dir={layout.pki}",
-        f"--hostname-override={settings.node_name}",
-        f"--node-ip={settings.node_ip}",
+        f"--cert-dir={layout.kubelet / 'pki'}",
+        f"--hostname-override={node.name}",
+        f"--node-ip={node.ip}",
     )
-    health = f"http://127.0.0.1:{settings.ports['kubelet-healthz']}/healthz"
-    return Component("kubelet", argv, ready_url=health, files=(config,))
+    health = kubelet_health(settings, node)
+    return Component(f"kubelet{node.suffix}", argv, ready_url=health, files=(config,), namespace=node.namespace)
 
 
-def proxy(settings: Settings, layout: Layout, machine: Machine, programs: Path) -> Component:
-    health = f"127.0.0.1:{settings.ports['proxy-healthz']}"
+def kubelet_health(settings: Settings, node: Node) -> str:
+    return f"http://{node.ip}:{settings.ports['kubelet-healthz']}/healthz"
+
+
+def proxy(settings: Settings, node: Node, layout: Layout, machine: Machine, programs: Path) -> Component:
+    health = f"{node.ip}:{settings.ports['proxy-healthz']}"
     argv = (
         str(programs / "kube-proxy"),
         f"--kubeconfig={layout.client_config('proxy')}",
         "--proxy-mode=iptables",
         f"--cluster-cidr={settings.pod_subnet}",
-        f"--hostname-override={settings.node_name}",
+        f"--hostname-override={node.name}",
         "--conntrack-max-per-core=0",
         "--conntrack-tcp-timeout-established=0",
         "--conntrack-tcp-timeout-close-wait=0",
@@ -181,7 +187,8 @@ def proxy(settings: Settings, layout: Layout, machine: Machine, programs: Path) 
         f"--healthz-bind-address={health}",
         f"--metrics-bind-address=127.0.0.1:{settings.ports['proxy-metrics']}",
     )
-    return Component("kube-proxy", argv, ready_url=f"http://{health}/healthz")
+    url = f"http://{health}/healthz"
+    return Component(f"kube-proxy{node.suffix}", argv, ready_url=url, namespace=node.namespace)
 
 
 def coredns(settings: Settings, layout: Layout, programs: Path) -> Component:

@@ -10,7 +10,7 @@ from localcluster.components import Component
 from localcluster.progress import Steps
 from localcluster.settings import Layout, Settings
 
-CLIENTS = ("controller-manager", "scheduler", "kubelet", "proxy", "coredns")
+CLIENTS = ("controller-manager", "scheduler", "coredns")
 START_SECONDS = 300.0
 
 

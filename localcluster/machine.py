@@ -1,7 +1,7 @@
-"""Changes of a node to the machine outside its state folder, and the record for restoring them.
+"""Changes of the nodes to the machine outside the state folder, and the record for restoring them.
 
 The record is in /run, so that it survives a manually removed state folder and not a reboot, like the rules themselves.
-It also ensures one node at a time, because kube-proxy's chains have fixed names.
+It also ensures one cluster with nodes at a time, because kube-proxy's chains have fixed names.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ class Footprint:
         state: the state folder of the cluster that owns the node.
         sysctls: values as they were before.
         chains: iptables chains that were there before, by address family and table.
+        cgroups: the cgroups of the pods of each node.
+        namespaces: the network namespaces of all nodes but the first.
     """
 
     state: str
     bridge: str
     cni_network: str
-    cgroup: str
+    cgroups: list[str]
+    namespaces: list[str]
     sysctls: dict[str, str] = field(default_factory=dict)
     chains: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
@@ -96,7 +99,8 @@ def claim(settings: Settings, layout: Layout) -> None:
         state=str(layout.state),
         bridge=settings.bridge,
         cni_network=settings.cni_network,
-        cgroup=settings.cgroup,
+        cgroups=[node.cgroup for node in settings.possible_nodes],
+        namespaces=[node.namespace for node in settings.possible_nodes if node.namespace is not None],
         sysctls={name: _sysctl(name).read_text().strip() for name in SYSCTLS if _sysctl(name).exists()},
         chains=chains,
     )
@@ -107,12 +111,15 @@ def claim(settings: Settings, layout: Layout) -> None:
 
 
 def prepare(settings: Settings) -> None:
-    """Bridge, forwarding, firewall and cgroups."""
+    """Bridge, network namespaces, forwarding, firewall and cgroups."""
     network.create_bridge(settings)
     _sysctl("net/ipv4/ip_forward").write_text("1")
     network.admit(settings)
     network.keep_service_traffic(settings)
-    for cgroup in (settings.cgroup, cgroups.of_node(settings.cgroup)):
+    first, *further = settings.nodes
+    for node in further:
+        network.join(settings, node)
+    for cgroup in (cgroups.of_node(first.cgroup), *(node.cgroup for node in settings.nodes)):
         cgroups.create(cgroup)
         cgroups.weigh(cgroup, len(os.sched_getaffinity(0)))
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from localcluster.errors import ClusterError
-from localcluster.settings import Settings
+from localcluster.mounts import unmount_below
+from localcluster.settings import Node, Settings
 from localcluster.shell import run
 
 PREFIXES = ("KUBE-", "CNI-HOSTPORT-", "CNI-DN-")
@@ -22,7 +23,7 @@ def create_bridge(settings: Settings) -> None:
     """Creates the bridge before the first pod, because the API server and the DNS listen on its address."""
     if not Path(f"/sys/class/net/{settings.bridge}").exists():
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
-    run(["ip", "address", "replace", settings.bridge_address, "dev", settings.bridge])
+    run(["ip", "address", "replace", settings.bridge_address(settings.nodes[0]), "dev", settings.bridge])
     run(["ip", "link", "set", settings.bridge, "up"])
     # A reply between pods crosses the bridge without being routed. It must pass iptables there, or the translation of
     # a ClusterIP is not reversed.
@@ -32,6 +33,48 @@ def create_bridge(settings: Settings) -> None:
     if not filtered.exists():
         raise ClusterError("the kernel has no br_netfilter, without which pods cannot reach Services: load that module")
     filtered.write_text("1")
+
+
+def join(settings: Settings, node: Node) -> None:
+    """Create the network namespace of a node and connect it to the bridge of node 1.
+
+    The namespace has a bridge of its own, of the same subnet, and no route to anything else.
+    """
+    assert node.namespace is not None
+    if not namespace_path(node.namespace).exists():
+        run(["ip", "netns", "add", node.namespace])
+    inside = ["ip", "-netns", node.namespace]
+    run([*inside, "link", "set", "lo", "up"])
+    if not Path(f"/sys/class/net/{node.namespace}").exists():
+        run(["ip", "link", "add", node.namespace, "type", "veth", "peer", "name", "uplink", "netns", node.namespace])
+    if run([*inside, "link", "show", settings.bridge], check=False).returncode != 0:
+        run([*inside, "link", "add", settings.bridge, "type", "bridge", "nf_call_iptables", "1"])
+    run([*inside, "address", "replace", settings.bridge_address(node), "dev", settings.bridge])
+    run([*inside, "link", "set", settings.bridge, "up"])
+    run([*inside, "link", "set", "uplink", "master", settings.bridge, "up"])
+    run(["ip", "link", "set", node.namespace, "master", settings.bridge, "up"])
+
+
+def connect(node: Node, *, up: bool) -> None:
+    """Connect a node to the others, or cut it off from them: no packet passes its link."""
+    assert node.namespace is not None
+    run(["ip", "link", "set", node.namespace, "up" if up else "down"])
+
+
+def namespace_path(namespace: str) -> Path:
+    return Path("/run/netns") / namespace
+
+
+def remove_namespaces(namespaces: Collection[str]) -> None:
+    """Remove those network namespaces that exist, with their interfaces and rules."""
+    for namespace in namespaces:
+        if namespace_path(namespace).exists():
+            run(["ip", "netns", "delete", namespace])
+    folder = namespace_path("")
+    # `ip` mounts this folder onto itself.
+    if folder.exists() and not any(folder.iterdir()):
+        unmount_below(folder)
+        folder.rmdir()
 
 
 def admit(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The node's side of the cluster: scheduler, container runtime, kubelet, Services and DNS."""
+"""The nodes' side of the cluster: scheduler and DNS; container runtime, kubelet and Services of each node."""
 
 from __future__ import annotations
 
@@ -10,49 +10,71 @@ from localcluster.components import Component
 from localcluster.controlplane import start, write
 from localcluster.progress import Steps
 from localcluster.render import Machine
-from localcluster.settings import Layout, Settings
+from localcluster.settings import Layout, Node, Settings
 from localcluster.shell import run
 
 
 def expected(settings: Settings, layout: Layout, programs: Path, facts: Machine) -> list[Component]:
-    """The components of a node, in the order of their start."""
+    """The components of all nodes, in the order of their start."""
+    first, *further = [_of_node(settings, node, layout, programs, facts) for node in settings.nodes]
     return [
         components.scheduler(settings, layout, programs),
-        components.containerd(layout),
-        components.kubelet(settings, layout, programs),
-        components.proxy(settings, layout, facts, programs),
+        *first,
         components.coredns(settings, layout, programs),
+        *(component for node in further for component in node),
+    ]
+
+
+def _of_node(settings: Settings, node: Node, layout: Layout, programs: Path, facts: Machine) -> list[Component]:
+    own = layout.of_node(node.index)
+    return [
+        components.containerd(node, own),
+        components.kubelet(settings, node, own, programs),
+        components.proxy(settings, node, own, facts, programs),
     ]
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Brings the node to Ready; the control plane is up and the machine is claimed."""
+    """Brings the nodes to Ready; the control plane is up and the machine is claimed."""
     facts = machine.facts()
-    configure(settings, layout, facts)
-    scheduler, containerd, kubelet, proxy, coredns = expected(settings, layout, programs, facts)
-    start(scheduler, layout, steps)
-    start(containerd, layout, steps, ready=lambda: runtime.is_up(layout))
-    runtime.import_pause(layout, programs / "pause")
-    start(kubelet, layout, steps, ready=lambda: is_ready(settings, layout))
-    start(proxy, layout, steps)
-    permissions = json.dumps({"apiVersion": "v1", "kind": "List", "items": render.coredns_permissions()})
-    apply = ["apply", "--server-side", "--force-conflicts", "-f", "-"]
-    run([programs / "kubectl", "--kubeconfig", layout.kubeconfig, *apply], stdin=permissions)
-    start(coredns, layout, steps)
-
-
-def configure(settings: Settings, layout: Layout, facts: Machine) -> None:
-    write(layout.config / "containerd.toml", render.containerd(layout, facts))
-    write(layout.config / "kubelet.yaml", render.kubelet(settings, layout, facts))
-    write(layout.config / "resolv.conf", render.resolv_conf(settings), mode=0o644)
     write(layout.config / "Corefile", render.corefile(settings, layout))
-    write(layout.cni / "conf" / "10-bridge.conflist", render.cni(settings, layout))
+    start(components.scheduler(settings, layout, programs), layout, steps)
+    for node in settings.nodes:
+        _start_node(settings, node, layout, programs, facts, steps)
+        if node.index == 1:
+            permissions = json.dumps({"apiVersion": "v1", "kind": "List", "items": render.coredns_permissions()})
+            apply = ["apply", "--server-side", "--force-conflicts", "-f", "-"]
+            run([programs / "kubectl", "--kubeconfig", layout.kubeconfig, *apply], stdin=permissions)
+            start(components.coredns(settings, layout, programs), layout, steps)
 
 
-def is_ready(settings: Settings, layout: Layout) -> bool:
+def _start_node(settings: Settings, node: Node, layout: Layout, programs: Path, facts: Machine, steps: Steps) -> None:
+    own = layout.of_node(node.index)
+    configure(settings, node, layout, facts)
+    containerd, kubelet, proxy = _of_node(settings, node, layout, programs, facts)
+    start(containerd, layout, steps, ready=lambda: runtime.is_up(own))
+    runtime.import_pause(own, programs / "pause")
+    start(kubelet, layout, steps, ready=lambda: is_ready(settings, node, layout))
+    start(proxy, layout, steps)
+
+
+def configure(settings: Settings, node: Node, layout: Layout, facts: Machine) -> None:
+    """Write the configuration of a node. layout: the paths of the cluster."""
+    own = layout.of_node(node.index)
+    own.run.mkdir(parents=True, exist_ok=True)
+    server = settings.api_url_for(node)
+    for client, identity in (("kubelet", f"kubelet{node.suffix}"), ("proxy", "proxy")):
+        write(own.client_config(client), render.kubeconfig(settings, layout, identity=identity, server=server))
+    write(own.config / "containerd.toml", render.containerd(own, facts))
+    write(own.config / "kubelet.yaml", render.kubelet(settings, node, own, facts, pki=layout.pki))
+    write(own.config / "resolv.conf", render.resolv_conf(settings), mode=0o644)
+    write(own.cni / "conf" / "10-bridge.conflist", render.cni(settings, node, own))
+
+
+def is_ready(settings: Settings, node: Node, layout: Layout) -> bool:
     """Whether the API server knows the node as Ready and the kubelet itself is healthy."""
-    if not probe.answers(f"http://127.0.0.1:{settings.ports['kubelet-healthz']}/healthz", layout.pki):
+    if not probe.answers(components.kubelet_health(settings, node), layout.pki):
         return False
-    node = probe.fetch(f"{settings.api_url}/api/v1/nodes/{settings.node_name}", layout.pki)
-    conditions = json.loads(node)["status"].get("conditions", []) if node is not None else []
+    found = probe.fetch(f"{settings.api_url}/api/v1/nodes/{node.name}", layout.pki)
+    conditions = json.loads(found)["status"].get("conditions", []) if found is not None else []
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from localcluster.settings import Layout, Settings
+from localcluster.settings import Layout, Node, Settings
 from localcluster.shell import run
 
 DAYS = "3650"
@@ -26,7 +26,6 @@ def identities(settings: Settings) -> list[Identity]:
     service = "kubernetes.default.svc"
     api_names = ("localhost", "kubernetes", "kubernetes.default", service, f"{service}.cluster.local")
     api_addresses = ("127.0.0.1", settings.kubernetes_service_ip, settings.node_ip)
-    node = settings.node_name
     return [
         Identity(
             "apiserver",
@@ -38,10 +37,15 @@ def identities(settings: Settings) -> list[Identity]:
         Identity("front-proxy-client", "/CN=front-proxy-client"),
         Identity("controller-manager", "/CN=system:kube-controller-manager"),
         Identity("scheduler", "/CN=system:kube-scheduler"),
-        Identity("kubelet", f"/O=system:nodes/CN=system:node:{node}", (f"DNS:{node}", f"IP:{settings.node_ip}")),
         Identity("proxy", "/CN=system:kube-proxy"),
         Identity("coredns", "/CN=system:coredns"),
+        *(_kubelet(node) for node in settings.nodes),
     ]
+
+
+def _kubelet(node: Node) -> Identity:
+    subject = f"/O=system:nodes/CN=system:node:{node.name}"
+    return Identity(f"kubelet{node.suffix}", subject, (f"DNS:{node.name}", f"IP:{node.ip}"))
 
 
 def ensure(settings: Settings, layout: Layout) -> None:

@@ -6,6 +6,7 @@ of `PROGRAM_NAMES` with an argument below the cluster's state folder. That also 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from localcluster.components import PROGRAM_NAMES, Component
 from localcluster.errors import ClusterError
+from localcluster.network import namespace_path
 from localcluster.settings import Layout
 from localcluster.shell import tail
 
@@ -44,6 +46,15 @@ def belongs(argv: Sequence[str], state: Path) -> bool:
         for part in argv[1:]
         for value in (part, part.partition("=")[2])
     )
+
+
+def is_same_component(argv: Sequence[str], other: Sequence[str], state: Path) -> bool:
+    """Return whether two command lines run the same program with a common path below the state folder.
+
+    The kubelets of two nodes run the same program with different paths.
+    """
+    common = {part for part in argv[1:] if f"{state}/" in part} & set(other[1:])
+    return Path(argv[0]).name == Path(other[0]).name and bool(common)
 
 
 def command_line(pid: int) -> list[str]:
@@ -80,9 +91,8 @@ def ensure(component: Component, layout: Layout) -> bool:
     wanted = digest(component)
     if current is not None and current.digest == wanted:
         return False
-    program = Path(component.argv[0]).name
-    stale = [pid for pid, argv in owned_pids(layout.state).items() if Path(argv[0]).name == program]
-    terminate(stale)
+    owned = owned_pids(layout.state)
+    terminate(pid for pid, argv in owned.items() if is_same_component(argv, component.argv, layout.state))
     _start(component, layout, wanted)
     return True
 
@@ -93,9 +103,10 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
     log = log_path(component.name, layout)
     if log.exists():
         log.replace(log.with_suffix(".previous.log"))
+    enter = ["nsenter", f"--net={namespace_path(component.namespace)}"] if component.namespace else []
     with log.open("w") as output:
         process = subprocess.Popen(
-            component.argv,
+            [*enter, *component.argv],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -103,8 +114,8 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
-    # Right after exec the kernel shows an empty command line, as for a process that has exited.
-    while not command_line(process.pid) and process.poll() is None:
+    # Right after exec the kernel shows an empty command line, as for a process that has exited; before it, nsenter's.
+    while not belongs(command_line(process.pid), layout.state) and process.poll() is None:
         time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"
     partial.write_text(json.dumps({"pid": process.pid, "digest": wanted}))
@@ -157,6 +168,13 @@ def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
         for pid, handle in handles.items():
             os.close(handle)
             _reap(pid)
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to each process that still runs."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _send(handle: int, wave: signal.Signals) -> None:

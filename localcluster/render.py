@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from localcluster.settings import Layout, Settings
+from localcluster.settings import Layout, Node, Settings
 
 PAUSE_IMAGE = "localhost/megatron-pause:1"
 
@@ -29,8 +29,11 @@ class Machine:
     cni_folder: Path
 
 
-def kubeconfig(settings: Settings, layout: Layout, *, identity: str) -> str:
-    """Return a kubeconfig with embedded certificates, so that the file can be copied."""
+def kubeconfig(settings: Settings, layout: Layout, *, identity: str, server: str | None = None) -> str:
+    """Return a kubeconfig with embedded certificates, so that the file can be copied.
+
+    server: URL of the API server; by default the one for processes of this machine.
+    """
 
     def embedded(name: str) -> str:
         return base64.b64encode((layout.pki / name).read_bytes()).decode()
@@ -43,7 +46,7 @@ def kubeconfig(settings: Settings, layout: Layout, *, identity: str) -> str:
             "clusters": [
                 {
                     "name": name,
-                    "cluster": {"server": settings.api_url, "certificate-authority-data": embedded("ca.crt")},
+                    "cluster": {"server": server or settings.api_url, "certificate-authority-data": embedded("ca.crt")},
                 }
             ],
             "users": [
@@ -113,12 +116,13 @@ def containerd(layout: Layout, machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cni(settings: Settings, layout: Layout) -> str:
+def cni(settings: Settings, node: Node, layout: Layout) -> str:
     """A bridge with host-local addresses. No masquerading: pods reach the node and each other, nothing beyond."""
+    first, last = node.pod_ips
     ipam = {
         "type": "host-local",
         "dataDir": str(layout.cni / "addresses"),
-        "ranges": [[{"subnet": settings.pod_subnet, "gateway": settings.node_ip}]],
+        "ranges": [[{"subnet": settings.pod_subnet, "rangeStart": first, "rangeEnd": last, "gateway": node.ip}]],
         "routes": [{"dst": "0.0.0.0/0"}],
     }
     bridge = {"type": "bridge", "bridge": settings.bridge, "isGateway": True, "hairpinMode": True, "ipam": ipam}
@@ -126,26 +130,29 @@ def cni(settings: Settings, layout: Layout) -> str:
     return json.dumps({"cniVersion": "0.4.0", "name": settings.cni_network, "plugins": plugins}, indent=2) + "\n"
 
 
-def kubelet(settings: Settings, layout: Layout, machine: Machine) -> str:
-    """Return the kubelet's configuration, without eviction and image garbage collection: disks may be nearly full."""
+def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *, pki: Path) -> str:
+    """Return the kubelet's configuration, without eviction and image garbage collection: disks may be nearly full.
+
+    layout: the paths of the node. pki: the folder of the cluster's certificates.
+    """
     return yaml.safe_dump(
         {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
-            "address": settings.node_ip,
+            "address": node.ip,
             "port": settings.ports["kubelet"],
-            "healthzBindAddress": "127.0.0.1",
+            "healthzBindAddress": node.ip,
             "healthzPort": settings.ports["kubelet-healthz"],
             "authentication": {
                 "anonymous": {"enabled": False},
                 "webhook": {"enabled": True},
-                "x509": {"clientCAFile": str(layout.pki / "ca.crt")},
+                "x509": {"clientCAFile": str(pki / "ca.crt")},
             },
             "authorization": {"mode": "Webhook"},
-            "tlsCertFile": str(layout.pki / "kubelet.crt"),
-            "tlsPrivateKeyFile": str(layout.pki / "kubelet.key"),
+            "tlsCertFile": str(pki / f"kubelet{node.suffix}.crt"),
+            "tlsPrivateKeyFile": str(pki / f"kubelet{node.suffix}.key"),
             "cgroupDriver": "cgroupfs",
-            "cgroupRoot": settings.cgroup,
+            "cgroupRoot": node.cgroup,
             "failCgroupV1": False,
             "failSwapOn": False,
             "oomScoreAdj": -999 if machine.may_lower_oom_score else 0,

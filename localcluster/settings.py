@@ -20,8 +20,9 @@ from localcluster.errors import ClusterError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Unix socket paths end at 107 bytes; the longest below the state folder is the kubelet's device plugin socket.
-MAX_STATE_PATH = 70
+# Unix socket paths end at 107 bytes; the longest below the state folder is a socket in the kubelet's folder of a node.
+MAX_STATE_PATH = 63
+MAX_NODES = 4
 
 PORT_NAMES = (
     "apiserver",
@@ -50,13 +51,41 @@ class Options:
 
     Attributes:
         api_port: port of the API server; an explicit port that is taken is an error, by default a free one is found.
-        pod_subnet: IPv4 network of the bridge and the pods; its first address is the node.
+        pod_subnet: IPv4 network of the nodes and the pods; its first address is the first node.
         service_subnet: IPv4 network of ClusterIPs.
+        nodes: number of nodes, 1 to `MAX_NODES`; 1 by default.
     """
 
     api_port: int | None = None
     pod_subnet: str | None = None
     service_subnet: str | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a cluster.
+
+    Attributes:
+        index: the number of the node. Node 1 is the machine itself, beside the control plane.
+        ip: address of the node's bridge: its kubelet, and the gateway of its pods.
+        pod_ips: first and last address for pods.
+        cgroup: the cgroup of the node's pods.
+        namespace: network namespace of the node's processes, and the name of the veth interface that connects it to
+            the bridge of node 1; None for node 1.
+    """
+
+    index: int
+    name: str
+    ip: str
+    pod_ips: tuple[str, str]
+    cgroup: str
+    namespace: str | None
+
+    @property
+    def suffix(self) -> str:
+        """Distinguishes the names of this node's components and certificates from those of node 1."""
+        return "" if self.index == 1 else f"-{self.index}"
 
 
 @dataclass(frozen=True)
@@ -68,15 +97,40 @@ class Settings:
     ports: Mapping[str, int]
     pod_subnet: str = "10.88.0.0/16"
     service_subnet: str = "10.96.0.0/16"
+    node_count: int = 1
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.possible_nodes[: self.node_count]
+
+    @property
+    def possible_nodes(self) -> list[Node]:
+        """The nodes that the cluster may grow to.
+
+        Each has an equal part of the pod subnet: first its own address, then those of its pods.
+        """
+        parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
+        return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]
+
+    def _node(self, index: int, part: ipaddress.IPv4Network) -> Node:
+        suffix = "" if index == 1 else f"-{index}"
+        return Node(
+            index=index,
+            name=f"{self.name}-node{suffix}",
+            ip=str(part[1]),
+            pod_ips=(str(part[2]), str(part[-2])),
+            cgroup=f"/megatron-{self.name}{suffix}",
+            namespace=f"{self.bridge}{suffix}" if index > 1 else None,
+        )
 
     @property
     def node_ip(self) -> str:
-        """The bridge's address: the node, its kubelet and the cluster's DNS."""
-        return str(next(ipaddress.ip_network(self.pod_subnet).hosts()))
+        """The address of node 1: the control plane and the cluster's DNS."""
+        return self.nodes[0].ip
 
-    @property
-    def bridge_address(self) -> str:
-        return f"{self.node_ip}/{ipaddress.ip_network(self.pod_subnet).prefixlen}"
+    def bridge_address(self, node: Node) -> str:
+        """Return the address of a node's bridge, with the prefix length that all nodes share."""
+        return f"{node.ip}/{ipaddress.ip_network(self.pod_subnet).prefixlen}"
 
     @property
     def kubernetes_service_ip(self) -> str:
@@ -88,26 +142,21 @@ class Settings:
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 
     @property
-    def node_name(self) -> str:
-        return f"{self.name}-node"
-
-    @property
     def cni_network(self) -> str:
         return f"megatron-{self.name}"
-
-    @property
-    def cgroup(self) -> str:
-        """The cgroup of all pods."""
-        return f"/megatron-{self.name}"
 
     @property
     def api_url(self) -> str:
         return f"https://127.0.0.1:{self.ports['apiserver']}"
 
+    def api_url_for(self, node: Node) -> str:
+        """Return the API server's address for processes in the network namespace of a node."""
+        return self.api_url if node.namespace is None else f"https://{self.node_ip}:{self.ports['apiserver']}"
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of one cluster, all below `state`."""
+    """Paths of one cluster or node, all below `state`."""
 
     state: Path
 
@@ -174,6 +223,14 @@ class Layout:
     def client_config(self, identity: str) -> Path:
         return self.config / f"{identity}.kubeconfig"
 
+    def of_node(self, index: int) -> Layout:
+        """Return the paths of a node: node 1 shares the cluster's folder, others have one below it."""
+        return self if index == 1 else Layout(self.state / f"node-{index}")
+
+    def nested(self) -> list[Layout]:
+        """Return the paths of the nodes that have a folder of their own on disk."""
+        return [Layout(folder) for folder in sorted(self.state.glob("node-[0-9]*"))]
+
 
 def layout_for(name: str, *, root: Path | None = None) -> Layout:
     """Return the paths of cluster `name`. Raises ClusterError if a name or path is too long for sockets or labels."""
@@ -215,11 +272,12 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return the options that differ from an existing cluster's settings."""
+    """Return the options that differ from an existing cluster's settings. A cluster may grow."""
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),
         "--pod-subnet": (options.pod_subnet, settings.pod_subnet),
         "--service-subnet": (options.service_subnet, settings.service_subnet),
         "--control-plane-only": (control_plane_only, settings.control_plane_only),
+        "--nodes": (min(options.nodes or settings.node_count, settings.node_count), settings.node_count),
     }
     return [f"{name} is {has}, not {want}" for name, (want, has) in wanted.items() if want is not None and want != has]

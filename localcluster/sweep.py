@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Collection
 from pathlib import Path
 
@@ -73,11 +74,15 @@ def end_processes(layout: Layout, steps: Steps) -> None:
 
 
 def _end_pods(footprint: Footprint, layout: Layout) -> int:
-    # The kubelet first: it would restart the pods.
+    for cgroup in footprint.cgroups:
+        cgroups.freeze(cgroup, frozen=False)
+    processes.send(processes.owned_pids(layout.state), signal.SIGCONT)
+    # The kubelets first: they would restart the pods.
     _terminate(layout, {"kubelet"})
-    count = cgroups.remove(footprint.cgroup)
-    if runtime.is_up(layout):
-        runtime.remove_containers(layout)
+    count = sum(cgroups.remove(cgroup) for cgroup in footprint.cgroups)
+    for node in (layout, *layout.nested()):
+        if runtime.is_up(node):
+            runtime.remove_containers(node)
     _terminate(layout, {"containerd"})
     _terminate(layout, {"containerd-shim-runc-v2", "runc"}, grace=0.0)
     return count
@@ -91,10 +96,11 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 def _restore(footprint: Footprint, layout: Layout) -> str:
     """Undo the node's changes in the order of their dependencies; return a summary."""
     # A shim that still ran may have started a process after the first sweep.
-    cgroups.remove(footprint.cgroup)
-    cgroups.remove(cgroups.of_node(footprint.cgroup))
+    for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
+        cgroups.remove(cgroup)
     unmounted = unmount_below(layout.state)
     bridge = network.remove_bridge(footprint.bridge)
+    network.remove_namespaces(footprint.namespaces)
     rules = network.remove_rules(bridge=footprint.bridge, keep=footprint.chains)
     machine.restore_sysctls(footprint)
     _remove_strays(footprint, layout)
@@ -125,12 +131,20 @@ def _remove_state(layout: Layout, *, purge: bool) -> None:
     if not layout.state.exists():
         return
     unmount_below(layout.state)
-    keep = set() if purge else {layout.containerd_root, layout.logs}
-    for path in layout.state.iterdir():
+    nodes = layout.nested()
+    for node in nodes:
+        _clear(node.state, keep=set() if purge else {node.containerd_root})
+    kept = {layout.containerd_root, layout.logs, *(node.state for node in nodes)}
+    _clear(layout.state, keep=set() if purge else kept)
+
+
+def _clear(folder: Path, *, keep: Collection[Path]) -> None:
+    """Remove the contents of a folder except `keep`, and the folder if it is empty then."""
+    for path in folder.iterdir():
         if path not in keep:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if not any(layout.state.iterdir()):
-        layout.state.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _program(argv: list[str]) -> str:

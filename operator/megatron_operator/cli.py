@@ -18,7 +18,12 @@ from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.pod_policy import PodPolicy, Switch
-from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE, Settings
+from megatron_operator.model.settings import (
+    DEFAULT_COORDINATOR_IMAGE,
+    DEFAULT_RUNTIME_IMAGE,
+    DEFAULT_VLLM_RUNTIME_IMAGE,
+    Settings,
+)
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
@@ -32,7 +37,7 @@ runtime_image = click.option(
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
-    help="Image of coordinator, server and native engines if a resource sets none.",
+    help="Image of servers and native engines if a resource sets none.",
 )
 vllm_runtime_image = click.option(
     "--vllm-runtime-image",
@@ -40,6 +45,13 @@ vllm_runtime_image = click.option(
     default=DEFAULT_VLLM_RUNTIME_IMAGE,
     show_default=True,
     help="Image of vLLM engines if a resource sets none.",
+)
+coordinator_image = click.option(
+    "--coordinator-image",
+    envvar="MEGATRON_COORDINATOR_IMAGE",
+    default=DEFAULT_COORDINATOR_IMAGE,
+    show_default=True,
+    help="Image of coordinators; the operator's image contains all that they need.",
 )
 operator_namespace = click.option(
     "--operator-namespace",
@@ -54,7 +66,7 @@ image_pull_policy = click.option(
     envvar="MEGATRON_IMAGE_PULL_POLICY",
     default="IfNotPresent",
     show_default=True,
-    help="Pull policy of the runtime images.",
+    help="Pull policy of the images of coordinators, servers and engines.",
 )
 image_pull_secrets = click.option(
     "--image-pull-secret",
@@ -120,7 +132,8 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     names = (
-        *("runtime_image", "vllm_runtime_image", "operator_namespace", "image_pull_policy", "image_pull_secrets"),
+        *("runtime_image", "vllm_runtime_image", "coordinator_image", "operator_namespace"),
+        *("image_pull_policy", "image_pull_secrets"),
         *("security", "quoted_repositories", "egress_policies"),
     )
     given = {name: options.pop(name) for name in names if name in options}
@@ -140,6 +153,7 @@ def main() -> None:
 @main.command()
 @runtime_image
 @vllm_runtime_image
+@coordinator_image
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets
@@ -237,6 +251,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @resource_file
 @runtime_image
 @vllm_runtime_image
+@coordinator_image
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets
@@ -273,6 +288,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
 @runtime_image
 @vllm_runtime_image
+@coordinator_image
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets

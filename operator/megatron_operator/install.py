@@ -101,6 +101,7 @@ def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> di
             "run",
             *("--runtime-image", runtime_image),
             *("--vllm-runtime-image", vllm_runtime_image),
+            *("--coordinator-image", image),
             *("--image-pull-policy", "IfNotPresent"),
         ],
         "env": [

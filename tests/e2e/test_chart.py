@@ -88,8 +88,31 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     show = ["--show-only", "templates/deployment.yaml", "--set", value]
     rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
     (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
-    images = ["--runtime-image", "megatron-runtime:0.1.0", "--vllm-runtime-image", "megatron-runtime-vllm:0.1.0"]
+    images = [
+        *("--runtime-image", "megatron-runtime:0.1.0"),
+        *("--vllm-runtime-image", "megatron-runtime-vllm:0.1.0"),
+        *("--coordinator-image", "megatron-operator:0.1.0"),
+    ]
     assert container["args"] == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
+
+
+@pytest.mark.parametrize(
+    ("values", "image"),
+    [
+        (["operator.image.repository=registry.example/operator"], "registry.example/operator:0.1.0"),
+        (["coordinator=null", "operator.image.tag=v7"], "megatron-operator:v7"),
+        (["coordinator.image.repository=registry.example/c", "coordinator.image.tag=v7"], "registry.example/c:v7"),
+    ],
+)
+def test_coordinators_run_the_operators_image_unless_another_is_set(
+    platform: Platform, values: list[str], image: str
+) -> None:
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    chosen = [part for value in values for part in ("--set", value)]
+    show = ["--show-only", "templates/deployment.yaml", *chosen]
+    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
+    (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
+    assert container["args"][container["args"].index("--coordinator-image") + 1] == image
 
 
 def test_values_of_a_chart_without_vllm_still_render(platform: Platform) -> None:

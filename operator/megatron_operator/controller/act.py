@@ -267,7 +267,7 @@ class Actor:
             self._cache.deleted(action.uid)
 
     async def _delete_pods(self, action: DeletePods, resource: SeenResource) -> None:
-        logger.info("deleting pods", extra={"engine": action.engine, "why": action.reason})
+        logger.info("deleting pods", extra={"owner": action.owner, "why": action.reason})
         for name, uid in action.pods:
             try:
                 await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid)

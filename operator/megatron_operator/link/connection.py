@@ -104,6 +104,8 @@ class CoordinatorLink:
         self._link: PeerLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
+        self._lost_at: float | None = None
+        """When the registration was lost without a cause on this side; None while registered and before."""
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
@@ -130,6 +132,7 @@ class CoordinatorLink:
         self._address, self._keys = address, keys
         self._pointed_at = self._clock()
         self._disconnect("no address yet" if address is None else f"connecting to {address}")
+        self._lost_at = None
         if address is None:
             return
         self._link = PeerLink(
@@ -162,7 +165,8 @@ class CoordinatorLink:
     def snapshot(self) -> CoordinatorSnapshot:
         """The last report of the coordinator, or that it is unreachable."""
         if self._reply is None or not self._registered.is_set():
-            return CoordinatorSnapshot(error=self._error)
+            lost = None if self._lost_at is None else self._clock() - self._lost_at
+            return CoordinatorSnapshot(error=self._error, lost_seconds=lost)
         return snapshot_of(
             self._reply,
             rejections=self._rejections,
@@ -272,6 +276,7 @@ class CoordinatorLink:
         self._asked = self._answers = 0
         self._answered.set()
         if was:
+            self._lost_at = self._clock()
             logger.info("coordinator lost", extra={"address": self._address, "error": error})
             self._on_change()
 
@@ -294,6 +299,7 @@ class CoordinatorLink:
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
         self._link.reopen(self._no_answer(), after_seconds=self._timings.flood_pause)
         self._error = self._no_answer()
+        self._lost_at = None  # it is alive
 
     def _no_answer(self) -> str:
         fault = f"; what it sends cannot be read: {self._fault}" if self._fault else ""
@@ -354,6 +360,7 @@ class CoordinatorLink:
         if not self._registered.is_set():
             self._asked = self._answers = 0
             self._registered.set()
+            self._lost_at = None
             logger.info("coordinator reached", extra={"address": self._address})
 
     def _on_malformed(self, error: MalformedMessageError) -> None:

@@ -239,6 +239,11 @@ class Routing(ApiModel):
 
 class CoordinatorSpec(ApiModel):
     routing: Routing = section(Routing, "Routing of requests to engines.")
+    priority_class_name: Name | None = Field(
+        default=None,
+        description="PriorityClass of the coordinator's pod, so that the scheduler makes room for it on a full node. "
+        "Names that begin with system- are not allowed.",
+    )
     pod_template: PodTemplate | None = Field(
         default=None,
         description="Merged into the rendered pod, containers by name (the container is coordinator), as far as the "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron_operator import __version__
 from megatron_operator.model.pod_policy import PodPolicy, in_repositories
 
+DEFAULT_COORDINATOR_IMAGE = f"megatron-operator:{__version__}"
 DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
 DEFAULT_VLLM_RUNTIME_IMAGE = f"megatron-runtime-vllm:{__version__}"
 
@@ -16,9 +17,11 @@ class Settings:
     """Installation-wide inputs of rendering and deciding."""
 
     runtime_image: str
-    """Image of coordinator, server and native engines if the resource sets none."""
+    """Image of servers and native engines if the resource sets none."""
     vllm_runtime_image: str = DEFAULT_VLLM_RUNTIME_IMAGE
     """Image of vLLM engines if the resource sets none."""
+    coordinator_image: str = DEFAULT_COORDINATOR_IMAGE
+    """Image of coordinators: small, so that a node without it starts a coordinator in seconds."""
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     image_pull_policy: str = "IfNotPresent"
@@ -30,13 +33,14 @@ class Settings:
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
     """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories, besides those of the runtime images, whose termination messages and errors the status quotes."""
+    """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
 
     @property
-    def runtime_images(self) -> tuple[str, str]:
-        return self.runtime_image, self.vllm_runtime_image
+    def runtime_images(self) -> tuple[str, ...]:
+        """The images of the pods of resources, whose repositories the pod policy allows."""
+        return self.runtime_image, self.vllm_runtime_image, self.coordinator_image
 
     def quotes(self, image: str) -> bool:
         """Return whether the status may quote messages of containers of this image."""

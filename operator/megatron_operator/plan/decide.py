@@ -10,6 +10,7 @@ from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.incidents import crash_events
+from megatron_operator.plan.lost_coordinator import replacement, replacement_in
 from megatron_operator.plan.policies import POLICIES
 from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
@@ -34,7 +35,7 @@ def decide(world: World) -> Decision:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     status = printable_data(compose(scene, verdict), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
-    actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     return Decision(
         policy=policy.__name__,
@@ -50,6 +51,7 @@ def decide(world: World) -> Decision:
             scene.lost_in,
             scene.retry_in,
             scene.adapters.retry_in,
+            replacement_in(scene),
             *reports,
         ),
     )

@@ -254,6 +254,8 @@ class CoordinatorSnapshot:
     reachable: bool = False
     error: str = ""
     """Why it is unreachable, in one phrase; empty if reachable."""
+    lost_seconds: float | None = None
+    """Time since this process lost its connection; None if it is reachable or was never reached."""
     incarnation: str = ""
     state: CoordinatorState = CoordinatorState.RECOVERING
     epoch: int = 0
@@ -407,9 +409,10 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet creates them again."""
+    """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
 
-    engine: str
+    owner: str
+    """Name of the StatefulSet or Deployment."""
     pods: tuple[tuple[str, str], ...]
     """(name, uid) of each."""
     reason: str

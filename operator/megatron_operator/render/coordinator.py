@@ -1,6 +1,11 @@
-"""Deployment `NAME-coordinator`: the process that routes requests, journals them and confirms verbs."""
+"""Deployment `NAME-coordinator`: the process that routes requests, journals them and confirms verbs.
+
+There is one coordinator. When its node is lost, its pod is replaced on another node (see `plan/lost_coordinator.py`).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron_operator.render.context import (
     ANNOTATION_SERVER_KEY,
@@ -15,13 +20,16 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.pod import bounded_memory, http_probe, keys_args, pod_template
+from megatron_operator.render.pod import anti_affinity, bounded_memory, http_probe, keys_args, pod_template
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 MEMORY_LIMIT = "4Gi"
 """Open requests use at most 1 GiB (`journal_bytes`); send and receive buffers use as much again."""
 GRACE_SECONDS = 15
 """It exits when no request is open, or 5 s after SIGTERM."""
+TOLERATION_SECONDS = 5
+"""Time after which Kubernetes evicts the pod from a node that it considers lost; 300 s by default."""
+NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 def coordinator_args(ctx: RenderContext) -> list[str]:
@@ -42,9 +50,19 @@ def coordinator_args(ctx: RenderContext) -> list[str]:
     ]
 
 
+def _tolerations(given: list[Any]) -> list[Any]:
+    """Return the tolerations of a podTemplate, and those of a lost node that it does not set itself."""
+    keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
+    missing = [key for key in NODE_TAINTS if key not in keys]
+    effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
+    return [*given, *({"key": key, **effect} for key in missing)]
+
+
 def coordinator_deployment(ctx: RenderContext) -> Manifest:
     container = {
         "name": COORDINATOR,
+        "image": ctx.settings.coordinator_image,
+        "command": ["megatron"],
         "args": coordinator_args(ctx),
         "ports": [
             {"name": "client", "containerPort": PORT_CLIENT},
@@ -67,6 +85,12 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
         keys=KEYS,
         overlay=ctx.spec.coordinator.pod_template,
     )
+    pod = template["spec"]
+    # The pod of a lost node is still there, terminating: the new one prefers another node.
+    pod["affinity"] = {**anti_affinity(ctx, COORDINATOR), **(pod.get("affinity") or {})}
+    pod["tolerations"] = _tolerations(pod.get("tolerations") or [])
+    if ctx.spec.coordinator.priority_class_name is not None:
+        pod.setdefault("priorityClassName", ctx.spec.coordinator.priority_class_name)
     if ctx.server_key > 1:
         annotations = template["metadata"].get("annotations") or {}
         template["metadata"]["annotations"] = {**annotations, ANNOTATION_SERVER_KEY: str(ctx.server_key)}

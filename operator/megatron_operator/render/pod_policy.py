@@ -17,7 +17,7 @@ from typing import Any
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
 from megatron_operator.model.resource import EngineSpec
 from megatron_operator.model.text import printable
-from megatron_operator.render.context import ENGINE, NotAllowed, RenderContext
+from megatron_operator.render.context import COORDINATOR, ENGINE, NotAllowed, RenderContext
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
 Path = tuple[str, ...]
@@ -130,6 +130,9 @@ def violations(
     request = _request(ctx, overlay or {}, policy, containers)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
+    if component == COORDINATOR:
+        priority = ctx.spec.coordinator.priority_class_name
+        yield from _priority_class(priority, "spec.coordinator.priorityClassName", request)
     yield from _walk(overlay or {}, f"spec.{component}.podTemplate", (), POD, request)
 
 

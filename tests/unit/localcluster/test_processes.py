@@ -46,6 +46,14 @@ def test_a_foreign_process_does_not_belong(argv: list[str]) -> None:
     assert not processes.belongs(argv, STATE)
 
 
+def test_the_kubelets_of_two_nodes_are_different_components() -> None:
+    first = ["/bin/kubelet", "--v=1", f"--config={STATE}/config/kubelet.yaml"]
+    second = ["/bin/kubelet", "--v=1", f"--config={STATE}/node-2/config/kubelet.yaml"]
+    assert processes.is_same_component(first, [*first, "--added"], STATE)
+    assert not processes.is_same_component(first, second, STATE)
+    assert not processes.is_same_component(first, ["/bin/kube-proxy", first[2]], STATE)
+
+
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     return Layout(tmp_path)

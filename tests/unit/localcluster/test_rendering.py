@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from localcluster import cgroups, components, mounts, pki, render
+from localcluster import cgroups, components, mounts, pki, processes, render
 from localcluster import settings as config
 from localcluster.errors import ClusterError
 from localcluster.settings import Layout, Options, Settings
@@ -17,6 +17,8 @@ from localcluster.settings import Layout, Options, Settings
 LAYOUT = Layout(Path("/repo/build/cluster"))
 PORTS = {name: 20000 + index for index, name in enumerate(config.PORT_NAMES)}
 SETTINGS = Settings("cluster", False, PORTS)
+NODE = SETTINGS.nodes[0]
+PAIR = Settings("cluster", False, PORTS, node_count=2)
 POOR = render.Machine(may_lower_oom_score=False, cni_folder=Path("/usr/lib/cni"))
 RICH = render.Machine(may_lower_oom_score=True, cni_folder=Path("/opt/cni/bin"))
 
@@ -35,11 +37,11 @@ def test_containerd_keeps_everything_private() -> None:
 def test_oom_scores_follow_the_capability(machine: render.Machine, restricted: bool, score: int) -> None:
     cri = tomllib.loads(render.containerd(LAYOUT, machine))["plugins"]["io.containerd.grpc.v1.cri"]
     assert cri["restrict_oom_score_adj"] is restricted
-    assert yaml.safe_load(render.kubelet(SETTINGS, LAYOUT, machine))["oomScoreAdj"] == score
+    assert yaml.safe_load(render.kubelet(SETTINGS, NODE, LAYOUT, machine, pki=LAYOUT.pki))["oomScoreAdj"] == score
 
 
 def test_kubelet_never_evicts_and_has_its_own_cgroup() -> None:
-    rendered = yaml.safe_load(render.kubelet(SETTINGS, LAYOUT, POOR))
+    rendered = yaml.safe_load(render.kubelet(SETTINGS, NODE, LAYOUT, POOR, pki=LAYOUT.pki))
     assert set(rendered["evictionHard"].values()) == {"0%"}
     assert rendered["cgroupRoot"] == "/megatron-cluster"
     assert rendered["clusterDNS"] == [rendered["address"]] == ["10.88.0.1"]
@@ -47,11 +49,56 @@ def test_kubelet_never_evicts_and_has_its_own_cgroup() -> None:
 
 
 def test_pods_get_addresses_from_the_bridge_network() -> None:
-    rendered = json.loads(render.cni(SETTINGS, LAYOUT))
+    rendered = json.loads(render.cni(SETTINGS, NODE, LAYOUT))
     bridge = rendered["plugins"][0]
     assert bridge["bridge"] == SETTINGS.bridge
-    assert bridge["ipam"]["ranges"] == [[{"subnet": "10.88.0.0/16", "gateway": "10.88.0.1"}]]
+    pods = {"rangeStart": "10.88.0.2", "rangeEnd": "10.88.63.254"}
+    assert bridge["ipam"]["ranges"] == [[{"subnet": "10.88.0.0/16", **pods, "gateway": "10.88.0.1"}]]
     assert bridge["ipam"]["dataDir"].startswith("/repo/build/cluster/")
+
+
+def test_nodes_share_a_subnet_and_no_address() -> None:
+    ranges = [json.loads(render.cni(PAIR, node, LAYOUT))["plugins"][0]["ipam"]["ranges"][0][0] for node in PAIR.nodes]
+    assert [found["subnet"] for found in ranges] == ["10.88.0.0/16"] * 2
+    assert [found["gateway"] for found in ranges] == ["10.88.0.1", "10.88.64.1"]
+    assert [(found["rangeStart"], found["rangeEnd"]) for found in ranges] == [
+        ("10.88.0.2", "10.88.63.254"),
+        ("10.88.64.2", "10.88.127.254"),
+    ]
+
+
+@pytest.mark.parametrize("count", range(1, config.MAX_NODES + 1))
+def test_every_node_has_its_own_address_name_cgroup_certificate_and_interfaces(count: int) -> None:
+    settings = Settings("a" * 30, False, PORTS, "192.168.240.0/24", node_count=count)
+    nodes = settings.nodes
+    assert len(nodes) == count
+    for values in (
+        {node.ip for node in nodes},
+        {node.name for node in nodes},
+        {node.cgroup for node in nodes},
+        {node.namespace for node in nodes},
+        {identity.subject for identity in pki.identities(settings) if identity.name.startswith("kubelet")},
+    ):
+        assert len(values) == count
+    assert all(len(node.namespace or "") <= 15 for node in nodes)
+
+
+def test_a_further_node_reaches_the_api_server_and_keeps_its_files_apart() -> None:
+    node = PAIR.nodes[1]
+    layout = LAYOUT.of_node(2)
+    assert PAIR.api_url_for(node) == f"https://10.88.0.1:{PORTS['apiserver']}"
+    rendered = yaml.safe_load(render.kubelet(PAIR, node, layout, POOR, pki=LAYOUT.pki))
+    assert rendered["address"] == rendered["healthzBindAddress"] == "10.88.64.1"
+    assert rendered["clusterDNS"] == ["10.88.0.1"]
+    assert rendered["tlsCertFile"] == "/repo/build/cluster/pki/kubelet-2.crt"
+    assert rendered["containerRuntimeEndpoint"] == "unix:///repo/build/cluster/node-2/containerd.sock"
+    for first, second in zip(
+        (components.containerd(PAIR.nodes[0], LAYOUT), components.kubelet(PAIR, PAIR.nodes[0], LAYOUT, Path("/bin"))),
+        (components.containerd(node, layout), components.kubelet(PAIR, node, layout, Path("/bin"))),
+        strict=True,
+    ):
+        assert not processes.is_same_component(first.argv, second.argv, LAYOUT.state)
+        assert (first.namespace, second.namespace) == (None, node.namespace)
 
 
 def test_interface_names_fit_the_kernel() -> None:
@@ -85,6 +132,9 @@ def test_conflicts_with_an_existing_cluster_name_the_option() -> None:
     assert config.contradictions(SETTINGS, Options(), control_plane_only=False) == []
     found = config.contradictions(SETTINGS, Options(api_port=1, pod_subnet="10.88.0.0/16"), control_plane_only=True)
     assert found == ["--api-port is 20000, not 1", "--control-plane-only is False, not True"]
+    assert config.contradictions(PAIR, Options(nodes=1), control_plane_only=False) == ["--nodes is 2, not 1"]
+    assert config.contradictions(SETTINGS, Options(nodes=2), control_plane_only=False) == [], "a cluster may grow"
+    assert PAIR.nodes[0] == NODE, "and node 1 keeps its address and those of its pods"
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-x", "x-", "a/b", "a" * 31])

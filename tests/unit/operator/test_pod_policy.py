@@ -571,3 +571,8 @@ def test_every_switch_is_a_value_of_the_chart_that_is_off_and_reaches_the_operat
         assert name in schema[section]["properties"]
         assert not values[section][name]
         assert f".{name} }}}}\n            - {flag}\n" in deployment
+
+
+def test_the_priority_class_of_a_coordinator_is_not_one_of_the_system() -> None:
+    with pytest.raises(NotAllowed, match=r"^spec.coordinator.priorityClassName: is 'system-cluster-critical'"):
+        all_children(context(coordinator={"priorityClassName": "system-cluster-critical"}))

@@ -16,6 +16,7 @@ from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import LABEL_ENGINE, InvalidPodTemplate, RenderContext
+from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.merge import merge_template
@@ -23,7 +24,11 @@ from megatron_runtime.engine.settings import EngineSettings
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = sorted((ROOT / "manifests/samples").glob("*.yaml"))
-SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
+SETTINGS = Settings(
+    runtime_image="registry.example/runtime:1",
+    vllm_runtime_image="registry.example/vllm:1",
+    coordinator_image="registry.example/operator:1",
+)
 
 
 def _context(**fields: Any) -> RenderContext:
@@ -45,7 +50,8 @@ def test_samples_render_to_their_golden_files(sample: Path) -> None:
     rendered = all_children(read_resource(sample).context(SETTINGS))
     assert rendered == list(yaml.safe_load_all(golden.read_text())), (
         f"megatron-operator render -f {sample} --runtime-image {SETTINGS.runtime_image} "
-        f"--vllm-runtime-image {SETTINGS.vllm_runtime_image} > {golden}"
+        f"--vllm-runtime-image {SETTINGS.vllm_runtime_image} "
+        f"--coordinator-image {SETTINGS.coordinator_image} > {golden}"
     )
 
 
@@ -70,6 +76,31 @@ def test_every_container_of_a_sample_has_a_memory_limit(sample: Path) -> None:
     for name, pod in _pods(read_resource(sample).context(SETTINGS)).items():
         for container in (*pod.get("initContainers", ()), *pod["containers"]):
             assert "memory" in container["resources"]["limits"], f"{name}: {container['name']}"
+
+
+def test_a_coordinator_leaves_a_lost_node_in_seconds_and_prefers_another() -> None:
+    pod = _pods(_context())["demo-coordinator"]
+    assert {entry["key"]: entry["tolerationSeconds"] for entry in pod["tolerations"]} == dict.fromkeys(NODE_TAINTS, 5)
+    (preferred,) = pod["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "coordinator"
+
+
+def test_tolerations_of_the_pod_template_are_kept_and_take_precedence() -> None:
+    own = [
+        {"key": "spot", "operator": "Exists"},
+        {"key": NODE_TAINTS[0], "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
+    ]
+    pod = _pods(_context(coordinator={"podTemplate": {"spec": {"tolerations": own}}}))["demo-coordinator"]
+    assert pod["tolerations"][:2] == own
+    assert [entry["key"] for entry in pod["tolerations"][2:]] == [NODE_TAINTS[1]]
+
+
+def test_a_coordinator_runs_the_small_image_with_the_priority_of_the_spec() -> None:
+    pod = _pods(_context(coordinator={"priorityClassName": "serving"}))["demo-coordinator"]
+    assert pod["priorityClassName"] == "serving"
+    container = pod["containers"][0]
+    assert (container["image"], container["command"]) == (SETTINGS.coordinator_image, ["megatron"])
+    assert "priorityClassName" not in _pods(_context())["demo-coordinator"]
 
 
 def test_each_component_mounts_only_its_own_keys() -> None:

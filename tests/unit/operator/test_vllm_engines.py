@@ -110,8 +110,8 @@ def test_engines_run_the_vllm_image_and_other_components_the_runtime_image(
     ctx = context(engine={"vllm": several}, parallelism={"tensor": 2})
     found = pod(ctx)
     assert [each["image"] for each in (*found["containers"], *found["initContainers"])] == [image, image]
-    for name in ("demo-coordinator", "demo-server"):
-        assert pod(ctx, "Deployment", name)["containers"][0]["image"] == "registry.example/runtime:1"
+    assert pod(ctx, "Deployment", "demo-server")["containers"][0]["image"] == "registry.example/runtime:1"
+    assert pod(ctx, "Deployment", "demo-coordinator")["containers"][0]["image"] == SETTINGS.coordinator_image
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -210,7 +210,9 @@ def test_an_argument_that_can_load_code_needs_the_switch_of_the_chart(args: dict
 
 def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
     foreign = {"vllm": {"image": "registry.example/other:1"}}
-    with pytest.raises(NotAllowed, match=r"^spec.engine.vllm.image: is .*vllm:1 are allowed; .*imageRepositories"):
+    with pytest.raises(
+        NotAllowed, match=r"^spec.engine.vllm.image: is .*vllm:1 and .* are allowed; .*imageRepositories"
+    ):
         all_children(context(engine=foreign))
     listed = replace(SETTINGS, pod_policy=PodPolicy(image_repositories=("registry.example/other",)))
     assert engine(context(engine=foreign, settings=listed))["image"] == "registry.example/other:1"

@@ -165,6 +165,7 @@ async def test_a_flooding_coordinator_is_disconnected_for_a_while(hostile: Any, 
     link = link_to(bad.address)
     found = await refreshed(link, lambda found: "in a second" in found.error)
     assert not found.reachable
+    assert found.lost_seconds is None, "its pod is not replaced: it is alive"
     asked = len(bad.told)
     await refreshed(link, lambda _: len(bad.told) > asked)  # and is tried again
 

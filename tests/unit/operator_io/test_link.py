@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -211,6 +212,28 @@ async def test_silent_coordinator_is_unreachable_and_found_again(make_link: Any,
 
     admin_port.mute = False
     await changes.until(lambda: link.snapshot.reachable)
+
+
+async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connection(
+    make_link: Any, admin_port: Any
+) -> None:
+    skipped = 0.0
+    link, changes = make_link(admin_port.address, clock=lambda: time.monotonic() + skipped)
+    assert link.snapshot.lost_seconds is None, "never reached"
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.lost_seconds is None
+
+    admin_port.mute = True
+    await changes.until(lambda: not link.snapshot.reachable)
+    assert link.snapshot.lost_seconds < 3600
+    skipped = 3600.0
+    assert link.snapshot.lost_seconds >= 3600
+
+    admin_port.mute = False
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.lost_seconds is None
+    link.point_to("tcp://127.0.0.1:1", None)
+    assert link.snapshot.lost_seconds is None, "another address"
 
 
 async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_sent_again(

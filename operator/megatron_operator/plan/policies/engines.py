@@ -33,7 +33,7 @@ def drained(scene: Scene, engine: EngineView) -> bool:
 
 def delete_pods(engine: EngineView, reason: str) -> DeletePods:
     pods = tuple((pod.name, pod.uid) for pod in engine.pods if not pod.deleting)
-    return DeletePods(engine=engine.name, pods=pods, reason=reason)
+    return DeletePods(owner=engine.name, pods=pods, reason=reason)
 
 
 def undrain(scene: Scene) -> Verdict | None:

@@ -1,0 +1,113 @@
+"""A second node is lost with an engine, and with the coordinator: no request fails, and every token is compared."""
+
+from __future__ import annotations
+
+import os
+import platform as machine
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import yaml
+from soak import SOAK
+
+from localcluster import installation
+from localcluster.cluster import LocalCluster
+from localcluster.kubectl import Kubectl
+from localcluster.progress import Steps
+from localcluster.settings import Options
+
+from .conftest import SAMPLE, Platform, deploy, own_namespace, printed_when_failed
+from .load_client import HEADING, Disturbance, LoadClient
+from .test_under_load import pods, settled
+
+pytestmark = pytest.mark.skipif(not SOAK, reason="takes four minutes; `make soak` runs it")
+WORKERS, TOKENS = 3, 32
+SECOND = 2
+HOSTNAME = "kubernetes.io/hostname"
+
+
+@pytest.fixture
+def cluster(platform: Platform) -> Iterator[LocalCluster]:
+    """The cluster of all tests, grown to two nodes with the images, with the operator on the first. It keeps both."""
+    grown = LocalCluster(options=Options(nodes=SECOND))
+    grown.up()
+    grown.build_images()
+    first = grown.settings.nodes[0].name
+    selector = [f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}"]
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
+    yield grown
+    grown.restore_network(SECOND)
+    grown.thaw_node(SECOND)
+
+
+@contextmanager
+def lost(cluster: LocalCluster) -> Iterator[None]:
+    """The second node: its network is cut off, and its kubelet and containers are frozen."""
+    cluster.cut_network(SECOND)
+    cluster.freeze_node(SECOND)
+    yield
+    cluster.restore_network(SECOND)
+    cluster.thaw_node(SECOND)
+
+
+def node_of(kube: Kubectl, component: str) -> set[str]:
+    return {pod["spec"]["nodeName"] for pod in pods(kube, component) if "deletionTimestamp" not in pod["metadata"]}
+
+
+def move_coordinator(kube: Kubectl, *, away_from: str) -> None:
+    """Move the coordinator to the other node."""
+    kube("cordon", away_from)
+    kube("delete", "pod", "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")
+    settled(kube)
+    kube("uncordon", away_from)
+
+
+def spread_spec(first: str) -> dict[str, Any]:
+    """Two engines on different nodes; server and coordinator begin on the first node."""
+    spec = yaml.safe_load(SAMPLE.read_text())["spec"]
+    labels = {"app.kubernetes.io/instance": "demo", "app.kubernetes.io/component": "engine"}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": HOSTNAME,
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": labels},
+    }
+    return {
+        "replicas": 2,
+        # In float32 an answer does not depend on its batch.
+        "model": {**spec["model"], "dtype": "Float32"},
+        "engine": {**spec["engine"], "podTemplate": {"spec": {"topologySpreadConstraints": [spread]}}},
+        # A lost server breaks its clients' connections.
+        "server": {**spec["server"], "podTemplate": {"spec": {"nodeSelector": {HOSTNAME: first}}}},
+    }
+
+
+def test_no_request_fails_when_a_node_is_lost(
+    platform: Platform, cluster: LocalCluster, request: pytest.FixtureRequest
+) -> None:
+    first, second = (node.name for node in cluster.settings.nodes)
+    series: list[Disturbance] = []
+    with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
+        deployed = deploy(kube, **spread_spec(first))
+        settled(kube)
+        assert node_of(kube, "engine") == {first, second}
+        print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{HEADING}")
+        with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
+            for component in ("engine", "coordinator"):
+                if component == "engine" and node_of(kube, "coordinator") != {first}:
+                    move_coordinator(kube, away_from=second)
+                if component == "coordinator":
+                    move_coordinator(kube, away_from=first)
+                    assert node_of(kube, "coordinator") == {second}
+                with load.during(f"loss of a node with the {component}") as done, lost(cluster):
+                    load.answered(2 * WORKERS, seconds=180)
+                    assert node_of(kube, "coordinator") == {first}
+                series.append(done)
+                print(done.row(), flush=True)
+                kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
+                settled(kube)
+    assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
+    assert all(disturbance.answers for disturbance in series)
