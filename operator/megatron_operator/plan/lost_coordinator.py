@@ -1,6 +1,6 @@
 """Replacement of a coordinator that this operator has lost, before Kubernetes considers its node lost. Pure.
 
-Kubernetes marks a node as lost after 50 s. Servers hold requests for 30 s. The operator deletes the pod earlier, so
+Kubernetes marks a node as lost after 50 s. Servers stay ready for 30 s. The operator deletes the pod earlier, so
 that its Deployment creates another one. On a node that is alive, the kubelet ends the old process as after any
 deletion.
 """
