@@ -42,7 +42,7 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> li
     engines = {entry["name"]: entry for entry in status.get("engines") or ()}
     views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
     nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
-    held_up = [view for view in views if not view.ready or view.deleting]
+    held_up = [view for view in views if view.deleting or not (view.ready or view.phase == "Succeeded")]
     for name in sorted({view.engine or view.component for view in held_up}):
         entry = engines.get(name)
         state = f" is {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""

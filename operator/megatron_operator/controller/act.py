@@ -14,7 +14,7 @@ from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
-from megatron_operator.cluster.projection import SeenResource
+from megatron_operator.cluster.projection import SeenResource, project_pod
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
@@ -28,6 +28,7 @@ from megatron_operator.plan.world import (
     AskCanary,
     ChildRef,
     CreateKeys,
+    CreatePod,
     DeleteChild,
     DeletePods,
     EmitEvent,
@@ -121,6 +122,10 @@ class Actor:
                     changed = True
                     if not await self._vet(action, resource):
                         return changed, False
+                case CreatePod():
+                    changed = True
+                    if not await self._create_pod(action, resource):
+                        return changed, False
                 case DeleteChild():
                     changed = True
                     await self._delete_child(action, resource)
@@ -188,6 +193,19 @@ class Actor:
                 return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
+        self.rejections.pop(action.ref, None)
+        return True
+
+    async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
+        try:
+            created = await self._writer.create(action.manifest)
+        except ApiError as error:
+            if error.code == 409 and error.reason == "AlreadyExists":
+                return self._rejected(action.ref, action.hash, NotOwnedError(action.ref, namespace=resource.namespace))
+            if error.permanent:
+                return self._rejected(action.ref, action.hash, error)
+            raise
+        self._cache.created(project_pod(created))
         self.rejections.pop(action.ref, None)
         return True
 

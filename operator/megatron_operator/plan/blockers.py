@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.causes import CREATION, find_cause
+from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import UNSETTLED
@@ -119,4 +120,5 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])
+    found = first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])
+    return found or check_finding(scene)

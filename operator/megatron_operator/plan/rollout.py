@@ -6,6 +6,8 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
 - An engine loses its pods only if it has another revision and either does not serve or was drained.
 - Until the desired revision is proven, at most `maxUnavailable` engines get it, so a bad revision does not spread and
   restarting engines are not replaced by it. Proven means: an engine of it serves and its canary passed.
+- While engines of another revision serve, no engine is drained for the desired revision or gets it before its check
+  has passed.
 - Engines that do not serve are replaced first, because that costs no capacity.
 - An engine of the desired revision is never changed, whatever revisions were desired in between: edits collapse into
   the last one, and a revert keeps engines of the old revision.
@@ -58,6 +60,13 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Check the desired revision, before this engine is replaced."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Replace:
     """Apply the desired template of these engines and delete their old pods."""
 
@@ -98,14 +107,15 @@ class Finished:
     """All engines have the desired revision."""
 
 
-Step = Replace | Drain | Prove | Await | Halt | Finished
+Step = Check | Replace | Drain | Prove | Await | Halt | Finished
 
 
-def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool) -> Step:
+def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool, checked: bool) -> Step:
     """Return the next single step.
 
     Args:
         engines: every desired engine that has or should have pods, by index.
+        checked: the check of the desired revision has passed, or an engine of it serves or served.
         running: the resource runs, so that engines may be drained and get canaries.
     """
     leftover = [engine for engine in engines if engine.leftover and not engine.leaving]
@@ -113,6 +123,9 @@ def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: 
         return Replace(tuple(engine.name for engine in leftover))
     outdated = [engine for engine in engines if not engine.current]
     down = _down(engines, outdated, max_unavailable)
+    serving = [engine for engine in outdated if engine.serving]
+    if serving and not checked and (down or running):
+        return Check(serving[-1].name)
     if down:
         return Replace(down)
     going = tuple(engine.name for engine in engines if engine.leftover)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.status import VERIFIED_REVISIONS
 from megatron_operator.plan import operation as operations
 from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
@@ -20,8 +21,8 @@ from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.world import ChildRef, EngineReport, World
-from megatron_operator.render.context import ENGINE, RenderContext
+from megatron_operator.plan.world import ChildRef, EngineReport, PodView, World
+from megatron_operator.render.context import CHECK, ENGINE, RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
@@ -180,7 +181,7 @@ class Scene:
     @cached_property
     def all_draining(self) -> bool:
         """Whether a DRAIN of all engines is in effect although its goal is done or obsolete. Only UNPAUSE ends it, also
-        for newly registered engines. Engines of another model are replaced first."""
+        for newly registered engines. Engines of another model are replaced first, if no check of the new one is due."""
         found = self.operation
         if found is not None and found.open:
             return False
@@ -190,7 +191,7 @@ class Scene:
         if told and found is not None and found.goal is not self.desired:
             return True
         leaving = any(engine.stale_pods for engine in self.engines)
-        return not self.old_model and not leaving
+        return (not self.old_model or self.check_due) and not leaving
 
     @cached_property
     def overdue_in(self) -> float | None:
@@ -300,6 +301,36 @@ class Scene:
         else:
             return full
         return 0 if leave or engine.scaled == 0 else full
+
+    # --- The check of a new revision ------------------------------------------------------------------------------
+
+    @cached_property
+    def revision(self) -> str:
+        """The desired revision; empty if no engine is desired or its template cannot be rendered."""
+        return self.wanted[0].rendered_revision if self.wanted else ""
+
+    @cached_property
+    def check_pods(self) -> tuple[PodView, ...]:
+        """The pods that check a revision of this resource."""
+        return tuple(pod for pod in self.world.pods if pod.component == CHECK and pod.owner == self.world.resource.uid)
+
+    @cached_property
+    def verified(self) -> tuple[str, ...]:
+        """The last revisions whose check passed, or of which an engine served; the latest last."""
+        found = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
+        found |= {engine.serving_revision for engine in self.engines} - {""}
+        before = (revision for revision in self.status.get("verifiedRevisions") or () if revision not in found)
+        return (*before, *sorted(found))[-VERIFIED_REVISIONS:]
+
+    @cached_property
+    def outdated(self) -> tuple[EngineView, ...]:
+        """Desired engines that serve and have another revision than the spec."""
+        return tuple(engine for engine in self.wanted if engine.stale and engine.serving)
+
+    @property
+    def check_due(self) -> bool:
+        """Whether the desired revision must pass its check before it replaces engines that serve."""
+        return bool(self.outdated) and self.revision not in self.verified
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.render.context import (
+    CHECK,
     COORDINATOR,
     ENGINE,
+    LABEL_COMPONENT,
     PORT_ADMIN,
     PORT_CLIENT,
     PORT_ENGINE,
@@ -50,8 +52,15 @@ def _tcp(port: int) -> list[dict[str, Any]]:
 def _policy(
     ctx: RenderContext, name: str, component: str, ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
 ) -> Manifest:
+    matched = selector(ctx, component)
+    pods: dict[str, Any] = {"matchLabels": matched}
+    if component == ENGINE:
+        # The pod that checks the settings of engines reads the same source.
+        either = {"key": LABEL_COMPONENT, "operator": "In", "values": [CHECK, ENGINE]}
+        others = {label: value for label, value in matched.items() if label != LABEL_COMPONENT}
+        pods = {"matchLabels": others, "matchExpressions": [either]}
     spec: dict[str, Any] = {
-        "podSelector": {"matchLabels": selector(ctx, component)},
+        "podSelector": pods,
         "policyTypes": ["Ingress"],
         "ingress": ingress,
     }

@@ -16,7 +16,7 @@ from in_memory_cluster import OWNER_UID, Cluster
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, POD, RESOURCE, Kind
 from megatron_operator.cluster.projection import project_child, project_pod, project_resource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
@@ -97,8 +97,10 @@ class InMemoryApi:
 
     async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
         await asyncio.sleep(0)
-        if kind is not EVENT:
-            raise AssertionError(f"nothing but Events is created here, and this is a {kind.kind}")
+        if kind is POD:
+            body = copy.deepcopy(self.cluster.create_pod(body))
+        elif kind is not EVENT:
+            raise AssertionError(f"nothing but Events and check pods is created here, and this is a {kind.kind}")
         await asyncio.sleep(0)
         return body
 
