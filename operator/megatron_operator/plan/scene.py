@@ -324,13 +324,17 @@ class Scene:
 
     @cached_property
     def outdated(self) -> tuple[EngineView, ...]:
-        """Desired engines that serve and have another revision than the spec."""
-        return tuple(engine for engine in self.wanted if engine.stale and engine.serving)
+        """Desired engines that have another revision than the spec."""
+        return tuple(engine for engine in self.wanted if engine.stale)
 
-    @property
+    @cached_property
     def check_due(self) -> bool:
-        """Whether the desired revision must pass its check before it replaces engines that serve."""
-        return bool(self.outdated) and self.revision not in self.verified
+        """Whether the desired revision must pass its check before an engine gets it: while engines of another revision
+        serve, and once its check has begun, because they may restart meanwhile."""
+        if not self.outdated or self.revision in self.verified:
+            return False
+        begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
+        return begun or any(engine.serving for engine in self.outdated)
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from soak import size
 
-from megatron_operator.plan.rollout import Canary, Drain, EngineFacts, Finished, Halt, Replace, Step, next_step
+from megatron_operator.plan.rollout import Canary, Check, Drain, EngineFacts, Finished, Halt, Replace, Step, next_step
 
 LIMIT = size(15_000, soak=1_000_000)
 Planner = Callable[..., Step]
@@ -38,6 +38,10 @@ class State(NamedTuple):
     engines: tuple[Engine, ...]
     drain: tuple[int, bool] | None
     """The engine of the recorded DRAIN, and whether the DRAIN is complete."""
+    good: frozenset[int] = frozenset()
+    """Revisions that passed their check, or of which an engine served."""
+    check: tuple[int, bool] | None = None
+    """The revision of the check pod, and whether its check has failed; None: there is no pod."""
 
 
 class Violation(AssertionError):
@@ -59,7 +63,7 @@ class Model:
 
     def settled(self) -> State:
         engine = Engine(0, 0, True, False, NONE)
-        return State(0, (engine,) * self.sizes[0], None)
+        return State(0, (engine,) * self.sizes[0], None, frozenset({0}))
 
     def facts(self, state: State) -> list[EngineFacts]:
         return [
@@ -79,23 +83,38 @@ class Model:
 
     def step(self, state: State) -> tuple[Step | None, State]:
         """One pass. None: an operation is open, or an obsolete drain is undone."""
+        if state.check is not None and (state.check[0] != state.wanted or state.wanted in state.good):
+            state = state._replace(check=None)
         if state.drain is not None and not state.drain[1]:
             return None, state
         undone = self._undrain(state)
         if undone is not None:
             return None, undone
-        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True)
+        checked = not self.is_check_due(state)
+        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True, checked=checked)
         return found, self._act(state, found)
 
+    def is_check_due(self, state: State) -> bool:
+        outdated = [engine for engine in state.engines if engine.template != state.wanted]
+        begun = state.check is not None and state.check[0] == state.wanted
+        return (
+            state.wanted not in state.good
+            and bool(outdated)
+            and (begun or any(self.is_serving(state, engine) for engine in outdated))
+        )
+
     def _undrain(self, state: State) -> State | None:
+        failed = self.is_check_due(state) and state.check == (state.wanted, True)
         for index, engine in enumerate(state.engines):
-            right = engine.template == engine.pod == state.wanted and engine.canary != FAILED
-            if engine.serving and engine.draining and right:
+            right = failed or engine.template == engine.pod == state.wanted
+            if engine.serving and engine.draining and right and engine.canary != FAILED:
                 return _with(state, index, _lost(engine))._replace(drain=None)
         return None
 
     def _act(self, state: State, step: Step) -> State:
         match step:
+            case Check():
+                return state._replace(check=state.check or (state.wanted, False))
             case Replace(names):
                 for name in names:
                     state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
@@ -114,10 +133,12 @@ class Model:
         """State changes that happen without the operator."""
         if state.drain is not None and not state.drain[1]:
             yield state._replace(drain=(state.drain[0], True))
+        if state.check is not None and not state.check[1] and state.check[0] not in state.good:
+            yield state._replace(good=state.good | {state.check[0]})
         for index, engine in enumerate(state.engines):
             if engine.pod == GONE or not engine.serving:
                 up = Engine(engine.template, engine.template, True, False, engine.canary)
-                yield _with(state, index, up)
+                yield _with(state, index, up)._replace(good=state.good | {engine.template})
             elif engine.canary == PENDING and engine.template == engine.pod == state.wanted:
                 yield _with(state, index, engine._replace(canary=PASSED))
 
@@ -131,7 +152,9 @@ class Model:
                 kept = state.drain if state.drain is None or state.drain[0] < count else None
                 yield state._replace(engines=state.engines[:count], drain=kept)
             elif count > len(state.engines):
-                added = (Engine(state.wanted, GONE, False, False, NONE),) * (count - len(state.engines))
+                outdated = [engine for engine in state.engines if engine.template != state.wanted]
+                template = outdated[-1].template if self.is_check_due(state) else state.wanted
+                added = (Engine(template, GONE, False, False, NONE),) * (count - len(state.engines))
                 yield state._replace(engines=state.engines + added)
         for index, engine in enumerate(state.engines):
             if engine.pod != GONE:
@@ -140,6 +163,9 @@ class Model:
                 yield _with(state, index, engine._replace(serving=False, draining=False))
             if engine.canary == PENDING and engine.serving and engine.template == engine.pod == state.wanted:
                 yield _with(state, index, engine._replace(canary=FAILED))
+        if state.check is not None:
+            yield state._replace(check=(state.check[0], True))
+            yield state._replace(check=None)
         yield from self._crashes(state)
 
     def _crashes(self, state: State) -> Iterator[State]:
@@ -177,6 +203,12 @@ class Model:
         had = sum(self.is_available(before, engine) for engine in before.engines)
         wrong_one = isinstance(step, Halt)
         _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
+        outdated = [engine for engine in before.engines if engine.template != before.wanted]
+        serve = any(self.is_serving(before, engine) for engine in outdated)
+        if isinstance(step, Drain | Replace) and before.wanted not in before.good and serve:
+            names = step.names if isinstance(step, Replace) else (step.name,)
+            touched = any(before.engines[int(name)].template != before.wanted for name in names)
+            _hold(not touched, "an engine was taken before the check has passed", before, step)
         if not isinstance(step, Replace):
             return
         for name in step.names:
@@ -205,7 +237,9 @@ class Model:
                 step, moved = self.step(state)
                 if moved == state:
                     done = isinstance(step, Finished) and all(e.template == state.wanted for e in state.engines)
-                    _hold(done or isinstance(step, Halt), "the rollout waits forever", state, step)
+                    blocked = isinstance(step, Check) and state.check == (state.wanted, True)
+                    blocked &= all(engine.canary == FAILED for engine in state.engines if engine.draining)
+                    _hold(done or blocked or isinstance(step, Halt), "the rollout waits forever", state, step)
                     break
             state = moved
         known.update(path)
@@ -318,6 +352,16 @@ def remembers_a_drain_forever(engines: Facts, **options: Any) -> Step:
     return next_step(believed, **options)
 
 
+def does_not_wait_for_the_check(engines: Facts, **options: Any) -> Step:
+    return next_step(engines, **{**options, "checked": True})
+
+
+def replaces_the_down_before_the_check(engines: Facts, **options: Any) -> Step:
+    step = next_step(engines, **options)
+    down = [engine.name for engine in engines if not engine.current and not engine.serving]
+    return Replace((down[-1],)) if isinstance(step, Check) and down else step
+
+
 def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
     """An operator that died after a DRAIN was complete waits for it forever."""
     step = next_step(engines, **options)
@@ -357,6 +401,8 @@ def test_the_search_computes_unproven_engines_independently_of_the_planner(
         replaces_without_draining,
         restarts_whatever_is_down,
         does_not_wait_for_the_canary,
+        does_not_wait_for_the_check,
+        replaces_the_down_before_the_check,
         forgets_pods_of_the_revision_before,
         remembers_a_drain_forever,
         waits_for_a_lost_drain,

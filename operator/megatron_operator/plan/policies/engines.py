@@ -44,8 +44,8 @@ def undrain(scene: Scene) -> Verdict | None:
         return None
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining
-        current = not engine.stale or check_failed(scene)
-        if not idle or not current or engine.stale_pods or not any(not pod.deleting for pod in engine.pods):
+        right = check_failed(scene) or not (engine.stale or engine.stale_pods)
+        if not idle or not right or not any(not pod.deleting for pod in engine.pods):
             continue
         if engine.canary is Canary.FAILED:
             continue
