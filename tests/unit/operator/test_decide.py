@@ -521,6 +521,7 @@ def test_a_rollout_waits_while_paused_except_for_engines_that_do_not_serve(make_
     cluster.broken_engines.add("demo-engine-1")
     cluster.settle()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: cluster.deleted_pods)
     cluster.broken_engines.clear()
     cluster.settle()
     assert cluster.state == "Paused"

@@ -155,7 +155,7 @@ HUB = {"huggingFace": {"repo": "org/name"}}
 
 def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
     """Of each component: to whom, and to which ports."""
-    found = {}
+    found: dict[str, list[tuple[str, set[int]]]] = {}
     for policy in (each for each in all_children(ctx) if each["kind"] == "NetworkPolicy"):
         rules = []
         for rule in policy["spec"].get("egress", ()):
@@ -163,7 +163,9 @@ def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
             labels = peer["podSelector"]["matchLabels"]
             assert labels[COMPONENT] == "any" or labels["app.kubernetes.io/instance"] == "demo"
             rules.append((labels[COMPONENT], {port["port"] for port in rule.get("ports", ())}))
-        found[policy["spec"]["podSelector"]["matchLabels"][COMPONENT]] = rules
+        pods = policy["spec"]["podSelector"]
+        (either,) = pods.get("matchExpressions", [{"values": [pods["matchLabels"].get(COMPONENT)]}])
+        found |= dict.fromkeys(either["values"], rules)
         assert ("Egress" in policy["spec"]["policyTypes"]) is ctx.settings.egress_policies
     return found
 
@@ -174,9 +176,11 @@ COMPONENT = "app.kubernetes.io/component"
 @pytest.mark.parametrize("source", [{"builtin": "x"}, {"persistentVolumeClaim": {"claimName": "c"}}, HUB])
 def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> None:
     dns, hub = ("any", {53, 5353}), [("any", {443})] if source is HUB else []
+    engine = [("coordinator", {5556}), ("engine", set()), dns, *hub]
     assert _egress(_context(model={"source": source})) == {
+        "check": engine,
         "coordinator": [],
-        "engine": [("coordinator", {5556}), ("engine", set()), dns, *hub],
+        "engine": engine,
         "server": [("coordinator", {5555}), dns, *hub],
     }
 
@@ -184,7 +188,7 @@ def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> N
 def test_egress_policies_can_be_switched_off() -> None:
     ctx = _context(model={"source": HUB})
     plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
-    assert _egress(plain) == {"coordinator": [], "engine": [], "server": []}
+    assert _egress(plain) == {"check": [], "coordinator": [], "engine": [], "server": []}
 
 
 def test_policies_restart_no_pod() -> None:
@@ -270,6 +274,7 @@ def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
     ]
     assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
     assert found.steps == (
+        "check the model and the settings in a pod without GPUs; until it succeeds, nothing is drained",
         "drain and replace demo-engine-1, then verify it by a canary completion (at most 1 at a time)",
         "drain and replace demo-engine-0, then verify it by a canary completion (at most 1 at a time)",
         "lowest capacity meanwhile: 1 of 2 engines",
@@ -283,8 +288,8 @@ def test_a_preview_of_another_model_swaps_all_at_once() -> None:
         "StatefulSet demo-engine-0",
         "StatefulSet demo-engine-1",
     }
-    assert len(found.steps) == 1
-    assert "another model" in found.steps[0]
+    assert len(found.steps) == 2
+    assert "another model" in found.steps[1]
 
 
 def test_a_preview_of_verbs_and_scaling_restarts_nothing() -> None:
