@@ -50,6 +50,8 @@ def check_finding(scene: Scene) -> Finding | None:
     found = diagnose(pod)
     if found is None and pod.phase == "Failed":
         return Reason.CRASH_LOOPING, f"pod {pod.name} ended without an exit code: {pod.reason} {pod.message}".rstrip()
+    if found is not None and found[0] is Reason.CRASH_LOOPING and pod.exit_code in FINAL_EXIT_CODES:
+        return Reason.ENGINE_CONFIG_REFUSED, found[1]
     return found
 
 
