@@ -13,6 +13,7 @@ import yaml
 from megatron_operator.manifest_file import read_resource
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
+from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate, RenderContext
@@ -394,3 +395,86 @@ def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
     assert added == ["--share-prefix-cache", "--allow-priority"]
     assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
+
+
+# --- The check of a new revision --------------------------------------------------------------------------------------
+
+PLACED = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar": "none"}},
+    "spec": {
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"x": 1}, "podAntiAffinity": {"y": 1}},
+        "initContainers": [{"name": "fetch", "image": "f"}],
+        "containers": [
+            {
+                "name": "engine",
+                "env": [{"name": "A", "value": "1"}],
+                "resources": {"limits": {"memory": "200Gi", "cpu": "16"}, "requests": {"cpu": "16"}},
+            },
+            {"name": "sidecar", "image": "s"},
+        ],
+    },
+}
+
+
+def _check(**engine: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the pod that checks an engine, the container in it, and the pod template of the engine."""
+    ctx = _context(engine=engine, parallelism={"tensor": 2}, model={"source": HUB})
+    ctx = replace(ctx, settings=replace(SETTINGS, pod_policy=None))
+    pod, template = check_pod(ctx), engine_statefulset(ctx, 0, pods=2)["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    return pod, container, template
+
+
+def test_a_check_pod_has_what_an_engine_reads_and_not_what_an_engine_occupies() -> None:
+    pod, container, template = _check(gpusPerPod=1, podTemplate=PLACED)
+    engine = next(each for each in template["spec"]["containers"] if each["name"] == "engine")
+    for field in ("image", "env", "envFrom", "volumeMounts", "securityContext"):
+        assert container[field] == engine[field]
+    assert container["args"] == [*engine["args"], "--device", "cuda", "--check"]
+    assert container["resources"] == {
+        "requests": {"cpu": "100m", "memory": "256Mi"},
+        "limits": {"cpu": "16", "memory": "4Gi"},
+    }
+    assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe"} & set(container)
+    spec = pod["spec"]
+    for field in ("volumes", "serviceAccountName", "nodeSelector", "tolerations", "securityContext"):
+        assert spec[field] == template["spec"][field]
+    assert spec["affinity"] == {"nodeAffinity": {"x": 1}}
+    assert [each["name"] for each in spec["initContainers"]] == ["fetch"]
+    assert (spec["restartPolicy"], "topologySpreadConstraints" in spec) == ("Never", False)
+
+
+def test_no_selector_of_engines_matches_a_check_pod() -> None:
+    pod, _, template = _check(podTemplate=PLACED)
+    labels, revision = pod["metadata"]["labels"], template["metadata"]["labels"]["inference.megatron.dev/revision"]
+    assert pod["metadata"]["name"] == f"demo-check-{revision}"
+    assert labels["team"] == "a"
+    assert pod["metadata"]["annotations"]["sidecar"] == "none"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid"
+    ctx = _context(parallelism={"tensor": 2})
+    for child in all_children(ctx):
+        found = child.get("spec", {}).get("selector") if child["kind"] != "NetworkPolicy" else None
+        wanted = None if found is None else found.get("matchLabels", found)
+        assert wanted is None or not wanted.items() <= labels.items(), child["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "memory", "device"),
+    [
+        ({}, ("256Mi", "4Gi"), False),
+        ({"limits": {"memory": "1Gi"}}, ("256Mi", "1Gi"), False),
+        ({"limits": {"memory": "128Mi"}}, ("128Mi", "128Mi"), False),
+        ({"limits": {"nvidia.com/mig-1g.10gb": 1, "hugepages-2Mi": "1Gi"}}, ("256Mi", "4Gi"), True),
+        ({"limits": {"ephemeral-storage": "1Gi", "hugepages-2Mi": "1Gi"}}, ("256Mi", "4Gi"), False),
+    ],
+)
+def test_a_check_pod_takes_little_memory_and_no_device(
+    resources: dict[str, Any], memory: tuple[str, str], device: bool
+) -> None:
+    _, container, _ = _check(podTemplate={"spec": {"containers": [{"name": "engine", "resources": resources}]}})
+    found = container["resources"]
+    assert (found["requests"]["memory"], found["limits"]["memory"]) == memory
+    assert set(found["limits"]) == {"memory"}
+    assert ("cuda" in container["args"]) is device

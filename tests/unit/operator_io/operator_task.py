@@ -95,8 +95,16 @@ class InMemoryApi:
         found = self.cluster.objects.get(ChildRef(kind.kind, name, kind.api_version))
         return copy.deepcopy(found)
 
+    async def list(self, kind: Kind, namespace: str | None, *, fields: str) -> list[Object]:
+        await asyncio.sleep(0)
+        assert kind is POD, kind
+        name = fields.removeprefix("metadata.name=")
+        return copy.deepcopy([pod for pod in self.cluster.pods.values() if pod["metadata"]["name"] == name])
+
     async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
         await asyncio.sleep(0)
+        if kind is POD and body["metadata"]["name"] in self.cluster.pods:
+            raise ApiError(409, "AlreadyExists", "the pod exists")
         if kind is POD:
             body = copy.deepcopy(self.cluster.create_pod(body))
         elif kind is not EVENT:
