@@ -1,8 +1,8 @@
 """A fake kubelet for many resources: a real coordinator for each in this process, and scripted engines as pods.
 
 Coordinator and server pods are Ready as soon as they exist. An engine pod is Ready when its scripted engine has
-registered, one engine for all pods of a StatefulSet. Check pods succeed. Coordinators listen on Unix sockets in a folder, without keys.
-It starts no processes; `fake_node.py` does.
+registered, one engine for all pods of a StatefulSet. Check pods succeed. Coordinators listen on Unix sockets in a
+folder, without keys. It starts no processes; `fake_node.py` does.
 """
 
 from __future__ import annotations

@@ -38,8 +38,10 @@ async def test_rollout_replaces_one_engine_after_another(resource: Any, operator
 
 
 async def test_a_model_that_does_not_exist_costs_no_engine_and_its_correction_rolls_out(
-    resource: Any, operator: Any, node: Any, api: Any, kubectl: Any
+    resource: Any, make_operator: Any, node: Any, kubectl: Any
 ) -> None:
+    operator = make_operator("--resync-seconds", "1")
+    await operator.start()
     await resource.create(replicas=2)
     first = await resource.settled("Running")
     engines = {name for name in node.containers if node.containers[name].engine}
