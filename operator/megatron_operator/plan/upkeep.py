@@ -116,9 +116,12 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
     """Return the StatefulSet with the desired template if the engine has it or has no pods. Otherwise, and if the
     desired template is not allowed or cannot be merged, with that of the engine's current revision. Before the desired
-    revision has passed its check, an engine without pods gets the revision of the others."""
+    revision has passed its check, an engine that loses its pods keeps its revision, and one that gets pods gets that of
+    the others."""
     found = engine.statefulset
-    if scene.check_due and pods > 0 and engine.scaled == 0:
+    if scene.check_due and pods == 0:
+        return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
+    if scene.check_due and engine.scaled == 0:
         other = max(scene.outdated, key=lambda outdated: (outdated.serving, outdated.index)).statefulset
         return scene.rendered.recorded_manifest(engine.index, other.revision if other else "", pods=pods)
     if engine.rendered_revision == "":

@@ -1353,18 +1353,33 @@ def test_a_return_to_a_revision_that_served_needs_no_check(make_cluster: Any) ->
     assert cluster.status["verifiedRevisions"][-1] == cluster.status["revision"]
 
 
-@pytest.mark.parametrize("state", ["Paused", "Suspended", "Stopped"])
-def test_verbs_work_while_a_check_has_failed(make_cluster: Any, state: str) -> None:
+@pytest.mark.parametrize("state", ["Paused", "Suspended", "Stopped", "Released"])
+def test_verbs_work_on_the_revision_that_serves_while_a_check_has_failed(make_cluster: Any, state: str) -> None:
     cluster = _failing(make_cluster)
+    before = {engine["revision"] for engine in cluster.status["engines"]}
+    if state == "Released":
+        state = "Suspended"
+        cluster.patch(lifecycle={"suspend": {"level": "ReleasePods"}})
     cluster.patch(desiredState=state)
     cluster.settle()
     assert cluster.state == state
-    if state != "Stopped":
-        cluster.patch(desiredState="Running")
-        cluster.settle()
-        assert cluster.status["ready"] == "2/2"
-        assert "DRAIN" not in cluster.signals()
-        assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.status["ready"] == "2/2"
+    assert {engine["revision"] for engine in cluster.status["engines"]} == before
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    assert len(cluster.checked) == 1
+
+
+def test_a_stopped_resource_takes_a_revision_whose_check_was_deleted(make_cluster: Any) -> None:
+    """The engines of a resource that does not serve report errors themselves."""
+    cluster = _failing(make_cluster)
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    cluster.remove("Pod", _check_pod(cluster)["metadata"]["name"], _check_pod(cluster)["metadata"]["uid"])
+    cluster.settle()
+    assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
+    assert len(cluster.checked) == 1
 
 
 def test_scaling_and_upkeep_continue_with_the_revision_that_serves(make_cluster: Any) -> None:
