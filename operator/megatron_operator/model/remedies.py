@@ -186,8 +186,8 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.SCALING_DOWN: Remedy(Symptom.IN_PROGRESS, _WAIT),
     Reason.ROLLING_OUT: Remedy(
         Symptom.IN_PROGRESS,
-        "Wait. Before engines are drained, a pod checks the new revision. status.updatedReplicas counts the engines that "
-        "have passed their canary.",
+        "Wait. A pod checks the new revision before engines are drained. status.updatedReplicas counts the engines "
+        "that have passed their canary.",
     ),
     Reason.ROTATING_KEYS: Remedy(
         Symptom.IN_PROGRESS,

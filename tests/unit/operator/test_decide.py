@@ -1517,8 +1517,8 @@ def test_a_check_pod_that_cannot_be_created_is_offered_again(make_cluster: Any) 
     cluster.settle()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.step()
-    refused = ChildRef("Pod", f"demo-check-{cluster.status['revision']}")
-    cluster.reject.add(refused)
+    pod = ChildRef("Pod", f"demo-check-{cluster.status['revision']}")
+    cluster.reject.add(pod)
     _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
     assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
     assert cluster.signals() == []
