@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import CREATION, find_cause
+from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -147,4 +148,5 @@ def degradation(scene: Scene) -> Finding | None:
         found = engine_finding(scene, engine)
         if found is not None:
             return found
-    return weights_finding(scene) or component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)
+    components = component_finding(scene, COORDINATOR) or component_finding(scene, SERVER)
+    return weights_finding(scene) or components or check_finding(scene)

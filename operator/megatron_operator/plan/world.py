@@ -102,7 +102,7 @@ class PodView:
     name: str
     uid: str
     component: str
-    """`coordinator`, `server` or `engine`."""
+    """`coordinator`, `server`, `engine` or `check`."""
     engine: str = ""
     """Name of the engine (of its StatefulSet); empty for the other components."""
     index: int = 0
@@ -134,6 +134,8 @@ class PodView:
     ended_at: datetime | None = None
     """Time of its termination, by the clock of its node."""
     created_at: datetime | None = None
+    owner: str = ""
+    """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
 
     @property
     def unexplained(self) -> bool:
@@ -380,6 +382,15 @@ class VetChild:
 
 
 @dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create a pod, unless an object has its name."""
+
+    manifest: Manifest
+    hash: str
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteChild:
     """Delete a child (background propagation), with its UID as a precondition."""
 
@@ -390,9 +401,10 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet creates them again."""
+    """Delete pods together, each with its UID as a precondition; the StatefulSet of an engine creates them again."""
 
     engine: str
+    """Name of the engine; empty for pods of no engine."""
     pods: tuple[tuple[str, str], ...]
     """(name, uid) of each."""
     reason: str
@@ -439,7 +451,7 @@ class EmitEvent:
     message: str
 
 
-OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | DeleteChild | DeletePods
+OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
 Action = OnChildren | Signal | AskCanary | EmitEvent
 
 
