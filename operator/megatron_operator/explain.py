@@ -58,7 +58,7 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], opera
     named = _references(resource)
     held_up: dict[str, list[PodView]] = {}
     for view in views:
-        if not view.ready or view.deleting:
+        if view.deleting or not (view.ready or view.phase == "Succeeded"):
             held_up.setdefault(view.engine or view.component, []).append(view)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(held_up, key=_by_number):

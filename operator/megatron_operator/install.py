@@ -38,7 +38,7 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["serviceaccounts"], APPLY),
     _rule("policy", ["poddisruptionbudgets"], APPLY),
     _rule("networking.k8s.io", ["networkpolicies"], OWN),
-    _rule("", ["pods"], ["list", "watch", "delete"]),
+    _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]

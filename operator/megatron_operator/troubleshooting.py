@@ -31,6 +31,12 @@ kubectl describe mi NAME            # conditions, the plan and Events
 resource is not settled. The condition `Degraded` is True when waiting alone may not help. Its
 message quotes the scheduler, the kubelet or the container. Look up its reason below.
 
+A rollout waits for the pod `NAME-check-REVISION`, which checks the model and the settings before
+engines are drained. If it fails, the engines of the previous revision serve on. Correct the spec as
+the message says. If the cause is outside of the spec, such as a token in a Secret or a file in a
+volume, correct that and delete the pod, and the operator checks again. `kubectl logs POD` has the
+whole output ([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
+
 If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
 of the chart, the operator's pods and its Lease. If the status is that of an earlier change
 (`status.observedGeneration`), read the operator's log.

@@ -2,7 +2,8 @@
 
 A coordinator pod is a real coordinator on loopback. An engine pod is a real engine process with the echo executor and
 the keys of the real Secret. A server pod has no process and is only marked Ready. A pod is Ready when its process
-reports ready; its process ends when the pod is deleted. Command lines are those of the rendered containers, with local
+reports ready; its process ends when the pod is deleted. A check pod runs `megatron engine --check`, and ends with it.
+Command lines are those of the rendered containers, with local
 addresses, ports and paths. It does not schedule, pull images, restart processes or enforce limits.
 """
 
@@ -25,10 +26,12 @@ from warm_python import PLATFORM, WarmProcess
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD, SECRET
 from megatron_operator.controller.watches import CHILD_SELECTOR
-from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+from megatron_operator.render.context import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
 LOOK_SECONDS = 0.15
+ECHO_MODEL = "builtin:echo"
+"""The model of the resources here. It does not exist: an engine with the echo backend reads no model."""
 
 
 def _free_port() -> int:
@@ -117,6 +120,9 @@ class FakeNode:
             # A kubelet updates mounted Secrets.
             await self._keys(instance)
         for container in self.containers.values():
+            if container.component == CHECK:
+                await self._report_check(container)
+                continue
             ready = await self._is_ready(container)
             if ready != container.ready:
                 await report_pod(self._api, container.pod, ready=ready)
@@ -131,8 +137,9 @@ class FakeNode:
 
     async def _start(self, pod: Mapping[str, Any]) -> Container:
         container = Container(pod, None, _free_port())
-        if container.component in (COORDINATOR, ENGINE):
-            spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == container.component)
+        if container.component in (CHECK, COORDINATOR, ENGINE):
+            name = ENGINE if container.component == CHECK else container.component
+            spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == name)
             keys = await self._keys(container.instance)
             arguments = self._localize(spec["args"], container.health_port, keys)
             container.process = self._spawn(pod["metadata"]["name"], arguments)
@@ -159,7 +166,17 @@ class FakeNode:
         for index, argument in enumerate(found[:-1]):
             if argument in local:
                 found[index + 1] = local[argument]
-        return [*found, "--backend", "echo", *self.engine_arguments] if found[0] == ENGINE else found
+        if found[0] != ENGINE or ("--check" in found and ECHO_MODEL not in found):
+            return found
+        return [*found, "--backend", "echo", *self.engine_arguments]
+
+    async def _report_check(self, container: Container) -> None:
+        code = container.process.poll() if container.process is not None else None
+        if code is None or container.ready is not None:
+            return
+        log = self._folder / f"{container.pod['metadata']['name']}.log"
+        await report_end(self._api, container.pod, code=code, message=log.read_text())
+        container.ready = False
 
     def keys_folder(self, instance: str) -> Path:
         """Return the folder with a resource's keys, for its processes and for the test's client."""
@@ -201,7 +218,6 @@ def label_of(pod: Mapping[str, Any], label: str) -> str:
 
 async def report_pod(api: KubeApi, pod: Mapping[str, Any], *, ready: bool, waiting: str = "") -> None:
     """Write the status of a pod, as its kubelet does. waiting: the reason for which its crashed container waits."""
-    metadata = pod["metadata"]
     container: dict[str, Any] = {"name": label_of(pod, LABEL_COMPONENT), "image": "fake", "imageID": "fake"}
     if waiting:
         crash = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "fake://1"}
@@ -213,6 +229,25 @@ async def report_pod(api: KubeApi, pod: Mapping[str, Any], *, ready: bool, waiti
         "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
         "containerStatuses": [{**container, "ready": ready}],
     }
+    await _write_status(api, pod, status)
+
+
+async def report_end(api: KubeApi, pod: Mapping[str, Any], *, code: int, message: str = "") -> None:
+    """Write the status of a pod whose only container has ended. message: its log or termination message."""
+    name = pod["spec"]["containers"][0]["name"]
+    reason = "Error" if code else "Completed"
+    ended = {"exitCode": code, "reason": reason, "message": message[-2000:], "containerID": "fake://1"}
+    container = {"name": name, "image": "fake", "imageID": "fake", "restartCount": 0, "ready": False}
+    status = {
+        "phase": "Failed" if code else "Succeeded",
+        "conditions": [{"type": "Ready", "status": "False"}],
+        "containerStatuses": [{**container, "state": {"terminated": ended}}],
+    }
+    await _write_status(api, pod, status)
+
+
+async def _write_status(api: KubeApi, pod: Mapping[str, Any], status: dict[str, Any]) -> None:
+    metadata = pod["metadata"]
     await api.request(
         "PATCH",
         POD.path(metadata["namespace"], metadata["name"], subresource="status"),

@@ -1,8 +1,8 @@
 """A fake kubelet for many resources: a real coordinator for each in this process, and scripted engines as pods.
 
 Coordinator and server pods are Ready as soon as they exist. An engine pod is Ready when its scripted engine has
-registered, one engine for all pods of a StatefulSet. Coordinators listen on Unix sockets in a folder, without keys.
-It starts no processes; `fake_node.py` does.
+registered, one engine for all pods of a StatefulSet. Check pods succeed. Coordinators listen on Unix sockets in a
+folder, without keys. It starts no processes; `fake_node.py` does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from scripted_engine import ScriptedEngine
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD
 from megatron_operator.render.context import (
+    CHECK,
     ENGINE,
     LABEL_COMPONENT,
     LABEL_ENGINE,
@@ -32,7 +33,7 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, StatusReply, pack, tokens_to_bytes
 
-from .fake_node import label_of, report_pod
+from .fake_node import label_of, report_end, report_pod
 
 LOOK_SECONDS = 0.2
 AT_ONCE = 16
@@ -138,7 +139,10 @@ class InProcessFleet:
 
     async def _report(self, uid: str, pod: Mapping[str, Any], now: tuple[bool, str]) -> None:
         with contextlib.suppress(ApiError):
-            await report_pod(self._api, pod, ready=now[0], waiting=now[1])
+            if label_of(pod, LABEL_COMPONENT) == CHECK:
+                await report_end(self._api, pod, code=0)
+            else:
+                await report_pod(self._api, pod, ready=now[0], waiting=now[1])
             self._reported[uid] = now
 
 

@@ -1,4 +1,5 @@
 """A fake kubelet for the scale test: every pod is Ready as soon as it exists, with a minimal coordinator per resource.
+Check pods succeed.
 
 Coordinators listen on Unix sockets in a folder, one for each resource. They report settled engines and confirm every
 verb at once. No engine exists, so that the cost of this fake does not show in the measured figures.
@@ -18,6 +19,7 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration, CoreV1
 from kubernetes.aio.watch import Watch
 
 from megatron_operator.cluster.api import KubeApi
+from megatron_operator.render.context import CHECK, LABEL_COMPONENT
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -34,7 +36,7 @@ from megatron_runtime.protocol.messages import (
 )
 from megatron_runtime.transport.event_socket import EventSocket
 
-from .fake_node import report_pod
+from .fake_node import label_of, report_end, report_pod
 
 LOOK_SECONDS = 0.5
 AT_ONCE = 16
@@ -133,4 +135,7 @@ class ReadyPods:
 
     async def _report(self, api: KubeApi, limit: asyncio.Semaphore, pod: Mapping[str, Any]) -> None:
         async with limit:
-            await report_pod(api, pod, ready=True)
+            if label_of(pod, LABEL_COMPONENT) == CHECK:
+                await report_end(api, pod, code=0)
+            else:
+                await report_pod(api, pod, ready=True)

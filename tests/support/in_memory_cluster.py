@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -40,6 +41,7 @@ from megatron_operator.plan.world import (
     ChildView,
     CoordinatorSnapshot,
     CreateKeys,
+    CreatePod,
     Decision,
     DeleteChild,
     DeletePods,
@@ -247,9 +249,13 @@ class Cluster:
         self.status_writes = 0
         self.broken_engines: set[str] = set()
         self.wrong_engines: set[str] = set()
+        self.check: Callable[[list[str]], tuple[int, str] | None] = lambda arguments: (0, "")
+        """Returns exit code and termination message of a check pod with these arguments; None: it runs on."""
+        self.checked: list[str] = []
         self.asked: list[str] = []
         self.log: list[str] = []
         self.deleted_pods: list[str] = []
+        """Pods that the operator deleted, without check pods."""
         self.admin = KeyPair.generate()
         self.kubelet_brings_keys = True
 
@@ -345,14 +351,19 @@ class Cluster:
                 return
             self.unverified.discard(action.ref)
             self._store(action.manifest)
+        elif isinstance(action, CreatePod):
+            if action.ref in self.reject:
+                self.rejections[action.ref] = Rejection(action.hash, 403, "exceeded quota: none", self.now)
+                return
+            self.rejections.pop(action.ref, None)
+            self.create_pod(action.manifest)
         elif isinstance(action, DeleteChild):
             assert self.objects[action.ref]["metadata"]["uid"] == action.uid
             del self.objects[action.ref]
         elif isinstance(action, DeletePods):
             for name, uid in action.pods:
                 assert self.pods[name]["metadata"]["uid"] == uid
-                self.deleted_pods.append(name)
-                self._remove_pod(name)
+                self._delete_pod(name)
         elif isinstance(action, Signal):
             assert self.coordinator is not None
             assert (self.status["lifecycle"]["operationId"], self.status["lifecycle"]["phase"]) == (
@@ -373,12 +384,23 @@ class Cluster:
         """Store an applied object."""
         self._store(manifest)
 
+    def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Create a check pod: the only pods that the operator creates itself."""
+        pod = copy.deepcopy(manifest)
+        assert pod["metadata"]["name"] not in self.pods, "the pod exists"
+        assert not any(_is_check(other) for other in self.pods.values()), "two checks at once"
+        created = {"uid": f"uid-{next(self.uids)}", "creationTimestamp": stamp_seconds(self.now)}
+        pod["metadata"] |= {**created, "resourceVersion": "2"}
+        pod["status"] = {"phase": "Pending"}
+        self.pods[pod["metadata"]["name"]] = pod
+        self.checked.append(pod["metadata"]["labels"]["inference.megatron.dev/revision"])
+        return pod
+
     def remove(self, kind: str, name: str, uid: str) -> None:
         """Delete an object or pod if the uid matches."""
         if kind == "Pod":
             if self.pods[name]["metadata"]["uid"] == uid:
-                self.deleted_pods.append(name)
-                self._remove_pod(name)
+                self._delete_pod(name)
             return
         for ref, obj in list(self.objects.items()):
             if (ref.kind, ref.name) == (kind, name) and obj["metadata"]["uid"] == uid:
@@ -425,6 +447,10 @@ class Cluster:
             if ref.kind in ("Deployment", "StatefulSet"):
                 for index in range(obj["spec"].get("replicas", 1)):
                     wanted[f"{ref.name}-{index}"] = {"template": obj["spec"]["template"], "index": index}
+        for pod in self.pods.values():
+            if _is_check(pod):
+                wanted[pod["metadata"]["name"]] = {"template": pod, "index": 0}
+                self._run_check(pod)
         for name in set(self.pods) - set(wanted):
             self._remove_pod(name)
         for name, made in wanted.items():
@@ -433,6 +459,18 @@ class Cluster:
                 self.restart_coordinator(name)
             if name not in self.pods:
                 self.pods[name] = self._pod(name, made["template"], made["index"])
+
+    def _run_check(self, pod: dict[str, Any]) -> None:
+        (container,) = pod["spec"]["containers"]
+        found = self.check(container["args"])
+        if found is None and pod["status"] == {"phase": "Pending"}:
+            pod["status"] = {"phase": "Running"}
+        if found is None or pod["status"]["phase"] not in ("Pending", "Running"):
+            return
+        code, message = found
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": "x"}
+        state = {"name": container["name"], "restartCount": 0, "state": {"terminated": ended}}
+        pod["status"] = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [state]}
 
     def _pod(self, name: str, template: dict[str, Any], index: int) -> dict[str, Any]:
         labels = {**template["metadata"]["labels"], "apps.kubernetes.io/pod-index": str(index)}
@@ -455,6 +493,11 @@ class Cluster:
         self._remove_pod(pod)
         self.coordinator.keys = None
         self.log.append("the coordinator is restarted")
+
+    def _delete_pod(self, name: str) -> None:
+        if not _is_check(self.pods[name]):
+            self.deleted_pods.append(name)
+        self._remove_pod(name)
 
     def _remove_pod(self, name: str) -> None:
         pod = self.pods.pop(name)
@@ -524,6 +567,11 @@ class Cluster:
 
     def engine_pods(self) -> list[str]:
         return sorted(name for name in self.pods if "-engine-" in name)
+
+
+def _is_check(pod: dict[str, Any]) -> bool:
+    found: bool = pod["metadata"]["labels"]["app.kubernetes.io/component"] == "check"
+    return found
 
 
 MINIMAL: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}

@@ -52,6 +52,7 @@ class ResourceCache:
         self._written: dict[ChildRef, _Written] = {}
         self._unwatched: dict[ChildRef, SeenChild] = {}
         self._applied: dict[ChildRef, tuple[str, str]] = {}
+        self._created: dict[str, SeenPod] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()
 
@@ -85,10 +86,16 @@ class ResourceCache:
     def pods(self) -> tuple[PodView, ...]:
         pods = [
             replace(seen.view, deleting=True) if seen.uid in self._deleted else seen.view
-            for seen in self._index.pods.get(self._key, ())
+            for seen in self._known_pods().values()
             if seen.uid not in self._gone
         ]
         return tuple(sorted(pods, key=lambda pod: pod.name))
+
+    def _known_pods(self) -> dict[str, SeenPod]:
+        """Return the pods that the watch shows, and those that this process created and that it does not show yet."""
+        shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
+        self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
+        return {**self._created, **shown}
 
     @property
     def behind_seconds(self) -> float:
@@ -146,6 +153,10 @@ class ResourceCache:
         else:
             self._unwatched[ref] = child
 
+    def created(self, pod: SeenPod) -> None:
+        """Record the answer to the creation of a pod."""
+        self._created[pod.uid] = pod
+
     def deleted(self, uid: str) -> None:
         """Record an accepted deletion; the object counts as terminating until the watch shows it."""
         self._deleted.add(uid)
@@ -179,11 +190,11 @@ class ResourceCache:
                 self._remember(child)
         living = {pod.uid for pod in pods}
         self._gone |= (self._pod_uids() & before) - living
+        self._created = {uid: seen for uid, seen in self._created.items() if uid not in self._gone}
         self._forget(living | {child.uid for child in listed.values()})
 
     def _pod_uids(self) -> frozenset[str]:
-        """Return the UIDs of the pods that the watch shows."""
-        return frozenset(seen.uid for seen in self._index.pods.get(self._key, ()))
+        return frozenset(self._known_pods())
 
     def _remember(self, child: SeenChild) -> None:
         now, before = self._clock(), self._written.get(child.ref)

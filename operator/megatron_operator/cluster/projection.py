@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.model.resource import GROUP, KIND
-from megatron_operator.plan.reduce import reduce_child, reduce_pod
+from megatron_operator.plan.reduce import owner_uid, reduce_child, reduce_pod
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 from megatron_operator.render.context import ANNOTATION_RESTARTED, FIELD_MANAGER, LABEL_INSTANCE
 
@@ -77,14 +76,6 @@ def version_of(obj: Object) -> int:
 def instance_of(obj: Object) -> str:
     """Return the name of the resource in the labels of a child or pod."""
     return str((obj["metadata"].get("labels") or {}).get(LABEL_INSTANCE, ""))
-
-
-def owner_uid(obj: Object) -> str:
-    """Return the UID of the MegatronInference among the owner references, or an empty string."""
-    for reference in obj["metadata"].get("ownerReferences") or ():
-        if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
-            return str(reference.get("uid", ""))
-    return ""
 
 
 def fingerprint(obj: Object) -> str:

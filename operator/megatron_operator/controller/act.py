@@ -14,7 +14,7 @@ from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
-from megatron_operator.cluster.projection import SeenResource
+from megatron_operator.cluster.projection import SeenPod, SeenResource, project_pod
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
@@ -28,6 +28,7 @@ from megatron_operator.plan.world import (
     AskCanary,
     ChildRef,
     CreateKeys,
+    CreatePod,
     DeleteChild,
     DeletePods,
     EmitEvent,
@@ -125,6 +126,10 @@ class Actor:
                     changed = True
                     if not await self._vet(action, resource):
                         return changed, False
+                case CreatePod():
+                    changed = True
+                    if not await self._create_pod(action, resource):
+                        return changed, False
                 case DeletePods():
                     changed = True
                     await self._delete_pods(action, resource)
@@ -189,6 +194,24 @@ class Actor:
                 return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
+        self.rejections.pop(action.ref, None)
+        return True
+
+    async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
+        try:
+            pod: SeenPod | None = project_pod(await self._writer.create(action.manifest))
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                if error.permanent:
+                    return self._rejected(action.ref, action.hash, error)
+                raise
+            # An earlier process created it, and the watch does not show it yet; or it belongs to someone else.
+            pod = await self._observer.read_pod(action.ref.name, namespace=resource.namespace)
+        if pod is None:
+            return False
+        if pod.view.owner != resource.uid:
+            return self._rejected(action.ref, action.hash, NotOwnedError(action.ref, namespace=resource.namespace))
+        self._cache.created(pod)
         self.rejections.pop(action.ref, None)
         return True
 

@@ -103,6 +103,11 @@ class Observer:
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
+    async def read_pod(self, name: str, *, namespace: str) -> SeenPod | None:
+        """Read a pod. It is listed, because the operator's role has no other use for `get`."""
+        found = await self._api.list(POD, namespace, fields=f"metadata.name={name}")
+        return project_pod(found[0]) if found else None
+
     async def world(
         self,
         resource: SeenResource,

@@ -219,7 +219,9 @@ REMEDIES: dict[Reason, Remedy] = {
     ),
     Reason.SCALING_DOWN: Remedy(Symptom.IN_PROGRESS, _WAIT),
     Reason.ROLLING_OUT: Remedy(
-        Symptom.IN_PROGRESS, "Wait. status.updatedReplicas counts the engines that have passed their canary."
+        Symptom.IN_PROGRESS,
+        "Wait. A pod checks the new revision before engines are drained. status.updatedReplicas counts the engines "
+        "that have passed their canary.",
     ),
     Reason.ROTATING_KEYS: Remedy(
         Symptom.IN_PROGRESS,

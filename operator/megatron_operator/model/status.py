@@ -11,6 +11,7 @@ from megatron_operator.model.states import DesiredState, KeyStage, LifecyclePhas
 
 HISTORY_LENGTH = 16
 FAILED_REQUESTS = 16
+VERIFIED_REVISIONS = 10
 TIME: dict[str, Any] = {"format": "date-time"}
 
 
@@ -158,6 +159,11 @@ class MegatronInferenceStatus(ApiModel):
     ready: str | None = Field(default=None, description="Serving engines / desired engines, such as 2/2.")
     model: str | None = Field(default=None, description="Name in /v1/models.")
     revision: str | None = Field(default=None, description="Revision of the engines of the current spec.")
+    verified_revisions: list[str] | None = Field(
+        default=None,
+        description="The last revisions whose check passed or of which an engine served, the latest last; at most "
+        f"{VERIFIED_REVISIONS}. A rollout to one of them needs no check.",
+    )
     endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API inside the cluster.")
     epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
     replicas: int | None = Field(default=None, description="Engines that exist.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import CREATION, find_cause
+from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -151,5 +152,6 @@ def degradation(scene: Scene) -> Finding | None:
         weights_finding(scene)
         or component_finding(scene, COORDINATOR)
         or component_finding(scene, SERVER)
+        or check_finding(scene)
         or scene.adapters.finding
     )

@@ -41,6 +41,15 @@ class EngineView:
         return bool(self.pods) and started and len(self.pods) >= self.scaled
 
     @property
+    def serving_revision(self) -> str:
+        """Revision of the process that serves; empty if none does, or if it has another one than its StatefulSet."""
+        if not self.serving or self.statefulset is None or self.report is None:
+            return ""
+        if self.report.revision:
+            return self.statefulset.revision if self.report.revision == self.statefulset.revision else ""
+        return "" if self.stale_pods else self.statefulset.revision
+
+    @property
     def scaled(self) -> int:
         """`spec.replicas` of its StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0

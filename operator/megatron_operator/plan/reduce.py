@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from megatron_operator.model.resource import GROUP, KIND
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 from megatron_operator.render.context import (
     ANNOTATION_HASH,
@@ -56,6 +57,14 @@ def _revision_data(obj: Object) -> Mapping[str, Any] | None:
     """Return the data of our own ControllerRevisions, not of those that a StatefulSet creates."""
     ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
     return obj.get("data") if ours else None
+
+
+def owner_uid(obj: Object) -> str:
+    """Return the UID of the MegatronInference among the owner references, or an empty string."""
+    for reference in obj["metadata"].get("ownerReferences") or ():
+        if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
+            return str(reference.get("uid", ""))
+    return ""
 
 
 def _condition(status: Object, kind: str) -> Object | None:
@@ -147,4 +156,5 @@ def reduce_pod(obj: Object) -> PodView:
         last_message=str(ended.get("message") or ""),
         ended_at=_time(ended.get("finishedAt")),
         created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
+        owner=owner_uid(obj),
     )

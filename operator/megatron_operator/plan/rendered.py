@@ -98,11 +98,14 @@ class Rendered:
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
         before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
-        revision = found.revision if found is not None else before
+        return self.recorded_manifest(engine.index, found.revision if found is not None else before, pods=pods)
+
+    def recorded_manifest(self, index: int, revision: str, *, pods: int) -> Manifest | None:
+        """Return an engine as own_manifest() does, of this revision."""
         stored = self._stored_context(revision)
         if stored is None:
             return None
-        return engine_statefulset(stored, engine.index, pods=stored.spec.pods_per_engine if pods else 0)
+        return engine_statefulset(stored, index, pods=stored.spec.pods_per_engine if pods else 0)
 
     def _stored_context(self, revision: str) -> RenderContext | None:
         if revision not in self._stored_contexts:

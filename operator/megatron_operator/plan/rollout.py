@@ -6,6 +6,8 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
 - An engine loses its pods only if it has another revision and either does not serve or was drained.
 - Until the desired revision is proven, at most `maxUnavailable` engines get it, so a bad revision does not spread and
   restarting engines are not replaced by it. Proven means: an engine of it serves and its canary passed.
+- No engine is drained for the desired revision or gets it before the check of the revision has passed, if engines of
+  another revision serve.
 - Engines that do not serve are replaced first, because that costs no capacity.
 - An engine of the desired revision is never changed, whatever revisions were desired in between: edits collapse into
   the last one, and a revert keeps engines of the old revision.
@@ -61,6 +63,13 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Check the desired revision, before this engine is replaced."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Replace:
     """Apply the desired template of these engines and delete their old pods."""
 
@@ -101,7 +110,7 @@ class Finished:
     """All engines have the desired revision."""
 
 
-Step = Replace | Drain | Prove | Await | Halt | Finished
+Step = Check | Replace | Drain | Prove | Await | Halt | Finished
 
 
 def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
@@ -115,11 +124,13 @@ def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
     return has_pods and wants_pods and not current
 
 
-def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool) -> Step:
+def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: bool, checked: bool) -> Step:
     """Return the next single step.
 
     Args:
         engines: every desired engine that has or should have pods, by index.
+        checked: the desired revision needs no check: it has passed, an engine of it serves or served, or no engine of
+            another revision serves.
         running: the resource runs, so that engines may be drained and get canaries.
     """
     leftover = [engine for engine in engines if engine.leftover and not engine.leaving]
@@ -127,6 +138,8 @@ def next_step(engines: Sequence[EngineFacts], *, max_unavailable: int, running: 
         return Replace(tuple(engine.name for engine in leftover))
     outdated = [engine for engine in engines if not engine.current]
     down = _down(engines, outdated, max_unavailable)
+    if outdated and not checked and (down or running):
+        return Check(outdated[-1].name)
     if down:
         return Replace(down)
     going = tuple(engine.name for engine in engines if engine.leftover)

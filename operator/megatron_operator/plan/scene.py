@@ -20,6 +20,7 @@ from megatron_operator.model.states import (
     ResourceState,
     SignalKind,
 )
+from megatron_operator.model.status import VERIFIED_REVISIONS
 from megatron_operator.plan import operation as operations
 from megatron_operator.plan.adapters import AdapterView
 from megatron_operator.plan.budget import engine_budget
@@ -30,8 +31,8 @@ from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, World
-from megatron_operator.render.context import ENGINE, RenderContext, digest
+from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, PodView, World
+from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
@@ -271,7 +272,7 @@ class Scene:
     @cached_property
     def all_draining(self) -> bool:
         """Whether a DRAIN of all engines is in effect although its goal is done or obsolete. Only UNPAUSE ends it, also
-        for newly registered engines. Engines of another model are replaced first."""
+        for newly registered engines. Engines of another model are replaced first, if no check of the new one is due."""
         found = self.operation
         if found is not None and found.open:
             return False
@@ -281,7 +282,7 @@ class Scene:
         if told and found is not None and found.goal is not self.desired:
             return True
         leaving = any(engine.stale_pods for engine in self.engines)
-        return not self.old_model and not leaving
+        return (not self.old_model or self.check_due) and not leaving
 
     @cached_property
     def overdue_in(self) -> float | None:
@@ -452,6 +453,40 @@ class Scene:
         if self.world.membership_known or engine.serving:
             return engine.responsive
         return engine.whole and self.engine_status(engine.name).get("state") in _REPORTED_STATES
+
+    # --- The check of a new revision ------------------------------------------------------------------------------
+
+    @cached_property
+    def revision(self) -> str:
+        """The desired revision; empty if no engine is desired or its template cannot be rendered."""
+        return self.wanted[0].rendered_revision if self.wanted else ""
+
+    @cached_property
+    def check_pods(self) -> tuple[PodView, ...]:
+        """The pods that check a revision of this resource."""
+        return tuple(pod for pod in self.world.pods if pod.component == CHECK and pod.owner == self.world.resource.uid)
+
+    @cached_property
+    def verified(self) -> tuple[str, ...]:
+        """The last revisions whose check passed, or of which an engine served; the latest last."""
+        found = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
+        found |= {engine.serving_revision for engine in self.engines} - {""}
+        before = (revision for revision in self.status.get("verifiedRevisions") or () if revision not in found)
+        return (*before, *sorted(found))[-VERIFIED_REVISIONS:]
+
+    @cached_property
+    def outdated(self) -> tuple[EngineView, ...]:
+        """Desired engines that have another revision than the spec."""
+        return tuple(engine for engine in self.wanted if engine.stale)
+
+    @cached_property
+    def check_due(self) -> bool:
+        """Whether the desired revision must pass its check before an engine gets it: while engines of another revision
+        serve, and once its check has begun, because they may restart meanwhile."""
+        if not self.outdated or self.revision in self.verified:
+            return False
+        begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
+        return begun or any(engine.serving for engine in self.outdated)
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "ready": f"{len(serving)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": scene.wanted[0].rendered_revision if scene.wanted else scene.status.get("revision", ""),
+        **({"verifiedRevisions": list(scene.verified)} if scene.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
         "replicas": sum(engine.scaled > 0 for engine in scene.engines),
@@ -67,7 +68,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
-    weights = _weights(scene, serving=bool(serving))
+    weights = _weights(scene, serving=serving)
     if weights is not None:
         status["weights"] = weights
     if scene.adapters.entries:
@@ -94,11 +95,14 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: (entry["time"], entry["id"]))[-FAILED_REQUESTS:]
 
 
-def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
-    """Return the weights, which are recorded when the first engine serves and then only change in place."""
+def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
+    """Return the weights, which are recorded when the first engine serves and then only change in place. Those of
+    another model are kept until its engines are replaced, because the change may be reverted."""
     wanted = scene.world.resource.spec.weights
     if wanted is None:
         return None
+    if any(engine in scene.old_model for engine in serving):
+        return scene.status.get("weights")
     held = scene.weights_held or (wanted.revision if serving else None)
     if held is None:
         return None

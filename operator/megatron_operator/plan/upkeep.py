@@ -7,6 +7,7 @@ with pods.
 
 from __future__ import annotations
 
+from megatron_operator.plan.check import obsolete_checks
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import keeps_revision
@@ -17,6 +18,7 @@ from megatron_operator.plan.world import (
     ChildRef,
     CreateKeys,
     DeleteChild,
+    DeletePods,
     Manifest,
     RotateKeys,
     VetChild,
@@ -53,7 +55,7 @@ def upkeep(scene: Scene) -> list[Action]:
     for engine in scene.engines:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
-    return actions + _leftover_config(scene) + _leftover_revisions(scene)
+    return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
 
 
 def _keys(scene: Scene) -> list[Action]:
@@ -118,8 +120,15 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
     """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
-    pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision."""
+    pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision.
+    Before the desired revision has passed its check, an engine that loses its pods keeps its revision, and one that
+    gets pods gets the revision of the others."""
     found = engine.statefulset
+    if scene.check_due and pods == 0:
+        return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
+    if scene.check_due and engine.scaled == 0:
+        other = max(scene.outdated, key=lambda outdated: (outdated.serving, outdated.index)).statefulset
+        return scene.rendered.recorded_manifest(engine.index, other.revision if other else "", pods=pods)
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if found is None and pods > 0:
@@ -154,6 +163,11 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
         if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names
         if view.owned and not view.deleting and scene.wanted
     ]
+
+
+def _leftover_checks(scene: Scene) -> list[Action]:
+    pods = tuple((pod.name, pod.uid) for pod in obsolete_checks(scene) if not pod.deleting)
+    return [DeletePods("", pods, "no rollout waits for its result")] if pods else []
 
 
 def _leftover_config(scene: Scene) -> list[Action]:

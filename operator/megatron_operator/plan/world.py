@@ -103,7 +103,7 @@ class PodView:
     name: str
     uid: str
     component: str
-    """`coordinator`, `server` or `engine`."""
+    """`coordinator`, `server`, `engine` or `check`."""
     engine: str = ""
     """Name of the engine (of its StatefulSet); empty for the other components."""
     index: int = 0
@@ -135,6 +135,8 @@ class PodView:
     ended_at: datetime | None = None
     """Time of its termination, by the clock of its node."""
     created_at: datetime | None = None
+    owner: str = ""
+    """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
 
     @property
     def unexplained(self) -> bool:
@@ -399,6 +401,15 @@ class VetChild:
 
 
 @dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create a pod, unless an object has its name."""
+
+    manifest: Manifest
+    hash: str
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteChild:
     """Delete a child (background propagation), with its UID as a precondition."""
 
@@ -412,7 +423,7 @@ class DeletePods:
     """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
 
     owner: str
-    """Name of the StatefulSet or Deployment."""
+    """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
     pods: tuple[tuple[str, str], ...]
     """(name, uid) of each."""
     reason: str
@@ -461,7 +472,7 @@ class EmitEvent:
     message: str
 
 
-OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | DeleteChild | DeletePods
+OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
 Action = OnChildren | Signal | AskCanary | EmitEvent
 
 

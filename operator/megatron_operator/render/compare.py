@@ -149,6 +149,8 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
     removed = [change.child.split()[-1] for change in engines if change.verb == "delete"]
     steps += [f"drain and remove {name}" for name in reversed(removed)]
     replaced = [change.child.split()[-1] for change in engines if change.restarts]
+    if replaced:
+        steps.append("check the model and the settings in a pod without GPUs; until it succeeds, nothing is drained")
     if replaced and another_model:
         steps.append(f"drain all engines, then replace {', '.join(replaced)} and the servers together: another model")
     else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.render.context import (
+    CHECK,
     COORDINATOR,
     ENGINE,
+    LABEL_COMPONENT,
     LABEL_ENGINE,
     PORT_ADMIN,
     PORT_CLIENT,
@@ -50,6 +52,13 @@ def _pods(ctx: RenderContext, component: str, extra_labels: dict[str, str] | Non
     return {"podSelector": {"matchLabels": {**selector(ctx, component), **(extra_labels or {})}}}
 
 
+def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
+    """Select engines and the pod that checks their settings, which reads the same source."""
+    either = {"key": LABEL_COMPONENT, "operator": "In", "values": [CHECK, ENGINE]}
+    others = {label: value for label, value in selector(ctx, ENGINE).items() if label != LABEL_COMPONENT}
+    return {"podSelector": {"matchLabels": others, "matchExpressions": [either]}}
+
+
 def _tcp(port: int) -> list[dict[str, Any]]:
     return [{"protocol": "TCP", "port": port}]
 
@@ -61,10 +70,10 @@ def _policy(
     ingress: list[dict[str, Any]],
     egress: list[dict[str, Any]],
     *,
-    extra_labels: dict[str, str] | None = None,
+    pods: dict[str, Any] | None = None,
 ) -> Manifest:
     spec: dict[str, Any] = {
-        **_pods(ctx, component, extra_labels),
+        **(pods or _pods(ctx, component)),
         "policyTypes": ["Ingress"],
         "ingress": ingress,
     }
@@ -107,7 +116,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
     return [
         _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, []),
-        _policy(ctx, ctx.engines_name, ENGINE, engine, from_engine),
+        _policy(ctx, ctx.engines_name, ENGINE, engine, from_engine, pods=_engines_and_check(ctx)),
         _policy(ctx, ctx.server_name, SERVER, server, from_server),
     ]
 
@@ -119,6 +128,5 @@ def engine_policy(ctx: RenderContext, index: int) -> Manifest:
     authenticate no peer, so no other pod may connect.
     """
     name = ctx.engine_name(index)
-    own = {LABEL_ENGINE: name}
-    ingress, egress = {"from": [_pods(ctx, ENGINE, own)]}, {"to": [_pods(ctx, ENGINE, own)]}
-    return _policy(ctx, name, ENGINE, [ingress], [egress], extra_labels=own)
+    own = _pods(ctx, ENGINE, {LABEL_ENGINE: name})
+    return _policy(ctx, name, ENGINE, [{"from": [own]}], [{"to": [own]}], pods=own)

@@ -106,7 +106,7 @@ _UNITS = {"": 1, **{f"{unit}i": 1 << 10 * power for power, unit in enumerate("KM
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
 
 
-def _bytes(quantity: object) -> float:
+def quantity_bytes(quantity: object) -> float:
     """Return the bytes of a Kubernetes quantity; infinity for an unknown notation."""
     found = _QUANTITY.fullmatch(str(quantity))
     return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
@@ -129,7 +129,7 @@ def bounded_memory(
         limits, asked = resources.get("limits"), resources.get("requests")
         if isinstance(limits, dict) and limits.get("memory") is not None:
             return {"requests": requests}
-        if isinstance(asked, dict) and _bytes(asked.get("memory") or "0") > _bytes(limit):
+        if isinstance(asked, dict) and quantity_bytes(asked.get("memory") or "0") > quantity_bytes(limit):
             return {"requests": requests}
     return {"requests": requests, "limits": {"memory": limit}}
 

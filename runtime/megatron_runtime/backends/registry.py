@@ -6,10 +6,14 @@ A backend from outside is passed to worker.run() as a factory.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.engine.backend import EngineBackend
 from megatron_runtime.engine.settings import EngineSettings
 
@@ -29,10 +33,9 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
 
         return EchoBackend(settings)
     if settings.backend == "vllm":
+        _require_vllm()
         from megatron_runtime.backends.vllm.backend import VllmBackend
 
-        if find_spec("vllm") is None:
-            raise ValueError("backend vllm: vLLM is not installed: use an image that has it, or --backend native")
         return VllmBackend(settings)
     # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would use the CPUs of
     # the coordinator, the server and other engines on the same machine.
@@ -40,6 +43,53 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
     from megatron_runtime.backends.native.build import build_native
 
     return build_native(settings)
+
+
+def check_backend(settings: EngineSettings) -> None:
+    """Validate the settings and the model as an engine would. Reads no weights and needs no GPU.
+
+    Raises:
+        ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
+        OSError: the model cannot be read at present, such as HubUnavailableError.
+        VllmError: vLLM ended while it checked them.
+    """
+    if settings.backend == "echo":
+        from megatron_runtime.backends.echo.backend import EchoBackend
+
+        EchoBackend(settings)
+        return
+    with _described(settings) as described:
+        if settings.backend == "vllm":
+            _require_vllm()
+            from megatron_runtime.backends.vllm.process import VllmProcess
+
+            VllmProcess(described, checks_only=True).kill()
+        else:
+            from megatron_runtime.backends.native.build import check_native
+
+            check_native(described)
+
+
+@contextmanager
+def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
+    """Yield the settings with a directory of the model's metadata instead of a model of a hub."""
+    if not settings.model.startswith(HUB_PREFIX):
+        yield settings
+        return
+    # The HTTP client takes a tenth of a second to import.
+    from megatron_runtime.checkpoints.hub.metadata import metadata_directory
+
+    with metadata_directory(settings.model) as directory:
+        try:
+            yield replace(settings, model=str(directory))
+        except ValueError as error:
+            error.args = (str(error).replace(str(directory), settings.model),)
+            raise
+
+
+def _require_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise ValueError("backend vllm: vLLM is not installed: use an image that has it, or --backend native")
 
 
 def link_for(settings: EngineSettings) -> MakeLink | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -131,12 +132,23 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     help="A fault of the echo backend, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
+@click.option(
+    "--check",
+    "is_check",
+    is_flag=True,
+    help="Validate the settings and the model's metadata, without weights and GPU, and exit.",
+)
 @log_level
-def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, **options: Any) -> None:
+def engine(
+    *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, is_check: bool, **options: Any
+) -> None:
     """Run one data-parallel engine until SIGTERM.
 
     Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
     and MASTER_PORT if there are several machines, or by torchrun.
+
+    Exit codes of --check: 0 the engine can start; 75 the model cannot be read now, try again later; 1 or 2 trying again
+    does not help.
     """
     from megatron_runtime.backends.registry import build_backend, link_for
     from megatron_runtime.distributed.shard import ParallelSizes, node_identity
@@ -145,6 +157,9 @@ def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
 
     sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
     settings = EngineSettings(parallel=sizes, **options)
+    if is_check:
+        _check(settings)
+        return
 
     def run_worker() -> None:
         worker.run(settings, build_backend, link=link_for(settings))
@@ -155,6 +170,22 @@ def engine(*, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
         _run_pod(settings)
     else:
         _run_ranks(settings, run_worker)
+
+
+def _check(settings: EngineSettings) -> None:
+    from megatron_runtime.backends.registry import check_backend
+    from megatron_runtime.engine.termination import write_termination_message
+
+    try:
+        check_backend(settings)
+    except OSError as error:
+        write_termination_message(error)
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(os.EX_TEMPFAIL) from error
+    except Exception as error:
+        write_termination_message(error)
+        raise
+    click.echo(f"an engine with model {settings.model} can start")
 
 
 def _run_pod(settings: EngineSettings) -> None:

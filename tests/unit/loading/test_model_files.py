@@ -298,7 +298,7 @@ READERS = [
     if path.name not in ("model_files.py", "convert.py", "builtin.py") and path.parent.name != "hub"
 ]
 AROUND = {"glob", "rglob", "iterdir", "exists", "from_file", "copyfile", "copytree", "memmap", "fromfile", "safe_open"}
-ON_REFERENCES = {"source.py", "loader.py"}
+ON_REFERENCES = {"source.py", "loader.py", "adapters.py"}
 """These modules check whether the path that the caller named is a file or a directory."""
 
 

@@ -675,6 +675,7 @@ def test_a_rollout_waits_while_paused_except_for_engines_that_do_not_serve(make_
     cluster.broken_engines.add("demo-engine-1")
     cluster.settle()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: cluster.deleted_pods)
     cluster.broken_engines.clear()
     cluster.settle()
     assert cluster.state == "Paused"
@@ -1605,3 +1606,302 @@ def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported
     cluster.settle()
     assert cluster.condition("Degraded")["status"] == "False"
     assert "differentDigests" not in cluster.status["weights"]
+
+
+# --- The check of a new revision --------------------------------------------------------------------------------------
+
+TYPO = {"source": {"builtin": "smollm2-153m"}}
+NO_MODEL = '{"reason": "ModelSourceError", "rank": 0, "message": "model builtin:smollm2-153m does not exist"}'
+
+
+def _rejects(word: str, *, code: int = 1, message: str = NO_MODEL) -> Callable[[list[str]], tuple[int, str]]:
+    """Return a check that fails if an argument of the engine contains `word`."""
+    return lambda arguments: (code, message) if any(word in argument for argument in arguments) else (0, "")
+
+
+def _failing(make_cluster: Any, **fields: Any) -> Any:
+    """Return a cluster of two engines whose last change has failed its check."""
+    cluster = make_cluster(replicas=2)
+    cluster.check = _rejects("smollm2-153m", **fields)
+    cluster.settle()
+    cluster.patch(model=TYPO)
+    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    return cluster
+
+
+def test_a_first_start_and_verbs_need_no_check(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    for state in ("Paused", "Suspended", "Running", "Stopped", "Running"):
+        cluster.patch(desiredState=state)
+        cluster.settle()
+    cluster.patch(replicas=3)
+    cluster.settle()
+    assert cluster.checked == []
+    assert cluster.status["verifiedRevisions"] == [cluster.status["revision"]]
+
+
+@pytest.mark.parametrize("change", [{"model": TYPO}, {"engine": {"batching": {"maxRequests": 7}}}])
+def test_nothing_is_drained_while_the_check_runs(make_cluster: Any, change: dict[str, Any]) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.check = lambda arguments: None
+    cluster.patch(**change)
+    cluster.settle()
+    revision = cluster.status["revision"]
+    assert cluster.status["plan"]["waitingOn"] == f"pod demo-check-{revision} to check revision {revision}"
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.condition("Ready")["status"] == "True"
+    assert (cluster.signals(), cluster.deleted_pods) == ([], [])
+    cluster.check = lambda arguments: (0, "")
+    cluster.settle()
+    assert cluster.checked == [revision]
+    assert cluster.status["updatedReplicas"] == 2
+    assert not any("-check-" in name for name in cluster.pods)
+
+
+def test_a_model_that_does_not_exist_costs_no_engine_and_its_correction_rolls_out(make_cluster: Any) -> None:
+    cluster = _failing(make_cluster)
+    cluster.settle()
+    assert (cluster.signals(), cluster.deleted_pods) == ([], [])
+    assert cluster.state == "Running"
+    assert cluster.condition("Ready")["status"] == "True"
+    degraded, progressing = cluster.condition("Degraded"), cluster.condition("Progressing")
+    assert (degraded["reason"], progressing["reason"]) == ("WeightsMissing", "WeightsMissing")
+    assert "model builtin:smollm2-153m does not exist; correct spec.model.source" in degraded["message"]
+    assert "no engine is replaced" in progressing["message"]
+    writes = cluster.status_writes
+    cluster.settle()
+    assert (cluster.status_writes, len(cluster.checked)) == (writes, 1)
+
+    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN", "PAUSE", "UNPAUSE"]
+    assert cluster.status["updatedReplicas"] == 2
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert len(cluster.checked) == 2
+    assert not any("-check-" in name for name in cluster.pods)
+
+
+def test_a_revert_of_a_failed_change_needs_no_check(make_cluster: Any) -> None:
+    cluster = _failing(make_cluster)
+    cluster.patch(model={"source": {"builtin": "smollm2-135m"}})
+    cluster.settle()
+    assert (cluster.signals(), cluster.deleted_pods, len(cluster.checked)) == ([], [], 1)
+    assert "plan" not in cluster.status
+    assert not any("-check-" in name for name in cluster.pods)
+
+
+def test_a_return_to_a_revision_that_served_needs_no_check(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    for limit in (7, 64, 7):
+        cluster.patch(engine={"batching": {"maxRequests": limit}})
+        cluster.settle()
+    assert len(cluster.checked) == len(set(cluster.checked)) == 2
+    assert cluster.status["verifiedRevisions"][-1] == cluster.status["revision"]
+
+
+@pytest.mark.parametrize("state", ["Paused", "Suspended", "Stopped", "Released"])
+def test_verbs_work_on_the_revision_that_serves_while_a_check_has_failed(make_cluster: Any, state: str) -> None:
+    cluster = _failing(make_cluster)
+    before = {engine["revision"] for engine in cluster.status["engines"]}
+    if state == "Released":
+        state = "Suspended"
+        cluster.patch(lifecycle={"suspend": {"level": "ReleasePods"}})
+    cluster.patch(desiredState=state)
+    cluster.settle()
+    assert cluster.state == state
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.status["ready"] == "2/2"
+    assert {engine["revision"] for engine in cluster.status["engines"]} == before
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    assert len(cluster.checked) == 1
+
+
+def test_a_stopped_resource_takes_a_revision_whose_check_was_deleted(make_cluster: Any) -> None:
+    """The engines of a resource that does not serve report errors themselves."""
+    cluster = _failing(make_cluster)
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    cluster.remove("Pod", _check_pod(cluster)["metadata"]["name"], _check_pod(cluster)["metadata"]["uid"])
+    cluster.settle()
+    assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
+    assert len(cluster.checked) == 1
+
+
+def test_scaling_and_upkeep_continue_with_the_revision_that_serves(make_cluster: Any) -> None:
+    cluster = _failing(make_cluster)
+    serving = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
+    del cluster.objects[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")]
+    cluster.patch(replicas=3)
+    cluster.settle()
+    assert cluster.status["ready"] == "3/3"
+    for index in (1, 2):
+        made = cluster.objects[ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1")]
+        labels = (each["spec"]["template"]["metadata"]["labels"] for each in (made, serving))
+        assert len({found["inference.megatron.dev/revision"] for found in labels}) == 1
+    cluster.patch(replicas=1)
+    cluster.settle()
+    assert cluster.status["ready"] == "1/1"
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+
+
+def test_an_engine_that_restarts_does_not_get_a_revision_whose_check_failed(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    cluster.check = _rejects("--max-requests")
+    cluster.settle()
+    before = cluster.status["engines"][0]["revision"]
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    cluster.coordinator.engines.clear()
+    cluster.step()
+    cluster.settle()
+    assert (cluster.status["ready"], cluster.status["engines"][0]["revision"]) == ("1/1", before)
+
+
+def test_a_transient_failure_is_checked_again_with_a_growing_pause(make_cluster: Any) -> None:
+    message = '{"reason": "HubUnavailableError", "message": "the hub does not answer"}'
+    cluster = _failing(make_cluster, code=75, message=message)
+    began = cluster.now
+    for _ in range(400):
+        cluster.step()
+        cluster.tick()
+    assert (cluster.now - began).total_seconds() == 400
+    assert 5 <= len(cluster.checked) <= 8
+    assert cluster.signals() == []
+    assert "the hub does not answer" in cluster.condition("Degraded")["message"]
+    cluster.check = lambda arguments: (0, "")
+    _play_until(cluster, lambda: cluster.status["updatedReplicas"] == 2, limit=400)
+
+
+def test_a_deleted_check_runs_again(make_cluster: Any) -> None:
+    cluster = _failing(make_cluster)
+    cluster.check = lambda arguments: (0, "")
+    cluster.remove("Pod", f"demo-check-{cluster.status['revision']}", _check_pod(cluster)["metadata"]["uid"])
+    cluster.settle()
+    assert len(cluster.checked) == 2
+    assert cluster.status["updatedReplicas"] == 2
+
+
+def _check_pod(cluster: Any) -> Any:
+    return next(pod for name, pod in cluster.pods.items() if "-check-" in name)
+
+
+def test_a_passed_check_is_remembered_by_the_next_operator(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: cluster.status["revision"] in cluster.status["verifiedRevisions"])
+    cluster.vetted.clear()
+    cluster.settle()
+    assert len(cluster.checked) == 1
+    assert cluster.status["updatedReplicas"] == 2
+
+
+def test_the_last_of_many_edits_is_checked_alone(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.check = lambda arguments: None
+    for limit in (5, 6, 7):
+        cluster.patch(engine={"batching": {"maxRequests": limit}})
+        for _ in range(4):
+            cluster.step()
+            cluster.tick()
+        assert sum("-check-" in name for name in cluster.pods) == 1
+    assert _check_pod(cluster)["metadata"]["name"] == f"demo-check-{cluster.status['revision']}"
+
+
+def test_engines_drained_for_a_change_serve_again_if_the_next_change_fails_its_check(make_cluster: Any) -> None:
+    for change in ({"model": {"source": {"builtin": "gemma3-270m"}}}, {"engine": {"batching": {"maxRequests": 7}}}):
+        cluster = make_cluster(replicas=2)
+        cluster.check = _rejects("smollm2-153m")
+        cluster.settle()
+        cluster.patch(**change)
+        _play_until(cluster, lambda cluster=cluster: cluster.signals())
+        cluster.patch(model=TYPO)
+        cluster.settle()
+        assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+        assert cluster.status["ready"] == "2/2"
+        assert not any(engine.draining for engine in cluster.coordinator.engines.values())
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "words"),
+    [
+        (
+            {
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "taint"}
+                ]
+            },
+            "Unschedulable",
+            "has no node: taint; add a toleration",
+        ),
+        (
+            {"containerStatuses": [{"name": "engine", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+            "ImagePullFailed",
+            "check the image's name",
+        ),
+    ],
+)
+def test_a_check_pod_that_does_not_start_is_diagnosed(
+    make_cluster: Any, status: dict[str, Any], reason: str, words: str
+) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.check = lambda arguments: None
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.settle()
+    _check_pod(cluster)["status"] = {"phase": "Pending", **status}
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == cluster.condition("Progressing")["reason"] == reason
+    assert words in cluster.status["plan"]["waitingOn"]
+    assert cluster.signals() == []
+
+
+def test_a_check_pod_that_cannot_be_created_is_offered_again(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.step()
+    pod = ChildRef("Pod", f"demo-check-{cluster.status['revision']}")
+    cluster.reject.add(pod)
+    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
+    assert cluster.signals() == []
+    cluster.reject.clear()
+    _play_until(cluster, lambda: cluster.status["updatedReplicas"] == 2, limit=60)
+
+
+def test_only_pods_of_this_resource_are_its_checks(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.check = lambda arguments: None
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.settle()
+    pod = _check_pod(cluster)
+    pod["metadata"]["ownerReferences"][0]["uid"] = "another"
+    pod["status"] = {"phase": "Succeeded"}
+    cluster.reject.add(ChildRef("Pod", pod["metadata"]["name"]))
+    for _ in range(20):
+        cluster.step()
+        cluster.tick()
+    assert cluster.signals() == []
+    assert pod["metadata"]["name"] in cluster.pods
+
+
+def test_weights_that_engines_hold_are_kept_while_another_model_fails_its_check(make_cluster: Any) -> None:
+    source = {"source": {"persistentVolumeClaim": {"claimName": "models", "path": "/a/{revision}"}}}
+    cluster = make_cluster(replicas=1, model=source, weights={"revision": "1"})
+    cluster.check = _rejects("/typo/")
+    cluster.settle()
+    held = cluster.status["weights"]
+    typo = {"source": {"persistentVolumeClaim": {"claimName": "models", "path": "/typo/{revision}"}}}
+    cluster.patch(model=typo, weights={"revision": "2"})
+    cluster.settle()
+    assert cluster.status["weights"] == held
+    cluster.patch(model=source)
+    cluster.settle()
+    assert cluster.coordinator.sources == ["/model/a/2"]

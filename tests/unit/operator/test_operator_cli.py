@@ -112,6 +112,28 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
     assert not [line for line in lines if "demo-engine-0" in line]
 
 
+def test_explain_names_the_check_that_a_rollout_waits_for(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    cluster.check = lambda arguments: (1, '{"message": "model builtin:x does not exist"}')
+    cluster.settle()
+    cluster.patch(model={"source": {"builtin": "x"}})
+    cluster.settle()
+    metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
+    resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
+    revision = cluster.status["revision"]
+    text = "\n".join(causes(resource, list(cluster.pods.values())))
+    assert "because: replacing the model" in text
+    assert f"waits for: a change of the spec; the check of revision {revision} failed, and no engine is" in text
+    assert "error: WeightsMissing" in text
+    assert f"    pod demo-check-{revision}, Failed, on no node: WeightsMissing: " in text
+    cluster.check = lambda arguments: None
+    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
+    cluster.settle()
+    resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
+    text = "\n".join(causes(resource, list(cluster.pods.values())))
+    assert f"waits for: pod demo-check-{cluster.status['revision']} to check revision" in text
+
+
 def test_engines_in_the_same_state_share_one_entry(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=12)
     cluster.broken_engines |= {f"demo-engine-{index}" for index in (*range(8), 9, 10)}

@@ -13,6 +13,7 @@ import yaml
 from megatron_operator.manifest_file import read_resource
 from megatron_operator.model.resource import Batching, parse_spec
 from megatron_operator.model.settings import Settings
+from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import LABEL_ENGINE, InvalidPodTemplate, RenderContext
@@ -187,9 +188,20 @@ def test_the_coordinators_ports_are_open_to_one_kind_of_peer_each() -> None:
 HUB = {"huggingFace": {"repo": "org/name"}}
 
 
+def _selected(policy: dict[str, Any]) -> list[str]:
+    """Return the components whose pods a policy selects, or the engine."""
+    pods = policy["spec"]["podSelector"]
+    labels, expressions = pods["matchLabels"], pods.get("matchExpressions")
+    if expressions is None:
+        return [labels.get(LABEL_ENGINE, labels[COMPONENT])]
+    (either,) = expressions
+    assert (either["key"], either["operator"]) == (COMPONENT, "In")
+    return list(either["values"])
+
+
 def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
     """Of each component, and of engine 0: to which component or engine, and to which ports."""
-    found = {}
+    found: dict[str, list[tuple[str, set[int]]]] = {}
     for policy in (each for each in all_children(ctx) if each["kind"] == "NetworkPolicy"):
         rules = []
         for rule in policy["spec"].get("egress", ()):
@@ -199,8 +211,8 @@ def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
             rules.append(
                 (labels.get(LABEL_ENGINE, labels[COMPONENT]), {port["port"] for port in rule.get("ports", ())})
             )
-        selected = policy["spec"]["podSelector"]["matchLabels"]
-        found[selected.get(LABEL_ENGINE, selected[COMPONENT])] = rules
+        for selected in _selected(policy):
+            found[selected] = rules
         assert ("Egress" in policy["spec"]["policyTypes"]) is ctx.settings.egress_policies
     return found
 
@@ -211,9 +223,11 @@ COMPONENT = "app.kubernetes.io/component"
 @pytest.mark.parametrize("source", [{"builtin": "x"}, {"persistentVolumeClaim": {"claimName": "c"}}, HUB])
 def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> None:
     dns, hub = ("any", {53, 5353}), [("any", {443})] if source is HUB else []
+    engine = [("coordinator", {5556}), dns, *hub]
     assert _egress(_context(model={"source": source})) == {
+        "check": engine,
         "coordinator": [],
-        "engine": [("coordinator", {5556}), dns, *hub],
+        "engine": engine,
         "demo-engine-0": [("demo-engine-0", set())],
         "server": [("coordinator", {5555}), dns, *hub],
     }
@@ -222,19 +236,20 @@ def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> N
 def test_egress_policies_can_be_switched_off() -> None:
     ctx = _context(model={"source": HUB})
     plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
-    assert _egress(plain) == {"coordinator": [], "engine": [], "demo-engine-0": [], "server": []}
+    assert _egress(plain) == {"check": [], "coordinator": [], "engine": [], "demo-engine-0": [], "server": []}
 
 
 def test_only_pods_of_the_same_engine_may_connect_to_an_engine() -> None:
     policies = [each for each in all_children(_context(replicas=2)) if each["kind"] == "NetworkPolicy"]
     peers: dict[str, list[Any]] = {}
-    for spec in (policy["spec"] for policy in policies):
-        selected = spec["podSelector"]["matchLabels"]
-        if selected[COMPONENT] == "engine":
-            peers[selected.get(LABEL_ENGINE, "all")] = spec["ingress"]
-    assert peers.pop("all") == [{"ports": [{"protocol": "TCP", "port": 8080}]}]
+    for policy in policies:
+        peers |= dict.fromkeys(_selected(policy), policy["spec"]["ingress"])
+    assert peers.keys() == {"check", "coordinator", "engine", "server", "demo-engine-0", "demo-engine-1"}
+    assert peers["check"] == peers["engine"] == [{"ports": [{"protocol": "TCP", "port": 8080}]}]
     assert {
-        name: [rule["from"][0]["podSelector"]["matchLabels"] for rule in rules] for name, rules in peers.items()
+        name: [rule["from"][0]["podSelector"]["matchLabels"] for rule in rules]
+        for name, rules in peers.items()
+        if name.startswith("demo-")
     } == {
         name: [
             {
@@ -331,6 +346,7 @@ def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
     ]
     assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
     assert found.steps == (
+        "check the model and the settings in a pod without GPUs; until it succeeds, nothing is drained",
         "drain and replace demo-engine-1, then verify it by a canary completion (at most 1 at a time)",
         "drain and replace demo-engine-0, then verify it by a canary completion (at most 1 at a time)",
         "lowest capacity meanwhile: 1 of 2 engines",
@@ -344,8 +360,8 @@ def test_a_preview_of_another_model_swaps_all_at_once() -> None:
         "StatefulSet demo-engine-0",
         "StatefulSet demo-engine-1",
     }
-    assert len(found.steps) == 1
-    assert "another model" in found.steps[0]
+    assert len(found.steps) == 2
+    assert "another model" in found.steps[1]
 
 
 def test_a_preview_of_verbs_and_scaling_restarts_nothing() -> None:
@@ -502,3 +518,87 @@ def test_the_kubelet_expands_no_variable_in_a_path_of_the_spec() -> None:
         args = pod["containers"][0].get("args", [])
         if "--model" in args:
             assert args[args.index("--model") + 1] == "/model/$$(TOKEN)/$$x", name
+
+
+# --- The check of a new revision --------------------------------------------------------------------------------------
+
+PLACED = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar": "none"}},
+    "spec": {
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"x": 1}, "podAntiAffinity": {"y": 1}},
+        "initContainers": [{"name": "fetch", "image": "f"}],
+        "containers": [
+            {
+                "name": "engine",
+                "env": [{"name": "A", "value": "1"}],
+                "resources": {"limits": {"memory": "200Gi", "cpu": "16"}, "requests": {"cpu": "16"}},
+            },
+            {"name": "sidecar", "image": "s"},
+        ],
+    },
+}
+
+
+def _check(**engine: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the pod that checks an engine, the container in it, and the pod template of the engine."""
+    ctx = _context(engine=engine, parallelism={"tensor": 2}, model={"source": HUB})
+    ctx = replace(ctx, settings=replace(SETTINGS, pod_policy=None))
+    pod, template = check_pod(ctx), engine_statefulset(ctx, 0, pods=2)["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    return pod, container, template
+
+
+def test_a_check_pod_has_what_an_engine_reads_and_not_what_an_engine_occupies() -> None:
+    pod, container, template = _check(gpusPerPod=1, podTemplate=PLACED)
+    engine = next(each for each in template["spec"]["containers"] if each["name"] == "engine")
+    for field in ("image", "env", "envFrom", "volumeMounts", "securityContext"):
+        assert container[field] == engine[field]
+    assert container["args"] == [*engine["args"], "--check"]
+    assert "--device" in engine["args"]
+    assert container["resources"] == {
+        "requests": {"cpu": "100m", "memory": "256Mi"},
+        "limits": {"cpu": "16", "memory": "4Gi"},
+    }
+    assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe"} & set(container)
+    spec = pod["spec"]
+    for field in ("volumes", "serviceAccountName", "nodeSelector", "tolerations", "securityContext"):
+        assert spec[field] == template["spec"][field]
+    assert spec["affinity"] == {"nodeAffinity": {"x": 1}}
+    assert [each["name"] for each in spec["initContainers"]] == ["fetch"]
+    assert (spec["restartPolicy"], "topologySpreadConstraints" in spec) == ("Never", False)
+
+
+def test_no_selector_of_engines_matches_a_check_pod() -> None:
+    pod, _, template = _check(podTemplate=PLACED)
+    labels, revision = pod["metadata"]["labels"], template["metadata"]["labels"]["inference.megatron.dev/revision"]
+    assert pod["metadata"]["name"] == f"demo-check-{revision}"
+    assert labels["team"] == "a"
+    assert pod["metadata"]["annotations"]["sidecar"] == "none"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid"
+    ctx = _context(parallelism={"tensor": 2})
+    for child in all_children(ctx):
+        found = child.get("spec", {}).get("selector") if child["kind"] != "NetworkPolicy" else None
+        wanted = None if found is None else found.get("matchLabels", found)
+        assert wanted is None or not wanted.items() <= labels.items(), child["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "memory", "device"),
+    [
+        ({}, ("256Mi", "4Gi"), False),
+        ({"limits": {"memory": "1Gi"}}, ("256Mi", "1Gi"), False),
+        ({"limits": {"memory": "128Mi"}}, ("128Mi", "128Mi"), False),
+        ({"limits": {"nvidia.com/mig-1g.10gb": 1, "hugepages-2Mi": "1Gi"}}, ("256Mi", "4Gi"), True),
+        ({"limits": {"ephemeral-storage": "1Gi", "hugepages-2Mi": "1Gi"}}, ("256Mi", "4Gi"), False),
+    ],
+)
+def test_a_check_pod_takes_little_memory_and_no_device(
+    resources: dict[str, Any], memory: tuple[str, str], device: bool
+) -> None:
+    _, container, _ = _check(podTemplate={"spec": {"containers": [{"name": "engine", "resources": resources}]}})
+    found = container["resources"]
+    assert (found["requests"]["memory"], found["limits"]["memory"]) == memory
+    assert set(found["limits"]) == {"memory"}
+    assert ("cuda" in container["args"]) is device

@@ -16,6 +16,7 @@ from soak import size
 
 from megatron_operator.plan.rollout import (
     Canary,
+    Check,
     Drain,
     EngineFacts,
     Finished,
@@ -49,6 +50,10 @@ class State(NamedTuple):
     engines: tuple[Engine, ...]
     drain: tuple[int, bool] | None
     """The engine of the recorded DRAIN, and whether the DRAIN is complete."""
+    good: frozenset[int] = frozenset()
+    """Revisions that passed their check, or of which an engine served."""
+    check: tuple[int, bool] | None = None
+    """The revision of the check pod, and whether its check has failed; None: there is no pod."""
 
 
 class Violation(AssertionError):
@@ -74,7 +79,7 @@ class Model:
 
     def settled(self) -> State:
         engine = Engine(0, (0,) * self.pods[0], True, False, NONE)
-        return State(0, (engine,) * self.sizes[0], None)
+        return State(0, (engine,) * self.sizes[0], None, frozenset({0}))
 
     def facts(self, state: State) -> list[EngineFacts]:
         return [
@@ -94,13 +99,16 @@ class Model:
 
     def step(self, state: State) -> tuple[Step | None, State]:
         """One pass. None: an operation is open, or an obsolete drain is undone."""
+        if state.check is not None and (state.check[0] != state.wanted or state.wanted in state.good):
+            state = state._replace(check=None)
         state = self._upkeep(state)
         if state.drain is not None and not state.drain[1]:
             return None, state
         undone = self._undrain(state)
         if undone is not None:
             return None, undone
-        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True)
+        checked = not self.is_check_due(state)
+        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True, checked=checked)
         return found, self._act(state, found)
 
     def _upkeep(self, state: State) -> State:
@@ -113,15 +121,30 @@ class Model:
                 state = _with(state, index, engine._replace(pods=pods, serving=False, draining=False))
         return state
 
+    def is_check_due(self, state: State) -> bool:
+        outdated = [engine for engine in state.engines if engine.template != state.wanted]
+        begun = state.check is not None and state.check[0] == state.wanted
+        return (
+            state.wanted not in state.good
+            and bool(outdated)
+            and (begun or any(self.is_serving(state, engine) for engine in outdated))
+        )
+
+    def has_failed_check(self, state: State) -> bool:
+        return self.is_check_due(state) and state.check == (state.wanted, True)
+
     def _undrain(self, state: State) -> State | None:
         for index, engine in enumerate(state.engines):
-            right = engine.template == state.wanted and not self.has_old_pods(engine) and engine.canary != FAILED
-            if engine.serving and engine.draining and right:
+            right = engine.template == state.wanted and not self.has_old_pods(engine)
+            right |= self.has_failed_check(state)
+            if engine.serving and engine.draining and right and engine.canary != FAILED:
                 return _with(state, index, _lost(engine))._replace(drain=None)
         return None
 
     def _act(self, state: State, step: Step) -> State:
         match step:
+            case Check():
+                return state._replace(check=state.check or (state.wanted, False))
             case Replace(names):
                 for name in names:
                     state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
@@ -140,6 +163,8 @@ class Model:
         """State changes that happen without the operator."""
         if state.drain is not None and not state.drain[1]:
             yield state._replace(drain=(state.drain[0], True))
+        if state.check is not None and not state.check[1] and state.check[0] not in state.good:
+            yield state._replace(good=state.good | {state.check[0]})
         for index, engine in enumerate(state.engines):
             count = self.pods[engine.template]
             kept = tuple(engine.template if pod == GONE else pod for pod in engine.pods[:count])
@@ -149,7 +174,9 @@ class Model:
             elif engine.serving and pods != engine.pods:
                 yield _with(state, index, engine._replace(pods=pods))
             elif not engine.serving and len(set(pods)) == 1:  # pods of two revisions form no process group
-                yield _with(state, index, Engine(engine.template, pods, True, False, engine.canary))
+                up = Engine(engine.template, pods, True, False, engine.canary)
+                good = {engine.template} & set(pods)
+                yield _with(state, index, up)._replace(good=state.good | good)
             elif pods != engine.pods:
                 yield _with(state, index, engine._replace(pods=pods))
             elif self.to_prove(state, engine):
@@ -165,7 +192,9 @@ class Model:
                 kept = state.drain if state.drain is None or state.drain[0] < count else None
                 yield state._replace(engines=state.engines[:count], drain=kept)
             elif count > len(state.engines):
-                added = (Engine(state.wanted, (), False, False, NONE),) * (count - len(state.engines))
+                outdated = [engine for engine in state.engines if engine.template != state.wanted]
+                template = outdated[-1].template if self.is_check_due(state) else state.wanted
+                added = (Engine(template, (), False, False, NONE),) * (count - len(state.engines))
                 yield state._replace(engines=state.engines + added)
         for index, engine in enumerate(state.engines):
             for ordinal, pod in enumerate(engine.pods):
@@ -175,6 +204,9 @@ class Model:
                 yield _with(state, index, engine._replace(serving=False, draining=False))
             if self.to_prove(state, engine):
                 yield _with(state, index, engine._replace(canary=FAILED))
+        if state.check is not None:
+            yield state._replace(check=(state.check[0], True))
+            yield state._replace(check=None)
         yield from self._crashes(state)
 
     def _crashes(self, state: State) -> Iterator[State]:
@@ -214,7 +246,8 @@ class Model:
         taken = step.names if isinstance(step, Replace) else ()
         for index, (old, new) in enumerate(zip(before.engines, after.engines, strict=True)):
             untouched = (old.template, len(old.pods)) == (new.template, len(new.pods))
-            undrained = old.draining and old.template == before.wanted and not new.pods
+            reverted = old.template == before.wanted or self.has_failed_check(before)
+            undrained = old.draining and reverted and not new.pods
             _hold(untouched or undrained or str(index) in taken, "pods were changed before their turn", before, step)
         if step is None:
             return
@@ -224,6 +257,12 @@ class Model:
         had = sum(self.is_available(before, engine) for engine in before.engines)
         wrong_one = isinstance(step, Halt)
         _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
+        outdated = [engine for engine in before.engines if engine.template != before.wanted]
+        serve = any(self.is_serving(before, engine) for engine in outdated)
+        if isinstance(step, Drain | Replace) and before.wanted not in before.good and serve:
+            names = step.names if isinstance(step, Replace) else (step.name,)
+            touched = any(before.engines[int(name)].template != before.wanted for name in names)
+            _hold(not touched, "an engine was taken before the check has passed", before, step)
         if not isinstance(step, Replace):
             return
         for name in step.names:
@@ -253,7 +292,9 @@ class Model:
                 if moved == state:
                     right = all(e.template == state.wanted and self.is_serving(state, e) for e in state.engines)
                     done = isinstance(step, Finished) and right
-                    _hold(done or isinstance(step, Halt), "the rollout waits forever", state, step)
+                    blocked = isinstance(step, Check) and state.check == (state.wanted, True)
+                    blocked &= all(engine.canary == FAILED for engine in state.engines if engine.draining)
+                    _hold(done or blocked or isinstance(step, Halt), "the rollout waits forever", state, step)
                     break
             state = moved
         known.update(path)
@@ -404,6 +445,16 @@ def remembers_a_drain_forever(engines: Facts, **options: Any) -> Step:
     return next_step(believed, **options)
 
 
+def does_not_wait_for_the_check(engines: Facts, **options: Any) -> Step:
+    return next_step(engines, **{**options, "checked": True})
+
+
+def replaces_the_down_before_the_check(engines: Facts, **options: Any) -> Step:
+    step = next_step(engines, **options)
+    down = [engine.name for engine in engines if not engine.current and not engine.serving]
+    return Replace((down[-1],)) if isinstance(step, Check) and down else step
+
+
 def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
     """An operator that died after a DRAIN was complete waits for it forever."""
     step = next_step(engines, **options)
@@ -443,6 +494,8 @@ def test_the_search_computes_unproven_engines_independently_of_the_planner(
         replaces_without_draining,
         restarts_whatever_is_down,
         does_not_wait_for_the_canary,
+        does_not_wait_for_the_check,
+        replaces_the_down_before_the_check,
         forgets_pods_of_the_revision_before,
         remembers_a_drain_forever,
         waits_for_a_lost_drain,

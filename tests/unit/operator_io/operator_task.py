@@ -16,7 +16,7 @@ from in_memory_cluster import OWNER_UID, Cluster
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, POD, RESOURCE, Kind
 from megatron_operator.cluster.projection import project_child, project_pod, project_resource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
@@ -95,10 +95,20 @@ class InMemoryApi:
         found = self.cluster.objects.get(ChildRef(kind.kind, name, kind.api_version))
         return copy.deepcopy(found)
 
+    async def list(self, kind: Kind, namespace: str | None, *, fields: str) -> list[Object]:
+        await asyncio.sleep(0)
+        assert kind is POD, kind
+        name = fields.removeprefix("metadata.name=")
+        return copy.deepcopy([pod for pod in self.cluster.pods.values() if pod["metadata"]["name"] == name])
+
     async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
         await asyncio.sleep(0)
-        if kind is not EVENT:
-            raise AssertionError(f"nothing but Events is created here, and this is a {kind.kind}")
+        if kind is POD and body["metadata"]["name"] in self.cluster.pods:
+            raise ApiError(409, "AlreadyExists", "the pod exists")
+        if kind is POD:
+            body = copy.deepcopy(self.cluster.create_pod(body))
+        elif kind is not EVENT:
+            raise AssertionError(f"nothing but Events and check pods is created here, and this is a {kind.kind}")
         await asyncio.sleep(0)
         return body
 

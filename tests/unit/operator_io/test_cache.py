@@ -208,3 +208,25 @@ def test_changed_by_is_the_manager_that_wrote_desired_state_last() -> None:
         {"manager": "megatron-operator", "time": "2026-01-03T00:00:00Z", "fieldsV1": {"f:status": {}}},
     ]
     assert project_resource(raw).changed_by == "kubectl-patch"
+
+
+def test_a_created_pod_is_there_before_the_watch_shows_it_and_not_after_its_deletion(
+    index: Index, cache: ResourceCache
+) -> None:
+    cache.created(project_pod(pod("a", "p1")))
+    assert [view.uid for view in cache.pods()] == ["p1"]
+    cache.deleted("p1")
+    assert [view.deleting for view in cache.pods()] == [True]
+
+    index.pods[KEY] = [project_pod(pod("a", "p1"))]
+    assert [view.uid for view in cache.pods()] == ["p1"]
+    index.pods[KEY] = []
+    assert cache.pods() == ()
+
+
+def test_the_audit_forgets_a_created_pod_that_the_watch_never_showed(cache: ResourceCache) -> None:
+    cache.created(project_pod(pod("a", "p1")))
+    before = cache.uids()
+    cache.created(project_pod(pod("b", "p2")))
+    cache.audited([], [], before=before)
+    assert [view.uid for view in cache.pods()] == ["p2"]

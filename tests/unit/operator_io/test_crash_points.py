@@ -94,3 +94,54 @@ async def test_a_successor_uses_its_own_term(term: int) -> None:
     cluster = await live(Points(end_at=40))
     assert cluster.coordinator is not None
     assert cluster.coordinator.fence == term
+
+
+async def test_a_check_that_an_earlier_operator_created_is_found_before_the_watch_shows_it() -> None:
+    cluster = Cluster({**copy.deepcopy(MINIMAL), "replicas": 2}, security=False)
+    api = InMemoryApi(cluster)
+    watch = Watch(api)
+    watch.show()
+    task = new_operator(api, watch, DirectLink(cluster), term=1)
+
+    async def passes(count: int) -> None:
+        for _ in range(count):
+            await task.run_once()
+            cluster.tick()
+
+    for _ in range(20):
+        await passes(1)
+        watch.show()
+    cluster.check = lambda arguments: None
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    watch.show()
+    while not cluster.checked:
+        await task.run_once()
+    task = new_operator(api, watch, DirectLink(cluster), term=2)
+    await passes(3)
+    assert len(cluster.checked) == 1
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+async def test_a_foreign_pod_with_the_name_of_a_check_is_kept_and_named() -> None:
+    cluster = Cluster({**copy.deepcopy(MINIMAL), "replicas": 2}, security=False)
+    api = InMemoryApi(cluster)
+    watch = Watch(api)
+    task = new_operator(api, watch, DirectLink(cluster), term=1)
+
+    async def passes(count: int) -> None:
+        for _ in range(count):
+            watch.show()
+            await task.run_once()
+            cluster.tick()
+
+    await passes(20)
+    cluster.check = lambda arguments: None
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    await passes(5)
+    (name,) = (name for name in cluster.pods if "-check-" in name)
+    cluster.pods[name]["metadata"].pop("ownerReferences")
+    await passes(5)
+    assert cluster.condition("Degraded")["reason"] == "ChildRefused"
+    assert f"Pod {name} in namespace default exists and is not owned" in cluster.condition("Degraded")["message"]
+    assert name in cluster.pods
+    assert cluster.signals() == []

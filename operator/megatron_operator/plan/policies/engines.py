@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, ResourceState, SignalKind
 from megatron_operator.plan.blockers import absent_engines, engines_wait
+from megatron_operator.plan.check import check_failed
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
@@ -37,12 +38,14 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 
 
 def undrain(scene: Scene) -> Verdict | None:
-    """An engine was drained for a reverted change. It gets requests again only after a new registration."""
+    """An engine was drained for a change that was reverted, or changed to one whose check failed. It gets requests
+    again only after a new registration."""
     if not running(scene) or scene.all_draining or scene.world.coordinator.drained_all:
         return None
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining
-        if not idle or engine.stale or engine.stale_pods or not any(not pod.deleting for pod in engine.pods):
+        right = check_failed(scene) or not (engine.stale or engine.stale_pods)
+        if not idle or not right or not any(not pod.deleting for pod in engine.pods):
             continue
         if engine.canary is Canary.FAILED:
             continue

@@ -8,15 +8,18 @@ from dataclasses import replace
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, SignalKind
+from megatron_operator.plan.check import check_failed, check_finding, check_ref, present_check, retry_in
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.engines import delete_pods, drained, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.rollout import Await, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
+from megatron_operator.plan.rollout import Await, Check, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
-from megatron_operator.plan.world import Action, AskCanary, EmitEvent, Manifest, VetChild
+from megatron_operator.plan.world import Action, AskCanary, CreatePod, DeletePods, EmitEvent, Manifest, VetChild
+from megatron_operator.render.check import check_pod
+from megatron_operator.render.context import manifest_hash
 from megatron_operator.render.model_source import model_argument
 
 ASK_AGAIN_SECONDS = 2.0
@@ -50,6 +53,31 @@ def _unvetted(scene: Scene, engine: EngineView, *others: Manifest) -> Verdict | 
     return None
 
 
+def _unchecked(scene: Scene, reason: Reason, step: str) -> Verdict | None:
+    """Check the desired revision before an engine that serves is drained for it. None: no check is due.
+
+    reason, step: of the rollout; an error of the check has its own reason.
+    """
+    if not scene.check_due:
+        return None
+    revision, pod, found = scene.revision, present_check(scene), check_finding(scene)
+    reason, why = (found[0], f": {found[1]}") if found is not None else (reason, "")
+    if pod is not None and check_failed(scene):
+        on = f"a change of the spec; the check of revision {revision} failed, and no engine is replaced{why}"
+        return waiting(scene, reason, step, f"{on}; delete the pod to check again")
+    if pod is not None and pod.phase == "Failed":
+        left = retry_in(scene, pod)
+        again = DeletePods("", ((pod.name, pod.uid),), f"the check of revision {revision} is repeated")
+        on = f"the next attempt to check revision {revision}{why}"
+        return waiting(scene, reason, step, on, actions=(again,) if left <= 0 else (), requeue_after=left)
+    ref = check_ref(scene)
+    actions: tuple[Action, ...] = ()
+    if not scene.check_pods and scene.rendered.just_rejected(ref) is None:  # one pod at a time
+        manifest = check_pod(scene.ctx)
+        actions = (CreatePod(manifest, manifest_hash(manifest), ref),)
+    return waiting(scene, reason, step, f"pod {ref.name} to check revision {revision}{why}", actions=actions)
+
+
 def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
     """Apply an engine's new template and replace all its pods together."""
     actions: list[Action] = []
@@ -72,20 +100,20 @@ def replace_model(scene: Scene) -> Verdict | None:
     serving = [engine for engine in old if engine.serving]
     operation = scene.operation
     over = operation is not None and operation.over(SignalKind.DRAIN)
-    if serving and not over:
+    step = "replacing the model"
+    if serving and (not over or scene.check_due):
         if not running(scene):
             return None
         exists = child_ref(server) in scene.world.children
-        return _unvetted(scene, serving[0], *([server] if exists else [])) or start(scene, SignalKind.DRAIN)
+        unvetted = _unvetted(scene, serving[0], *([server] if exists else []))
+        return unvetted or _unchecked(scene, Reason.REPLACING_MODEL, step) or start(scene, SignalKind.DRAIN)
     reason = "the model of the spec changed"
     actions: list[Action] = [apply(server)]
     for engine in old:
         actions += _swap(scene, engine, reason)
     actions.append(EmitEvent("Normal", "ModelReplaced", f"{reason}: replacing {len(old)} engines and the servers"))
     names = ", ".join(engine.name for engine in old[:8])
-    verdict = waiting(
-        scene, Reason.REPLACING_MODEL, "replacing the model", f"{names} to load it", actions=tuple(actions)
-    )
+    verdict = waiting(scene, Reason.REPLACING_MODEL, step, f"{names} to load it", actions=tuple(actions))
     return replace(verdict, operation=None)
 
 
@@ -115,12 +143,14 @@ def rollout(scene: Scene) -> Verdict | None:
     if scene.old_model and _server_rejected(scene):
         # The existing OpenAI servers cannot use engines of another model.
         return None
-    limit = scene.ctx.spec.rollout.max_unavailable
+    limit, checked = scene.ctx.spec.rollout.max_unavailable, not scene.check_due
     facts = [engine_facts(scene, engine) for engine in engines]
-    found = next_step(facts, max_unavailable=limit, running=running(scene))
+    found = next_step(facts, max_unavailable=limit, running=running(scene), checked=checked)
     by_name = {engine.name: engine for engine in engines}
     step = f"rolling out revision {scene.wanted[0].rendered_revision}" if scene.wanted else "rolling out"
     match found:
+        case Check(name):
+            return _unvetted(scene, by_name[name]) or _unchecked(scene, Reason.ROLLING_OUT, step)
         case Replace(names):
             return _replaced(scene, [by_name[name] for name in names], step)
         case Drain(name):

@@ -15,7 +15,7 @@ from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, torch_device
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource, resolve
-from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, rank_identity
+from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, Shard, rank_identity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.requests.config import InferenceConfig
@@ -30,11 +30,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     Raises:
         ValueError: a setting or the model is not usable; the message names it and the remedy.
     """
-    if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
-        raise ValueError(
-            f"backend {settings.backend!r} has no faults, simulated ranks or step time: "
-            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --backend echo"
-        )
+    _require_no_echo_options(settings)
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
         return NativeBackend(
@@ -55,6 +51,31 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     return NativeBackend(EngineCore(ranks, config), controller, ranks=ranks)
 
 
+def check_native(settings: EngineSettings) -> None:
+    """Validate settings and model as all ranks of an engine would. Reads the headers of the weights only, and runs
+    without a GPU also for `device="cuda"`.
+
+    Raises:
+        ValueError: a setting or the model is not usable; the message names it and the remedy.
+        OSError: a file of the model cannot be read.
+    """
+    _require_no_echo_options(settings)
+    controller = ModelText.of_model(settings.model)
+    # Rank 0 has the most layers; all ranks have as many heads and experts.
+    shard = settings.parallel.shard(0)
+    executor = _executor(settings, controller, None, resolve(settings.model), shard=shard)
+    EngineCore(executor, settings.inference_config)
+    controller.tokenizer  # noqa: B018 - loads it; servers need it
+
+
+def _require_no_echo_options(settings: EngineSettings) -> None:
+    if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
+        raise ValueError(
+            f"backend {settings.backend!r} has no faults, simulated ranks or step time: "
+            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --backend echo"
+        )
+
+
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     """Run a rank other than rank 0 until the engine ends. Raises RankError, and ValueError as build_native()."""
     from megatron_runtime.backends.native.ranked.executor import follow
@@ -69,7 +90,10 @@ def _executor(
     identity: RankIdentity | None,
     source: ModelSource,
     groups: Groups | None = None,
+    *,
+    shard: Shard | None = None,
 ) -> TorchExecutor:
+    """Return the executor of a rank. shard: its part of the model, instead of `groups`, if it never runs a step."""
     if settings.model_format not in ("Auto", source.format):
         raise ValueError(
             f"format={settings.model_format}: model {settings.model!r} is {source.format}: use Auto or {source.format}"
@@ -87,6 +111,8 @@ def _executor(
         max_sequence_length=settings.max_sequence_length,
         threads=threads,
         groups=groups,
+        shard=shard,
+        is_check=shard is not None,
         local_rank=identity.local_rank if identity is not None else 0,
     )
 
@@ -99,6 +125,7 @@ def select_executor(
     device: str = "auto",
     dtype: str = "auto",
     local_rank: int = 0,
+    is_check: bool = False,
     make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
     **options: Unpack[TorchOptions],
 ) -> TorchExecutor:
@@ -106,15 +133,17 @@ def select_executor(
 
     config:             size of a step, CUDA graphs, batch invariance, log-probabilities.
     device, local_rank: as for torch_device().
+    is_check:           the executor only validates; the device "cuda" need not exist.
     make_forward:       returns the forward pass of a model on the CPU, instead of the executor's own.
 
     Raises ValueError: there is no such device, it does not support `config`, or the model does not fit.
     """
     options["logprobs_mode"] = config.logprobs_mode
     groups = options.get("groups")
-    if config.batch_invariant and (device == "cuda" or (groups is not None and groups.shard.sizes.world > 1)):
+    shard = groups.shard if groups is not None else options.get("shard") or Shard()
+    if config.batch_invariant and (device == "cuda" or shard.sizes.world > 1):
         raise ValueError("batch_invariant=True is supported on one rank on the CPU: use device=cpu and one rank")
-    where = torch_device(device, local_rank=local_rank)
+    where = torch.device(device) if is_check and device == "cuda" else torch_device(device, local_rank=local_rank)
     if where.type == "cpu" or config.batch_invariant or make_forward is not None:
         return CpuExecutor(
             source,

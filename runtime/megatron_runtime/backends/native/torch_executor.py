@@ -85,6 +85,7 @@ class TorchOptions(TypedDict, total=False):
     page_size:       tokens of a KV page.
     threads:         torch threads; None means one for each CPU, within the container's limit.
     groups:          communication of a rank that holds a part of the model; None for the whole model.
+    shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
     logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
     """
 
@@ -93,6 +94,7 @@ class TorchOptions(TypedDict, total=False):
     page_size: int
     threads: int | None
     groups: Groups | None
+    shard: Shard | None
     logprobs_mode: LogprobsMode
 
 
@@ -123,6 +125,7 @@ class TorchExecutor(ABC):
         page_size: int = 16,
         threads: int | None = None,
         groups: Groups | None = None,
+        shard: Shard | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.controller = controller or ModelText.of_model(source)
@@ -130,7 +133,7 @@ class TorchExecutor(ABC):
         self._groups = groups
         self._threads = threads
         self._reports_raw = logprobs_mode == "raw_logprobs"
-        self._shard = shard = groups.shard if groups is not None else Shard()
+        self._shard = shard = groups.shard if groups is not None else shard or Shard()
         self._sizes = shard.sizes
         self._store = WeightStore(
             source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
+import glob
 import hashlib
 import json
 import logging
@@ -110,9 +111,7 @@ def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
             for name in (f"snapshots/{commit}", f".megatron/{commit}", f".megatron/{commit}-tokenizer", "blobs")
         )
         for own in (whole, part) if tokenizer_only else (whole,):
-            manifest = read_manifest(own)
-            # Other programs delete from the cache as well.
-            if manifest is not None and all((directory / name).is_file() for name in manifest.files):
+            if _is_complete(own, directory):
                 return directory
         listing = listing or api.list(reference)
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
@@ -123,6 +122,21 @@ def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
         branch.parent.mkdir(parents=True, exist_ok=True)
         _write_own(branch, commit)
     return directory
+
+
+def cached_snapshot(reference: Reference) -> Path | None:
+    """Return the cached directory of a commit; None if a file is missing, or for a branch, which may have moved."""
+    if reference.commit is None:
+        return None
+    repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
+    directory, own = (repository.directory(f"{name}/{reference.commit}").path for name in ("snapshots", ".megatron"))
+    return directory if _is_complete(own, directory) else None
+
+
+def _is_complete(own: Path, directory: Path) -> bool:
+    """Return whether `directory` has all files of the manifest in `own`: other programs delete from the cache too."""
+    manifest = read_manifest(own)
+    return manifest is not None and all((directory / name).is_file() for name in manifest.files)
 
 
 def _silent(done: int, size: int, files: int) -> None: ...
@@ -152,6 +166,15 @@ def fetch(
     """
     listing = api.list(reference, wait=wait or time.sleep)
     return _Fetch(api, reference, listing, directory, directory, progress, wait=wait).run(include)
+
+
+def fetch_listed(
+    reference: Reference, listing: Listing, files: Sequence[RemoteFile], directory: Path, *, api: HubApi
+) -> None:
+    """Fetch these files of a listing to `directory`. Raises HubError, HubUnavailableError, OSError."""
+    if files:
+        patterns = [glob.escape(file.path) for file in files]
+        _Fetch(api, reference, listing, directory, directory, _silent).run(patterns)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,97 @@
+"""Pod `NAME-check-REVISION`: `megatron engine --check` with the settings of a new revision.
+
+It reads the metadata of the model and validates the settings, before any engine is drained for the revision. It loads
+no weights and needs no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_operator.render.context import (
+    CHECK,
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_WEIGHTS,
+    PREFLIGHT,
+    Manifest,
+    RenderContext,
+    child,
+    seal,
+)
+from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.render.pod import quantity_bytes
+
+_REQUESTS = {"cpu": "100m", "memory": "256Mi"}
+_MEMORY_LIMIT = "4Gi"
+"""Limit of the pod, unless engines have a lower one. vLLM takes 2 GiB to import."""
+_GRACE_SECONDS = 5
+_POD_FIELDS_OF_ENGINES = frozenset(
+    {"affinity", "containers", "initContainers", "resourceClaims", "resources", "topologySpreadConstraints"}
+)
+"""Fields that are not copied from the template as they are."""
+_CONTAINER_FIELDS_OF_ENGINES = frozenset(
+    {"lifecycle", "livenessProbe", "ports", "readinessProbe", "resizePolicy", "resources", "startupProbe"}
+)
+_HOST_RESOURCES = ("cpu", "memory", "ephemeral-storage", "hugepages-")
+
+
+def check_name(ctx: RenderContext, revision: str) -> str:
+    return f"{ctx.name}-{CHECK}-{revision}"
+
+
+def check_pod(ctx: RenderContext) -> Manifest:
+    """Return the pod that checks the engines of the spec.
+
+    Of an engine's pod it has image, environment, volumes, node selection, security context and init containers. It has
+    neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs.
+
+    Raises:
+        InvalidPodTemplate: the spec cannot be rendered.
+    """
+    engine = engine_statefulset(ctx, 0, pods=0)
+    template, revision = engine["spec"]["template"], engine_revision(engine)
+    pod = template["spec"]
+    before = [entry for entry in pod.get("initContainers") or () if entry["name"] != PREFLIGHT]
+    nodes = (pod.get("affinity") or {}).get("nodeAffinity")
+    spec = {
+        **{key: value for key, value in pod.items() if key not in _POD_FIELDS_OF_ENGINES},
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+        "containers": [_container(entry) for entry in pod["containers"] if entry["name"] == ENGINE],
+        **({"initContainers": before} if before else {}),
+        **({"affinity": {"nodeAffinity": nodes}} if nodes else {}),
+    }
+    manifest = child(ctx, "Pod", check_name(ctx, revision), component=CHECK, spec=spec)
+    metadata, copied = manifest["metadata"], template["metadata"]
+    of_engines = (LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS)
+    labels = {key: value for key, value in copied["labels"].items() if key not in of_engines}
+    metadata["labels"] = {**labels, **metadata["labels"]}
+    if copied.get("annotations"):
+        metadata["annotations"] = dict(copied["annotations"])
+    return seal(manifest)
+
+
+def _container(engine: Mapping[str, Any]) -> dict[str, Any]:
+    resources = engine.get("resources") or {}
+    limits = resources.get("limits") or {}
+    memory = str(limits.get("memory") or _MEMORY_LIMIT)
+    if quantity_bytes(memory) > quantity_bytes(_MEMORY_LIMIT):
+        memory = _MEMORY_LIMIT
+    requested = min(_REQUESTS["memory"], memory, key=quantity_bytes)
+    # A quota may demand a limit of CPUs, and the number of threads is read from it.
+    cpus = {"cpu": limits["cpu"]} if "cpu" in limits else {}
+    # The check sees no GPU. It must know that engines do.
+    device = ["--device", "cuda"] if _has_accelerator(resources) and "--device" not in engine["args"] else []
+    return {
+        **{key: value for key, value in engine.items() if key not in _CONTAINER_FIELDS_OF_ENGINES},
+        "args": [*engine["args"], *device, "--check"],
+        "resources": {"requests": {**_REQUESTS, "memory": requested}, "limits": {**cpus, "memory": memory}},
+    }
+
+
+def _has_accelerator(resources: Mapping[str, Any]) -> bool:
+    named = [*(resources.get("limits") or {}), *(resources.get("requests") or {})]
+    return bool(resources.get("claims")) or any(not name.startswith(_HOST_RESOURCES) for name in named)

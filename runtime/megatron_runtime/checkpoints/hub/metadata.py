@@ -1,0 +1,81 @@
+"""Fetch what describes a model without its weights: small files, and the headers of the weight files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
+from megatron_runtime.checkpoints.hub.client import HubApi, Listing, Reference, RemoteFile, read_token
+from megatron_runtime.checkpoints.hub.download import cached_snapshot, choose, fetch_listed
+from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
+
+_WEIGHTS = (".safetensors", ".gguf", ".distcp")
+_LENGTH_BYTES = 8
+_FIRST_GGUF_BYTES = 16 << 20
+"""Headers of GGUF files have the vocabulary. Most are smaller."""
+
+
+@contextmanager
+def metadata_directory(model: str) -> Iterator[Path]:
+    """Yield a directory that describes `model`, an `hf:` reference, as its downloaded files would.
+
+    Weight files have their size and their header; the rest of them is a hole. The directory is the cached one if that
+    is complete, and otherwise exists until the end of the context.
+
+    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    """
+    reference = Reference.parse(model)
+    cached = cached_snapshot(reference)
+    if cached is not None:
+        yield cached
+        return
+    with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name, closing(HubApi(token=read_token())) as api:
+        directory = Path(name)
+        listing = api.list(reference)
+        wanted = choose(listing.files, ())
+        weights = [file for file in wanted if file.path.endswith(_WEIGHTS)]
+        fetch_listed(reference, listing, [file for file in wanted if file not in weights], directory, api=api)
+        for file in weights:
+            path = directory / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_header(api, listing, file, path)
+        yield directory
+
+
+def _write_header(api: HubApi, listing: Listing, file: RemoteFile, path: Path) -> None:
+    if file.path.endswith(".safetensors"):
+        _write_start(api, listing, file, path, _LENGTH_BYTES)
+        with path.open("rb") as found:
+            length = int.from_bytes(found.read(_LENGTH_BYTES), "little")
+        # The reader of the file rejects a header that is longer.
+        _write_start(api, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
+        return
+    size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0
+    _write_start(api, listing, file, path, size)
+    while 0 < size < min(file.size, MAX_TOKENIZER_BYTES) and not _has_gguf_header(path, size):
+        size = min(2 * size, file.size)
+        _write_start(api, listing, file, path, size)
+
+
+def _write_start(api: HubApi, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
+    """Write the first `size` bytes of a file, and set its size."""
+    with path.open("wb") as out:
+        if size:
+            with api.open(listing, file, start=0) as pieces:
+                for piece in pieces:
+                    out.write(piece[: size - out.tell()])
+                    if out.tell() >= size:
+                        break
+        out.truncate(file.size)
+
+
+def _has_gguf_header(path: Path, size: int) -> bool:
+    """Return whether the header is within the first `size` bytes of the file, and not in the hole after them."""
+    try:
+        _, index = read_gguf_header(path, vocabulary=True)
+    except ModelFileError:
+        return False
+    return bool(index) and min(info.offset for info in index) <= size
