@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import psutil
 import pytest
 from eventually import eventually
 
+from megatron_runtime.backends.registry import build_backend, check_backend
 from megatron_runtime.engine.backend import Capability, UnsupportedByBackendError
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
@@ -336,6 +339,19 @@ def test_the_cause_of_a_failure_is_found_in_the_log(log: list[str], status: int,
     assert cause_of(log, status) == cause
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_check_reads_the_model_and_needs_no_gpu(model: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    if not has_gpu:
+        monkeypatch.setenv("FAKE_VLLM_WITHOUT_GPU", "1")
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", model=str(model), backend="vllm")
+    check_backend(settings)
+    check_backend(replace(settings, model="builtin:smollm2-135m"))  # a GGUF file, which an engine converts
+    with pytest.raises(ValueError, match="quantization 'odd' is unknown"):
+        check_backend(replace(settings, vllm_arguments={"quantization": "odd"}))
+    with pytest.raises(ValueError, match="'/lost' does not exist"):
+        check_backend(replace(settings, model="/lost"))
+
+
 async def test_another_version_of_vllm_is_rejected(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_VERSION", "0.9.1")
     with pytest.raises(ValueError, match=r"vLLM 0\.9\.1 is not supported: install vLLM >=0\.32,<0\.33"):
@@ -343,9 +359,6 @@ async def test_another_version_of_vllm_is_rejected(start: Start, monkeypatch: py
 
 
 def test_without_vllm_the_engine_names_the_remedy(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    from megatron_runtime.backends.registry import build_backend
-    from megatron_runtime.engine.settings import EngineSettings
-
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part != str(FAKE)])
     with pytest.raises(ValueError, match="vLLM is not installed: use an image that has it"):
         build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", model=str(model), backend="vllm"))

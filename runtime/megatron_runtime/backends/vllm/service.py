@@ -26,6 +26,7 @@ from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -43,6 +44,7 @@ from megatron_runtime.backends.vllm.models import (
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
 from megatron_runtime.backends.vllm.process import SIZE, STARTED, settings_of
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.codec import DETAILS, pack, unpack
@@ -108,17 +110,9 @@ class Service:
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
 
-    def check(self) -> None:
-        """Check arguments and model. Raises vLLM's errors."""
-        if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
-            self._arguments.create_model_config()
-        else:
-            self._config()
-
     def _config(self) -> VllmConfig:
         """Return vLLM's configuration. Raises vLLM's errors."""
-        arguments = copy(self._arguments)  # the call changes them
-        return arguments.create_engine_config(headless=arguments.node_rank > 0)
+        return _config_of(self._arguments)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
@@ -325,6 +319,23 @@ def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *,
     ]
 
 
+def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
+    arguments = copy(arguments)  # the call changes them
+    return arguments.create_engine_config(headless=arguments.node_rank > 0)
+
+
+def check(settings: EngineSettings) -> None:
+    """Check arguments and model without the weights. Raises vLLM's errors, and those of engine_arguments()."""
+    source = resolve(settings.model)
+    arguments = engine_arguments(settings, source.path, cache_events="ipc:///unused")
+    if source.format != "SafeTensors":
+        return  # the first engine converts it
+    if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
+        arguments.create_model_config()
+    else:
+        _config_of(arguments)
+
+
 METHODS = (
     *("load", "shutdown", "digest", "stage", "use_weights", "reset_prefix_cache", "sleep", "wake_up"),
     *("load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort", "run_workers"),
@@ -365,16 +376,17 @@ def _described(error: Exception) -> list[str]:
 async def _main(channel: socket.socket, setup: dict[str, Any], *, checks_only: bool) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     try:
-        settings = settings_of(setup)
-        service = Service(settings, model_directory(settings.model), writer)
+        settings, started, error = settings_of(setup), {}, None
         if checks_only:
-            service.check()
-        started, error = {} if checks_only else service.describe(), None
+            check(settings)
+        else:
+            service = Service(settings, model_directory(settings.model), writer)
+            started = service.describe()
     except Exception as failure:
-        started, error = None, _described(failure)
+        error = _described(failure)
     body = pack([STARTED, started, error])
     writer.write(SIZE.pack(len(body)) + body)
-    if error is None:
+    if error is None and not checks_only:
         with contextlib.suppress(EOFError, OSError):
             await _serve(service, reader)
     else:

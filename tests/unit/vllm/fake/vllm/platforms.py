@@ -1,3 +1,6 @@
+import os
+
+
 class _Platform:
     def is_sleep_mode_available(self) -> bool:
         return False
@@ -6,7 +9,8 @@ class _Platform:
         return True
 
     def is_unspecified(self) -> bool:
-        return False
+        """Whether this is vLLM for GPUs on a machine without one."""
+        return "FAKE_VLLM_WITHOUT_GPU" in os.environ
 
 
 current_platform = _Platform()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 
 @dataclass(kw_only=True)
@@ -38,7 +39,15 @@ class AsyncEngineArgs:
     master_port: int = 29500
     seed: int = 0
 
+    def create_model_config(self) -> object:
+        return self._checked().model_config
+
     def create_engine_config(self, headless: bool = False) -> VllmConfig:
+        if current_platform.is_unspecified():
+            raise RuntimeError("Device string must not be empty")
+        return self._checked()
+
+    def _checked(self) -> VllmConfig:
         if self.quantization not in (None, "fp8"):
             raise ValueError(f"quantization {self.quantization!r} is unknown")
         return VllmConfig(self)
