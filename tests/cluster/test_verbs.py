@@ -20,6 +20,7 @@ CHILDREN = {
     "PodDisruptionBudget demo-engines",
     "PodDisruptionBudget demo-server",
     "NetworkPolicy demo-coordinator",
+    "NetworkPolicy demo-engine-0",
     "NetworkPolicy demo-engines",
     "NetworkPolicy demo-server",
 }
