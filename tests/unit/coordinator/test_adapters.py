@@ -14,6 +14,7 @@ from megatron_runtime.transport.control_calls import ControlRejectedError
 
 SQL, CHAT = Adapter("sql", "/adapters/sql"), Adapter("chat", "hf:org/chat")
 RECOVERS = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=5.0, recovery_settle=0.3)
+WITHOUT_HEARTBEATS = Timing(heartbeat=600.0, suspect=2000.0, dead=6000.0, client_dead=6000.0, recovery=0.0)
 HEALS = Timing(heartbeat=0.02, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0)
 
 
@@ -48,6 +49,14 @@ async def test_the_list_replaces_the_one_before_on_every_engine_and_every_client
         assert [(entry.name, entry.source, entry.engines, entry.error) for entry in report] == [
             (adapter.name, adapter.source, 2, None) for adapter in adapters
         ]
+
+
+async def test_clients_learn_a_new_list_at_once_without_a_heartbeat(stage, set_adapters) -> None:
+    stage.coordinator(timing=WITHOUT_HEARTBEATS)
+    await stage.engine()
+    link, client = await stage.admin(), await stage.client()
+    await set_adapters(link, SQL)
+    await stage.until(lambda: names(client) == ["sql"])
 
 
 async def test_no_request_gets_an_adapter_before_every_engine_has_loaded_it(stage, params, set_adapters) -> None:

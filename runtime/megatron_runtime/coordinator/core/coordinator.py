@@ -104,6 +104,7 @@ class CoordinatorCore:
             self.router,
             evict=lambda engine, reason: self.membership.lose_engine(engine, reason),
             stopped=self._engines_stopped,
+            adapters_changed=lambda: self.membership.announce_adapters(),
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))

@@ -374,16 +374,26 @@ class Membership:
             for peer in [*self._engines, *self._clients]:
                 peer.heard += late
         self._schedule()
-        heartbeat = Heartbeat(
-            incarnation=self._context.incarnation,
-            state=self._verbs.state,
-            adapters=self._verbs.adapters.generation or None,
-        ).to_frames()
+        heartbeat = self._heartbeat()
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
             self._check_client(client, now, heartbeat)
         self._context.needs_pump = True
+
+    def _heartbeat(self) -> Frames:
+        return Heartbeat(
+            incarnation=self._context.incarnation,
+            state=self._verbs.state,
+            adapters=self._verbs.adapters.generation or None,
+        ).to_frames()
+
+    def announce_adapters(self) -> None:
+        """Send a heartbeat to the clients now. A client whose list of adapters is older asks for the new one."""
+        heartbeat = self._heartbeat()
+        for client in self._clients:
+            if not client.plain and client.reachable:
+                self._context.send(client.peer, heartbeat)
 
     def _check_engine(self, engine: Engine, now: float, heartbeat: Frames) -> None:
         engine.full = False

@@ -98,6 +98,7 @@ class Verbs:
     settled:      an operation was begun in this process: engines that come later take the state from here.
     evict:        removes an engine for this reason.
     stopped:      called after all engines were stopped.
+    adapters_changed: called after a new list of adapters is committed, before the engines get it.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Verbs:
         *,
         evict: Callable[[Engine, str], None],
         stopped: Callable[[], None],
+        adapters_changed: Callable[[], None],
     ) -> None:
         self.state = CoordinatorState.RECOVERING if context.settings.timing.recovery > 0 else _RUNNING
         self.epoch = 0
@@ -121,6 +123,7 @@ class Verbs:
         self._router = router
         self._evict = evict
         self._stopped = stopped
+        self._adapters_changed = adapters_changed
         self._source_revisions: set[str] = set()
         self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
         self._deferred: deque[tuple[Control, Client]] = deque()
@@ -423,6 +426,7 @@ class Verbs:
             self._router.forget_all()
         if kind is Header.SET_ADAPTERS and operation.control.adapters is not None:
             self.adapters = operation.control.adapters
+            self._adapters_changed()
         if kind is not Header.DRAIN:
             lands_in = transition.lands_in if transition is not None else None
             commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
