@@ -52,7 +52,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
-METRICS_SECONDS = 2.0
+METRICS_SECONDS = 10.0
 """How often vLLM's metrics are sent to the engine."""
 GRACE_SECONDS = 5.0
 """After the engine's end, time for vLLM's processes to remove their shared memory. Then they are killed."""
