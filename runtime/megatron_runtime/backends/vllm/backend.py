@@ -173,7 +173,7 @@ class VllmBackend(EngineBackend):
 
         async def end() -> None:
             await asyncio.sleep(UNUSED_SECONDS)
-            await self._end_process()
+            await asyncio.shield(self._end_process())  # once begun, it is not interrupted by _vllm()
 
         return asyncio.create_task(end())
 
