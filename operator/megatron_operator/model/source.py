@@ -38,14 +38,9 @@ _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
 _PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /"
 ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
 ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
-Repository = Annotated[
-    str,
-    Matches(
-        "spec.model.source.huggingFace.repo",
-        r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
-        "a repository of the hub, as org/name",
-    ),
-]
+_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name")
+_MODEL_NAME = (r"^[A-Za-z0-9][\w./:-]*$", "letters, digits and . _ - / :, beginning with a letter or digit")
+Repository = Annotated[str, Matches("spec.model.source.huggingFace.repo", *_REPOSITORY)]
 BuiltinName = Annotated[
     str,
     Matches(
@@ -54,14 +49,7 @@ BuiltinName = Annotated[
         "the name of a builtin model in lower case, such as smollm2-135m",
     ),
 ]
-ModelName = Annotated[
-    str,
-    Matches(
-        "spec.model.name",
-        r"^[A-Za-z0-9][\w./:-]*$",
-        "letters, digits and . _ - / :, beginning with a letter or digit",
-    ),
-]
+ModelName = Annotated[str, Matches("spec.model.name", *_MODEL_NAME)]
 WeightsRevision = Annotated[
     str,
     Matches(
@@ -159,14 +147,7 @@ class ModelSource(ApiModel):
 
 
 _ADAPTER = "spec.model.adapters[].source"
-AdapterRepositoryName = Annotated[
-    str,
-    Matches(
-        f"{_ADAPTER}.huggingFace.repo",
-        r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
-        "a repository of the hub, as org/name",
-    ),
-]
+AdapterRepositoryName = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.repo", *_REPOSITORY)]
 AdapterCommit = Annotated[
     str,
     Matches(
@@ -183,14 +164,7 @@ AdapterPath = Annotated[
         "an absolute path of letters, digits and _ . @ + = - without . and .. parts; begin it with /",
     ),
 ]
-AdapterName = Annotated[
-    str,
-    Matches(
-        "spec.model.adapters[].name",
-        r"^[A-Za-z0-9][\w./:-]*$",
-        "letters, digits and . _ - / :, beginning with a letter or digit",
-    ),
-]
+AdapterName = Annotated[str, Matches("spec.model.adapters[].name", *_MODEL_NAME)]
 
 
 class AdapterRepository(ApiModel):
