@@ -26,6 +26,16 @@ def pool(fleet: Fleet, tmp_path: Path) -> Pool:
     return Pool(fleet, write_speaking_model(tmp_path / "even", head_dim=32))
 
 
+async def suspend_under_load(pool: Pool, wanted: list[list[int]], expected: list[list[int]]) -> None:
+    load = load_of(pool, wanted)
+    await load.until(20)
+    await pool.control(Header.PAUSE)
+    await pool.control(Header.SUSPEND)
+    await pool.control(Header.RESUME)
+    await pool.control(Header.UNPAUSE)
+    await check(load, expected)
+
+
 async def test_two_ranks_in_one_pod_answer_as_one(pool: Pool) -> None:
     await pool.start(one="vllm")
     wanted = prompts(4)
@@ -34,13 +44,7 @@ async def test_two_ranks_in_one_pod_answer_as_one(pool: Pool) -> None:
     await pool.engine("two", "vllm", *RANKS)
     await until_serving(pool.admin, ["two"], seconds=START_SECONDS)
     assert await answers(pool, wanted) == expected
-    load = load_of(pool, wanted)
-    await load.until(20)
-    await pool.control(Header.PAUSE)
-    await pool.control(Header.SUSPEND)
-    await pool.control(Header.RESUME)
-    await pool.control(Header.UNPAUSE)
-    await check(load, expected)
+    await suspend_under_load(pool, wanted, expected)
 
 
 async def test_two_pods_answer_as_one_rank_and_fail_together(pool: Pool) -> None:
@@ -55,13 +59,7 @@ async def test_two_pods_answer_as_one_rank_and_fail_together(pool: Pool) -> None
         await pool.engine(name, "vllm", *RANKS, environment={**variables, "NODE_RANK": str(number)})
     await until_serving(pool.admin, ["two"], seconds=START_SECONDS)
     assert await answers(pool, wanted) == expected
-    load = load_of(pool, wanted)
-    await load.until(20)
-    await pool.control(Header.PAUSE)
-    await pool.control(Header.SUSPEND)
-    await pool.control(Header.RESUME)
-    await pool.control(Header.UNPAUSE)
-    await check(load, expected)
+    await suspend_under_load(pool, wanted, expected)
 
     await pool.fleet.engines.pop("follower").kill()
     assert await pool.fleet.engines.pop("two").ended() == 1
