@@ -85,9 +85,19 @@ class ToolCallParser(StrEnum):
     AUTO = "auto"
     NONE = "none"
     HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    GPT_OSS = "gpt_oss"
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
+
+
+class ReasoningParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"
+    GEMMA4 = "gemma4"
+    GPT_OSS = "gpt_oss"
 
 
 class SuspendLevel(StrEnum):
@@ -282,6 +292,11 @@ class ServerSpec(ApiModel):
     )
     tool_call_parser: ToolCallParser | None = Field(
         default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None,
+        description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
+        "chat template, none leaves it in the text.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,

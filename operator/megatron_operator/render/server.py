@@ -43,6 +43,7 @@ def server_args(ctx: RenderContext) -> list[str]:
         *("--model", literal(model_argument(ctx))),
         *("--model-name", ctx.model_name),
         *("--model-hash", model_hash(ctx)),
+        *("--max-sequence-length", str(ctx.spec.model.max_sequence_length)),
         *("--host", "::"),
         *("--port", str(PORT_HTTP)),
         *("--health-port", str(PORT_HEALTH)),
@@ -59,6 +60,8 @@ def server_args(ctx: RenderContext) -> list[str]:
         args.append("--allow-priority")
     if server.tool_call_parser is not None:
         args += ["--tool-call-parser", server.tool_call_parser.value]
+    if server.reasoning_parser is not None:
+        args += ["--reasoning-parser", server.reasoning_parser.value]
     return args
 
 

@@ -134,6 +134,7 @@ class FrontEnd:
             *("--host", settings.host, "--listen-fd", str(descriptor)),
             *("--max-sequence-length", str(settings.max_sequence_length)),
             *("--tool-call-parser", settings.tool_call_parser),
+            *("--reasoning-parser", settings.reasoning_parser),
             *(f"--allowed-host={host}" for host in settings.allowed_hosts),
             "--health-port=off",  # the replicas would use the same port
             *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),

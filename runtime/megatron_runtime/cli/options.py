@@ -162,7 +162,8 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
 ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "gpt_oss", "llama3_json", "mistral", "pythonic")
+REASONING_PARSERS = ("auto", "none", "think", "gemma4", "gpt_oss")
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
@@ -239,6 +240,12 @@ server_options = together(
         type=click.Choice(TOOL_CALL_PARSERS),
         default="auto",
         help="Format of the model's tool calls; auto: as its chat template describes; none: no tools.",
+    ),
+    click.option(
+        "--reasoning-parser",
+        type=click.Choice(REASONING_PARSERS),
+        default="auto",
+        help="How the model marks its reasoning; auto: by the markers in its chat template; none: it is text.",
     ),
 )
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""

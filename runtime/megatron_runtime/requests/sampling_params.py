@@ -15,6 +15,7 @@ STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "ch
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
+MAX_MARKER_TOKENS = 16
 
 MAX_QUOTED_CHARACTERS = 200
 """A longer value is cut in error messages."""
@@ -57,7 +58,9 @@ class SamplingParams:
     presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
     frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
     logit_bias:            added to the logits of these tokens, -100 to 100 each.
-    structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
+    structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES. With
+                           "after": [token id, …] only the text that follows these tokens must match, such as the text
+                           after reasoning.
     num_tokens_to_generate: limit of new tokens; None means the engine's sequence limit.
     num_tokens_total:      limit of prompt + new tokens; at most one of the two may be given.
     min_tokens:            tokens before an end-of-sequence token or stop text may end the request. Tokens that would
@@ -174,6 +177,10 @@ def _is_logit_bias(value: object) -> bool:
 
 
 def _is_structured_output(value: object) -> bool:
+    if isinstance(value, dict) and "after" in value:
+        after = value["after"]
+        if not list_of(int)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
+            return False
     match value:
         case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
             return True

@@ -14,7 +14,7 @@ import hashlib
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
@@ -68,10 +68,17 @@ class GrammarState:
     """The state of one answer in its grammar. For one thread; a thread of `masks` computes the mask of the next token.
 
     failure: why the grammar failed: it exceeded a limit, or a forced token does not match it. Else None.
+    after:   tokens that precede the text which the grammar describes. Until they have come, any token is allowed.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, *, generated: Sequence[int] = (), masks: Executor
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        *,
+        generated: Sequence[int] = (),
+        after: Sequence[int] = (),
+        masks: Executor,
     ) -> None:
         self.failure: str | None = None
         self._matcher = matcher  # used only by the thread that computes a mask, until the mask is complete
@@ -81,6 +88,8 @@ class GrammarState:
         self._seconds = 0.0
         self._stopped = False
         self._fresh = False
+        self._after = list(after)
+        self._last: deque[int] = deque(maxlen=len(after))
         self._mask: Future[Mask | None] = Future()
         for token in generated:
             self._consume(int(token))
@@ -120,13 +129,18 @@ class GrammarState:
     def _consume(self, token: int) -> None:
         if self.is_complete:
             return
+        if self._after:
+            self._last.append(token)
+            if list(self._last) == self._after:
+                self._after = []
+            return
         started = time.thread_time()
         self._matcher.consume_token(token)
         self._tokens += 1
         self._update(time.thread_time() - started)
 
     def _compute(self) -> Mask | None:
-        if self.is_complete:
+        if self.is_complete or self._after:
             return None
         started = time.thread_time()
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
@@ -185,7 +199,8 @@ class GrammarCompiler:
         check_structure(structure)
         key = _key(structure)
         matcher = self._known(structure, key) or self._compiler.submit(self._compile, structure, key).result()
-        return GrammarState(matcher, self._vocab_size, generated=generated, masks=self._masks)
+        after = structure.get("after", ())
+        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=self._masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
         """Return whether begin() compiles nothing for `structure`."""

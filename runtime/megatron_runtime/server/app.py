@@ -35,6 +35,7 @@ from megatron_runtime.server.openai.completions import create_completion, detoke
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.reasoning import format_of
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import parser_of
@@ -50,8 +51,8 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
     """Return the application. Probes and shutdown use its `state.service`.
 
     backend: the client of the coordinator.
-    Raises ValueError for an unknown tool-call parser and a file of API keys that holds none, OSError for a file of API
-    keys that cannot be read.
+    Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that holds none, OSError for a
+    file of API keys that cannot be read.
     """
     template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
     service = Service(
@@ -61,6 +62,7 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(settings.api_keys_file),
         tool_parser=parser_of(settings.tool_call_parser, template=template),
+        reasoning_format=format_of(settings.reasoning_parser, template=template),
     )
     app = FastAPI(
         title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None, openapi_url=None

@@ -54,6 +54,8 @@ class ServerSettings:
     allow_priority:     requests may have a `priority` other than 0.
     tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
                         template describes, "none" to offer no tools.
+    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its
+                        chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
     max_bodies_bytes:   of all incomplete bodies together; beyond that 429.
@@ -82,6 +84,7 @@ class ServerSettings:
     share_prefix_cache: bool = False
     allow_priority: bool = False
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
     max_bodies_bytes: int = 256 * 1024 * 1024

@@ -11,7 +11,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
@@ -40,6 +40,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text in which the model thinks, before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegin:
     """A call begins. Comes once for each call, before its arguments."""
 
@@ -53,7 +60,7 @@ class CallArguments:
     text: str
 
 
-Event = Text | CallBegin | CallArguments
+Event = Text | Reasoning | CallBegin | CallArguments
 
 
 class MalformedError(ValueError):
@@ -63,7 +70,7 @@ class MalformedError(ValueError):
 class ToolParser(ABC):
     """Parses the answer of one choice.
 
-    names:     the tools of the request.
+    tools:     JSON schema of the arguments of each tool of the request, by its name.
     markers:   special tokens of the vocabulary that this format needs as text.
     is_marked: a marker precedes each call. A call of an unknown tool is then a call too, and the client reports the
                error to the model.
@@ -72,8 +79,8 @@ class ToolParser(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     is_marked: ClassVar[bool] = True
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tools = tools
         self._events: list[Event] = []
         self._space = ""  # at the end of the text
         self._has_calls = False
@@ -81,7 +88,7 @@ class ToolParser(ABC):
         self._buffer = ""
         self._start = 0  # of what has not been emitted
         self._at = 0  # end of what has been read
-        self._kind: type[Text | CallArguments] | None = None
+        self._kind: type[Text | Reasoning | CallArguments] | None = None
         """What becomes of the text that is read: an event of this type, or None, and the reader decides later."""
         self._reading = self._read()
         next(self._reading)
@@ -130,8 +137,8 @@ class ToolParser(ABC):
             self._space = pending[len(body) :]
             if body:
                 self._events.append(Text(body))
-        elif self._kind is CallArguments and read:
-            self._events.append(CallArguments(read))
+        elif self._kind is not None and read:
+            self._events.append(self._kind(read))
 
     def _begin(self, name: str, arguments: str = "") -> None:
         """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
@@ -143,7 +150,7 @@ class ToolParser(ABC):
             self._events.append(CallArguments(arguments))
 
     def _accepts(self, name: str) -> bool:
-        return name != "" and (self.is_marked or name in self._names)
+        return name != "" and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
         """Read what matches the pattern, if anything does."""
@@ -328,6 +335,95 @@ class HermesParser(ToolParser):
             yield from self._read_call(end=self.CLOSE)
 
 
+class Qwen3CoderParser(ToolParser):
+    """`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`: Qwen3-Coder.
+
+    A value is text. It becomes the JSON value that the schema of the parameter allows, or else a string.
+    """
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+    _FUNCTION = re.compile(r"\s{0,64}<function=([\w.-]{1,256})>")
+    _FUNCTION_BEGIN = re.compile(r"\s{0,64}(?:<[^>]{0,266})?")
+    """While this is all that has come, the name may follow."""
+    _PARAMETER = re.compile(r"\s{0,64}<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+    def _read(self) -> Reading:
+        while True:
+            yield from self._read_text(self.OPEN)
+            while (head := self._FUNCTION.match(self._buffer, self._at)) is None:
+                if self._FUNCTION_BEGIN.fullmatch(self._buffer, self._at) is None:
+                    break
+                yield
+            if head is None:
+                continue
+            self._at = head.end()
+            yield from self._read_parameters(head[1])
+
+    def _read_parameters(self, name: str) -> Reading:
+        """Read a call after its name, and pass each parameter on when it is complete."""
+        self._begin(name)
+        properties = self._tools.get(name, {}).get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        separator = "{"
+        while (end := self._buffer.find(self.CLOSE, self._at)) < 0:
+            while (parameter := self._PARAMETER.match(self._buffer, self._at)) is not None:
+                self._pass_on(parameter, schemas, separator)
+                separator = ", "
+            yield
+        while (parameter := self._PARAMETER.match(self._buffer, self._at, end)) is not None:
+            self._pass_on(parameter, schemas, separator)
+            separator = ", "
+        self._events.append(CallArguments("{}" if separator == "{" else "}"))
+        self._at = end + len(self.CLOSE)
+        self._flush()
+        self._in_call = False
+
+    def _pass_on(self, parameter: re.Match[str], schemas: Mapping[str, Any], separator: str) -> None:
+        name, text = parameter.groups()
+        self._at = parameter.end()
+        self._flush()
+        value = _value_of(text, schemas.get(name))
+        self._events.append(CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {value}"))
+
+
+class HarmonyParser(ToolParser):
+    """The messages of gpt-oss, each `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
+
+    Channel `analysis` is reasoning, a message to `functions.name` is a call, and any other message is text. Without
+    tools, no message is a call.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+    _MESSAGE, _END = "<|message|>", "<|end|>"
+    _RECIPIENT = re.compile(r"to=functions\.([\w.-]{1,256})")
+    _CHANNEL = re.compile(r"<\|channel\|>\s{0,8}(\w{1,64})")
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events. An incomplete header is dropped."""
+        if self._kind is None and self._buffer.startswith(("<|start|>", "<|channel|>"), self._start):
+            self._start = len(self._buffer)
+        return super().finish()
+
+    def _read(self) -> Reading:
+        while True:
+            while (place := self._buffer.find(self._MESSAGE, self._at)) < 0:
+                yield
+            header = self._buffer[self._start : place]
+            self._at = place + len(self._MESSAGE)
+            recipient, channel = self._RECIPIENT.search(header), self._CHANNEL.search(header)
+            if recipient is not None and self._tools:
+                self._begin(recipient[1])
+                self._kind = CallArguments
+            else:
+                self._flush()
+                self._kind = Reasoning if channel is not None and channel[1] == "analysis" else Text
+            yield from self._read_until(self._END)
+            self._at += len(self._END)
+            self._flush()
+            self._in_call = False
+
+
 class Llama3JsonParser(ToolParser):
     """`{"name": …, "parameters": {…}}` as the whole answer, several with `;` between: Llama 3.
 
@@ -450,7 +546,7 @@ class NamedParser(ToolParser):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        super().__init__([name])
+        super().__init__({name: {}})
 
     def _read(self) -> Reading:
         yield from self._read_call(name=self._name)
@@ -469,14 +565,30 @@ def _python_call(text: str) -> tuple[str, str] | None:
         return None
 
 
+def _value_of(text: str, schema: Any) -> str:
+    """Return the text of a parameter as JSON: as it is if it is a value that the schema may allow, else as a string."""
+    allowed = schema.get("type") if isinstance(schema, Mapping) else None
+    if allowed != "string":
+        try:
+            if not isinstance(json.loads(text), str):
+                return text
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
 PARSERS: Mapping[str, type[ToolParser]] = {
     "hermes": HermesParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "gpt_oss": HarmonyParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
     "pythonic": PythonicParser,
 }
 
 _FORMATS = (
+    ("<|channel|>", "gpt_oss"),
+    ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("[func_name1(", "pythonic"),

@@ -65,12 +65,12 @@ class ChatTemplate:
     def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
         self.source = source
         self.special = dict(special)
-        self.reads_tools = False
-        """Whether the template can describe tools to the model."""
+        self.variables: frozenset[str] = frozenset()
+        """Variables that the template reads, apart from the messages."""
         self._broken_until = 0.0
         self._broken_reason = ""
         try:
-            self.reads_tools = "tools" in self._variables()
+            self.variables = frozenset(self._variables())
         except ChatTemplateUnusableError as error:
             if isinstance(error.__cause__, ProcessStartError):
                 raise

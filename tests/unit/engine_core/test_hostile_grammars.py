@@ -279,6 +279,25 @@ def test_answers_nested_thousands_deep_are_followed(compiler: GrammarCompiler, t
     assert found == [(None, True)]
 
 
+def test_a_grammar_holds_from_the_tokens_that_it_follows(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    after = tokenizer.encode("</think>", add_special=False)
+    structure = {"type": "regex", "value": "[0-9]{2}", "after": after}
+    digits, words = tokenizer.encode("42", add_special=False), tokenizer.encode("One thought", add_special=False)
+    state = compiler.begin(structure)
+    for token in [*words, *after[:-1]]:
+        assert state.allowed() is None
+        state.accept(token)
+    state.accept(after[-1])
+    mask = state.allowed()
+    assert mask is not None
+    assert mask[digits[0] // 32] >> (digits[0] % 32) & 1
+    assert not mask[words[0] // 32] >> (words[0] % 32) & 1
+    moved = compiler.begin(structure, [*words, *after, *digits])
+    assert (moved.is_complete, moved.failure) == (True, None)
+    with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
+        SamplingParams(structured_output={**structure, "after": []})
+
+
 def test_a_grammar_is_compiled_on_a_stack_of_its_own(compiler: GrammarCompiler) -> None:
     """Whatever stack the calling thread has: this grammar needs more than 256 KiB."""
     found: list[GrammarState] = []

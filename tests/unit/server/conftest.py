@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -154,21 +154,21 @@ async def running(start: Start) -> Running:
 
 @pytest.fixture
 def start_with_template(start: Start, tmp_path: Path) -> Start:
-    """Start a server whose model has another chat template, and maybe one more special token."""
+    """Start a server whose model has another chat template, and maybe more special tokens."""
 
-    async def start_one(template: str, *, special: str | None = None) -> Running:
-        return await start(_byte_tokenizer(tmp_path, template, special=special))
+    async def start_one(template: str, *, special: Sequence[str] = (), **changes: Any) -> Running:
+        return await start(_byte_tokenizer(tmp_path, template, special=special), **changes)
 
     return start_one
 
 
-def _byte_tokenizer(directory: Path, template: str, *, special: str | None) -> Tokenizer:
+def _byte_tokenizer(directory: Path, template: str, *, special: Sequence[str]) -> Tokenizer:
     """A vocabulary of single bytes, loaded from files as a Hugging Face model has them."""
     vocabulary = {character: id_ for id_, character in enumerate(sorted(BYTE_OF_CHARACTER))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>", *([] if special is None else [special])])
+    backend.add_special_tokens(["<end>", *special])
     backend.save(str(directory / "tokenizer.json"))
     config = {"eos_token": "<end>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

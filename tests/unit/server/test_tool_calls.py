@@ -174,7 +174,7 @@ async def test_the_tool_call_parser_can_be_chosen_or_switched_off(start: Any) ->
 
 async def test_special_tokens_of_the_format_reach_the_parser(start_with_template: Any) -> None:
     """A marker that is a special token of the vocabulary is text for the parser only."""
-    running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special="<|python_tag|>")
+    running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special=["<|python_tag|>"])
     running.backend.answer = '<|python_tag|>{"name": "time", "parameters": {"a": "b"}}'
     for stream in (False, True):
         reply = await running.openai.chat.completions.create(**request(), stream=stream)

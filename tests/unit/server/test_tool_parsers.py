@@ -19,13 +19,14 @@ from megatron_runtime.server.tools import (
     Event,
     MalformedError,
     NamedParser,
+    Reasoning,
     RequiredParser,
     Text,
     ToolParser,
     parser_of,
 )
 
-NAMES = ["f", "get_weather"]
+NAMES: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "get_weather": {}}
 Read = tuple[str, list[tuple[str, str]]]
 
 
@@ -36,7 +37,7 @@ def read(parser: ToolParser, pieces: Iterable[str]) -> Read:
     text, calls = "", []
     for event in events:
         match event:
-            case Text(part):
+            case Text(part) | Reasoning(part):
                 text += part
             case CallBegin(name):
                 calls.append((name, ""))
@@ -51,6 +52,23 @@ def pieces_of(text: str, draw: random.Random) -> list[str]:
 
 
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    (
+        "qwen3_coder",
+        "See.\n<tool_call>\n<function=f>\n<parameter=s>\n12\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+        "<parameter=code>\na = '<b>'\n  c\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=get_weather></function></tool_call>",
+        "See.",
+        [("f", '{"s": "12", "n": 12, "code": "a = \'<b>\'\\n  c"}'), ("get_weather", "{}")],
+    ),
+    ("qwen3_coder", "<tool_call>no function</tool_call>", "<tool_call>no function</tool_call>", []),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"a": 1}<|end|><|start|>assistant<|channel|>final<|message|>Done.',
+        "Hm.Done.",
+        [("f", '{"a": 1}')],
+    ),
+    ("gpt_oss", "<|channel|>final<|message|>Cut.<|end|><|start|>assist", "Cut.", []),
     ("hermes", "Plain <b>text</b> { } ", "Plain <b>text</b> { } ", []),
     (
         "hermes",
@@ -161,7 +179,7 @@ arguments = st.dictionaries(
 
 
 @settings(max_examples=150)
-@given(calls=st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3), data=st.data())
+@given(calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3), data=st.data())
 def test_well_formed_calls_are_parsed_completely(calls: list[tuple[str, dict[str, Any]]], data: st.DataObject) -> None:
     draw = random.Random(data.draw(st.integers()))
     indent = data.draw(st.sampled_from([None, 2]))
@@ -211,7 +229,7 @@ class ValueReader(ToolParser):
 
 def end_of_value(text: str) -> int | None:
     """Where the JSON value at the start of `text` ends; None for text without a complete value."""
-    reader = ValueReader(())
+    reader = ValueReader({})
     reader.feed(text + "\n")
     return reader.end
 
@@ -237,6 +255,8 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<tool_call>\n<function=name>", "qwen3_coder"),
+        ("<|channel|>", "gpt_oss"),
         ('respond with {"name": function name, "parameters": dictionary}', "llama3_json"),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
         ("{{ messages }}", "hermes"),

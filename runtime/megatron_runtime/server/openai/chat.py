@@ -18,12 +18,31 @@ from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.tools import CallArguments, CallBegin, Event, NamedParser, RequiredParser, Text, ToolParser
+from megatron_runtime.server.reasoning import AnswerParser, ReasoningUse
+from megatron_runtime.server.tools import (
+    CallArguments,
+    CallBegin,
+    Event,
+    NamedParser,
+    Reasoning,
+    RequiredParser,
+    Text,
+    ToolParser,
+)
 from megatron_runtime.tokenization import Tokenizer
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Some chat templates accept only ids of nine letters and digits."""
+_EFFORTS: Mapping[str, str] = {
+    "none": "low",
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+}
+"""The efforts that chat templates know."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -32,19 +51,23 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     body = await service.read(request, ChatRequest)
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, parser=service.tool_parser)
-    work = service.prompts.encode_chat(body.messages, tools=body.offered_tools, variables=body.chat_template_kwargs)
-    characters = sum(len(message.content) for message in body.messages)
+    variables = _template_variables(service, body)
+    work = service.prompts.encode_chat(body.messages, tools=body.offered_tools, variables=variables)
+    characters = sum(len(message.content) + len(message.reasoning_content or "") for message in body.messages)
     prompt = await service.while_connected(request, work, characters=characters)
     if body.prevent_retokenization:
         prompt = await _with_earlier_tokens(service, body, prompt)
     prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
+    format_, tokenizer = service.reasoning_format, service.prompts.tokenizer
+    reasoning = None if format_ is None else ReasoningUse.of(format_, prompt, tokenizer)
     options = Options(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         forced_format=tools.forced_format,
-        markers=tools.markers,
+        markers=(*tools.markers, *(() if format_ is None else format_.markers)),
+        reasoning=reasoning,
     )
-    choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, service.prompts.tokenizer, prompt))
+    choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, reasoning, tokenizer, prompt))
     return await respond(
         service,
         request,
@@ -54,6 +77,25 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         choice=lambda piece: choices[piece.index].whole(piece),
         chunks=lambda piece: choices[piece.index].chunks(piece),
     )
+
+
+def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
+    """Return the variables for the chat template: those of the request, and its reasoning effort.
+
+    Raises ApiError 400 for an effort if the template reads none.
+    """
+    given = request.chat_template_kwargs or {}
+    effort, template = request.reasoning_effort, service.prompts.tokenizer.chat_template
+    if effort is None:
+        return dict(given)
+    values = {"reasoning_effort": _EFFORTS[effort], "enable_thinking": effort != "none"}
+    read = {name: values[name] for name in values if template is not None and name in template.variables}
+    if not read:
+        problem = (
+            "the chat template of this model reads neither reasoning_effort nor enable_thinking: leave the field out"
+        )
+        raise invalid_value("reasoning_effort", problem)
+    return {**read, **given}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +127,17 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
     if (own := structured_output(request)) is not None:
         message = f"{own[1]} cannot be combined with tools: leave one of them out, or use tool_choice 'none'."
         raise ApiError(400, message, param=own[1], code="invalid_value")
-    names = [tool.function.name for tool in tools]
+    offered = {tool.function.name: _parameters(tool) for tool in tools}
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        schema = next(_parameters(tool) for tool in tools if tool.function.name == name)
+        schema = offered[name]
         forced = {"type": "json_schema", "value": schema}
         return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced)
     if choice == "required":
         schema = _schema_of_any_call(tools, is_single=request.parallel_tool_calls is False)
         forced = {"type": "json_schema", "value": schema}
-        return _ToolUse(parser=lambda: RequiredParser(names), forced_format=forced)
-    return _ToolUse(parser=lambda: parser(names), markers=parser.markers)
+        return _ToolUse(parser=lambda: RequiredParser(offered), forced_format=forced)
+    return _ToolUse(parser=lambda: parser(offered), markers=parser.markers)
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
@@ -147,7 +189,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
         return prompt
     param = f"messages[{last}].generation_token_ids"
     earlier = [*(messages[last].prompt_token_ids or ()), *(messages[last].generation_token_ids or ())]
-    variables = {**(request.chat_template_kwargs or {}), "add_generation_prompt": False}
+    variables = {**_template_variables(service, request), "add_generation_prompt": False}
     upto = await service.prompts.encode_chat(messages[: last + 1], tools=request.offered_tools, variables=variables)
     ends = [at for at, token in enumerate(upto) if token in eos_ids]
     # Special tokens are never merged with text, so both have the same tokens up to the end of the answer.
@@ -168,12 +210,20 @@ class _ChatChoice:
     prompt: the prompt's tokens.
     """
 
-    def __init__(self, body: ChatRequest, tools: _ToolUse, tokenizer: Tokenizer, prompt: list[int]) -> None:
+    def __init__(
+        self,
+        body: ChatRequest,
+        tools: _ToolUse,
+        reasoning: ReasoningUse | None,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+    ) -> None:
         self._body = body
         self._tools = tools
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._parser = None if tools.parser is None else tools.parser()
+        calls = None if tools.parser is None else tools.parser()
+        self._parser: AnswerParser | None = calls if reasoning is None else reasoning.parser(calls)
         self._calls = 0
         self._has_begun = False
         self._log_probs: list[TokenLogProb] = []
@@ -195,6 +245,7 @@ class _ChatChoice:
         """Return the choice of a whole answer, which has one piece."""
         events = list(self._events(piece))
         text = "".join(event.text for event in events if isinstance(event, Text))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, CallBegin):
@@ -209,6 +260,8 @@ class _ChatChoice:
             "refusal": None,
             **self._token_fields(piece),
         }
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         choice = {
@@ -240,12 +293,14 @@ class _ChatChoice:
                 events += self._parser.finish()
         for event in events:
             self._calls += isinstance(event, CallBegin)
-            if isinstance(event, Text) or self._calls == 1 or self._body.parallel_tool_calls is not False:
+            if isinstance(event, Text | Reasoning) or self._calls == 1 or self._body.parallel_tool_calls is not False:
                 yield event
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Text):
             return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
         part = _new_call(event.name) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
         return {"tool_calls": [{"index": self._calls - 1, **part}]}
 

@@ -110,6 +110,7 @@ class Usage:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0
     epochs: set[int] = field(default_factory=set)
 
     def add(self, job: Job, reply: Mapping[str, Any]) -> None:
@@ -117,7 +118,10 @@ class Usage:
             self.prompt += len(job.prompt.tokens)
             self.cached += reply.get("num_cached_tokens") or 0
         if not job.is_prompt_only:
-            self.completion += len(reply["generated_tokens"])
+            tokens = reply["generated_tokens"]
+            self.completion += len(tokens)
+            if job.options.reasoning is not None:
+                self.reasoning += job.options.reasoning.count(tokens)
         self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
 
     @property
@@ -131,6 +135,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 

@@ -15,6 +15,7 @@ from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_st
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.openai.schema import GenerationRequest
+from megatron_runtime.server.reasoning import ReasoningUse
 from megatron_runtime.tokenization import Tokenizer
 
 MAX_JOBS = 1024
@@ -70,6 +71,7 @@ class Options:
     log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
+    reasoning:     how the model marks its reasoning; None: it has none.
     """
 
     max_tokens: int | None
@@ -77,6 +79,7 @@ class Options:
     prompt_log_probs: bool = False
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
+    reasoning: ReasoningUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,8 @@ def jobs_of(
     choices = request.n or 1
     own_format = structured_output(request)
     output, field = (options.forced_format, "tool_choice") if own_format is None else own_format
+    if output is not None and options.reasoning is not None and options.reasoning.is_open:
+        output = {**output, "after": list(options.reasoning.closing)}
     field_names = {**_FIELD_NAMES, "structured_output": field}
     shared = _sampling_params(
         request,

@@ -113,10 +113,12 @@ class Prompts:
         rendered = [message.for_template() for message in messages]
         described = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self.tokenizer.chat_template
-        if template is not None and not template.reads_tools:
+        if template is not None and "tools" not in template.variables:
             rendered, described = without_tool_roles(rendered, described), None
         render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
-        size = sum(_bytes_at_most(message["content"]) for message in rendered)
+        size = sum(
+            _bytes_at_most(text) for message in messages for text in (message.content, message.reasoning_content or "")
+        )
         try:
             text = await self._work.run("render", size, render)
         except ChatTemplateUnusableError as error:

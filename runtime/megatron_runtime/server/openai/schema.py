@@ -168,7 +168,7 @@ class GenerationRequest(ModelRequest):
 
     model: Name
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
@@ -351,7 +351,10 @@ class ChatMessage(Body):
     refusal: Discarded = None
     annotations: Discarded = None
     reasoning: Discarded = None
-    reasoning_content: Discarded = None
+    reasoning_content: Annotated[
+        str | None,
+        only_with("role", "assistant", "only messages of role 'assistant' have reasoning_content: leave it out"),
+    ] = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -380,6 +383,9 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content:
+            # Chat templates read it under these names: Qwen and DeepSeek, gpt-oss, Gemma.
+            message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), self.reasoning_content)
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -414,6 +420,7 @@ class ChatRequest(GenerationRequest):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     functions: Annotated[Any, FREE_JSON, only([])] = None
     function_call: Annotated[Any, FREE_JSON, only("none", "auto")] = None
@@ -421,7 +428,6 @@ class ChatRequest(GenerationRequest):
     audio: Annotated[Any, FREE_JSON, only()] = None
     prediction: Annotated[Any, FREE_JSON, only()] = None
     web_search_options: Annotated[Any, FREE_JSON, only()] = None
-    reasoning_effort: Annotated[Any, FREE_JSON, only()] = None
     verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
     moderation: Annotated[Any, FREE_JSON, only()] = None
 

@@ -20,6 +20,7 @@ from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
+from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import until_disconnect
 from megatron_runtime.server.tools import ToolParser
@@ -36,6 +37,7 @@ class Service:
     """One per server process.
 
     tool_parser: parses the calls in answers; None if tools are not offered.
+    reasoning_format: how the model marks its reasoning; None if it is part of the text.
     """
 
     settings: ServerSettings
@@ -44,6 +46,7 @@ class Service:
     metrics: ServerMetrics
     api_keys: ApiKeys
     tool_parser: type[ToolParser] | None
+    reasoning_format: ReasoningFormat | None = None
     draining: bool = False
     in_flight: int = 0
     """Open HTTP requests, probes included."""

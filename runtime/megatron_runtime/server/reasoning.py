@@ -1,0 +1,195 @@
+"""Reasoning: the part of an answer in which the model thinks, and how models mark it.
+
+A parser takes the text of an answer in parts of any size; how the text is divided does not change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser
+from megatron_runtime.tokenization import Tokenizer
+
+_PROMPT_TOKENS = 16
+"""Tokens at the end of a prompt that may open the reasoning."""
+
+
+class AnswerParser(Protocol):
+    """Parses the answer of one choice into reasoning, text and calls."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that the next part of the answer completes."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events at the end of the answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models marks its reasoning.
+
+    opening: text before the reasoning. The model writes it, or the chat template ends the prompt with it. Empty: each
+             answer begins with reasoning.
+    closing: text after the reasoning, before the answer itself.
+    markers: special tokens of the vocabulary that the parser needs as text.
+    """
+
+    opening: str
+    closing: str
+    markers: tuple[str, ...]
+
+
+FORMATS: Mapping[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "gpt_oss": ReasoningFormat("", "<|channel|>final<|message|>", HarmonyParser.markers),
+}
+"""By the name that `--reasoning-parser` has for it."""
+_HARMONY = FORMATS["gpt_oss"]
+
+
+def format_of(name: str, *, template: str | None) -> ReasoningFormat | None:
+    """Return the format for a setting: a name of FORMATS, "none" or "auto". Raises ValueError for another name.
+
+    template: "auto" takes the format whose markers this chat template contains; None if it contains those of none.
+    """
+    if name == "auto":
+        source = template or ""
+        return next((format_ for format_ in FORMATS.values() if all(m in source for m in format_.markers)), None)
+    if name != "none" and name not in FORMATS:
+        raise ValueError(f"there is no reasoning parser {name!r}: use auto, none or one of {', '.join(FORMATS)}")
+    return FORMATS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningUse:
+    """The reasoning of the answers to one prompt.
+
+    opening, closing: tokens of the markers.
+    is_open:          the answer begins within the reasoning.
+    """
+
+    format: ReasoningFormat
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    is_open: bool
+
+    @classmethod
+    def of(cls, format_: ReasoningFormat, prompt: Sequence[int], tokenizer: Tokenizer) -> ReasoningUse:
+        """prompt: its tokens."""
+        opening = format_.opening
+        end = tokenizer.decode(prompt[-_PROMPT_TOKENS:], skip_special=False).rstrip()
+        return cls(
+            format_,
+            tuple(tokenizer.encode(opening, add_special=False)),
+            tuple(tokenizer.encode(format_.closing, add_special=False)),
+            is_open=end.endswith(opening.rstrip()),
+        )
+
+    def count(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens of an answer belong to its reasoning, markers included."""
+        if not self.is_open and tuple(tokens[: len(self.opening)]) != self.opening:
+            return 0
+        size = len(self.closing)
+        ends = (at + size for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == self.closing)
+        return next(ends, len(tokens))
+
+    def parser(self, calls: ToolParser | None) -> AnswerParser:
+        """Return a parser for one choice. calls: parses what is not reasoning; None: it is text."""
+        if isinstance(calls, HarmonyParser):
+            return calls
+        harmony = self.format is _HARMONY
+        reasoning = HarmonyParser({}) if harmony else TaggedReasoningParser(self.format, is_open=self.is_open)
+        return reasoning if calls is None else _Sequence(reasoning, calls)
+
+
+class TaggedReasoningParser:
+    """Separates reasoning between two markers, at the beginning of an answer, from the text that follows it.
+
+    White space around the reasoning is dropped, as is the one before the text that follows it.
+
+    is_open: the prompt has opened the reasoning.
+    """
+
+    def __init__(self, format_: ReasoningFormat, *, is_open: bool) -> None:
+        self._opening, self._closing = format_.opening, format_.closing
+        self._read: Callable[[], list[Event]] = self._continue if is_open else self._begin
+        self._has_reasoning = False
+        self._buffer = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that the next part of the answer completes."""
+        self._buffer += text
+        return self._read()
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events. An answer that ends within its reasoning has no text."""
+        rest, self._buffer = self._buffer, ""
+        if self._read == self._continue:
+            reasoning = rest.rstrip()
+            return [Reasoning(reasoning)] if reasoning else []
+        return [Text(rest)] if self._read == self._begin and rest else []
+
+    def _begin(self) -> list[Event]:
+        """Read up to where it is known whether the answer begins with reasoning."""
+        text = self._buffer.lstrip()
+        if text.startswith(self._opening):
+            self._buffer = text[len(self._opening) :]
+            return self._enter(self._continue)
+        return [] if self._opening.startswith(text) else self._enter(self._answer)
+
+    def _continue(self) -> list[Event]:
+        """Read reasoning. Hold what may belong to the closing marker, and white space before it."""
+        if not self._has_reasoning:
+            self._buffer = self._buffer.lstrip()
+        end = self._buffer.find(self._closing)
+        is_closed = end >= 0
+        if not is_closed:
+            end = len(self._buffer) - _overlap(self._buffer, self._closing)
+        reasoning = self._buffer[:end].rstrip()
+        self._buffer = self._buffer[end + len(self._closing) if is_closed else len(reasoning) :]
+        self._has_reasoning |= bool(reasoning)
+        events: list[Event] = [Reasoning(reasoning)] if reasoning else []
+        return events + self._enter(self._leave) if is_closed else events
+
+    def _leave(self) -> list[Event]:
+        """Drop white space between reasoning and text."""
+        self._buffer = self._buffer.lstrip()
+        return self._enter(self._answer) if self._buffer else []
+
+    def _answer(self) -> list[Event]:
+        text, self._buffer = self._buffer, ""
+        return [Text(text)] if text else []
+
+    def _enter(self, read: Callable[[], list[Event]]) -> list[Event]:
+        self._read = read
+        return read()
+
+
+class _Sequence:
+    """Two parsers: the text that the first finds is parsed by the second."""
+
+    def __init__(self, first: AnswerParser, second: AnswerParser) -> None:
+        self._first, self._second = first, second
+
+    def feed(self, text: str) -> list[Event]:
+        return self._parsed(self._first.feed(text))
+
+    def finish(self) -> list[Event]:
+        return [*self._parsed(self._first.finish()), *self._second.finish()]
+
+    def _parsed(self, events: Sequence[Event]) -> list[Event]:
+        parsed: list[Event] = []
+        for event in events:
+            parsed += self._second.feed(event.text) if isinstance(event, Text) else [event]
+        return parsed
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` with which `marker` begins."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if marker.startswith(text[-size:])), 0)

@@ -1,0 +1,178 @@
+"""Reasoning is separated from answers, whole and streamed, and structured answers follow it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_runtime.cli.options import REASONING_PARSERS
+from megatron_runtime.server.reasoning import FORMATS, ReasoningFormat, ReasoningUse, format_of
+from megatron_runtime.server.tools import PARSERS, CallArguments, CallBegin, Reasoning, Text, ToolParser
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+THINKING = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}<think>\n"
+"""Opens the reasoning itself, as templates of models that always reason do. Names both markers: </think>."""
+SWITCHED = (
+    "{% for m in messages %}{{ m.content }};{% endfor %}{{ reasoning_effort }}"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+SPECIAL = ["<think>", "</think>"]
+
+
+def read(format_: ReasoningFormat, answer: list[str], *, is_open: bool, calls: ToolParser | None = None) -> Any:
+    """Reasoning, text and calls."""
+    parser = ReasoningUse(format_, (), (), is_open).parser(calls)
+    events = [event for piece in answer for event in parser.feed(piece)] + parser.finish()
+    parts = {kind: "".join(e.text for e in events if isinstance(e, kind)) for kind in (Reasoning, Text, CallArguments)}
+    return parts[Reasoning], parts[Text], [e.name for e in events if isinstance(e, CallBegin)], parts[CallArguments]
+
+
+def pieces_of(text: str, draw: random.Random) -> list[str]:
+    cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(0, 12)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+CASES: list[tuple[str, bool, str, str, str]] = [
+    (
+        "think",
+        True,
+        "\nFirst, a < b.\n\nThen.\n</think>\n\nAnswer </think>.\n",
+        "First, a < b.\n\nThen.",
+        "Answer </think>.\n",
+    ),
+    ("think", False, "\n<think>Hm</think>Yes", "Hm", "Yes"),
+    ("think", False, "  Plain <think>text</think>", "", "  Plain <think>text</think>"),
+    ("think", False, "<thin", "", "<thin"),
+    ("think", True, "cut short </thi", "cut short </thi", ""),
+    ("think", True, "\n\n</think>\n\nYes", "", "Yes"),
+    ("gemma4", False, "<|channel>thought\nHm<channel|>Yes", "Hm", "Yes"),
+    ("gemma4", False, "Yes", "", "Yes"),
+    (
+        "gpt_oss",
+        True,
+        "<|channel|>analysis<|message|>Hm <|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        "Hm ",
+        "Yes",
+    ),
+    ("gpt_oss", True, "<|channel|>commentary<|message|>I look.<|end|><|start|>assist", "", "I look."),
+    ("gpt_oss", True, "No marker", "", "No marker"),
+]
+
+
+@pytest.mark.parametrize(("name", "is_open", "answer", "reasoning", "text"), CASES)
+def test_reasoning_is_separated(name: str, is_open: bool, answer: str, reasoning: str, text: str) -> None:
+    draw = random.Random(1)
+    for pieces in ([answer], list(answer), *(pieces_of(answer, draw) for _ in range(20))):
+        assert read(FORMATS[name], pieces, is_open=is_open) == (reasoning, text, [], "")
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "answer"),
+    [
+        ("think", "hermes", 'Hm<tool_call></think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("think", "qwen3_coder", "Hm<tool_call></think><tool_call><function=f><parameter=a>1</parameter></tool_call>"),
+        (
+            "gpt_oss",
+            "gpt_oss",
+            "<|channel|>analysis<|message|>Hm<tool_call><|end|><|start|>assistant to=functions.f<|channel|>commentary"
+            ' json<|message|>{"a": 1}',
+        ),
+    ],
+)
+def test_a_call_after_reasoning_is_parsed_and_one_inside_it_is_not(name: str, calls: str, answer: str) -> None:
+    for pieces in ([answer], list(answer)):
+        found = read(FORMATS[name], pieces, is_open=True, calls=PARSERS[calls]({"f": {}}))
+        assert found == ("Hm<tool_call>", "", ["f"], '{"a": 1}')
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(alphabet="<|>/think channel\nfinalmessage", max_size=60),
+    name=st.sampled_from(sorted(FORMATS)),
+    is_open=st.booleans(),
+    seed=st.integers(),
+)
+def test_the_division_of_the_text_does_not_matter(text: str, name: str, is_open: bool, seed: int) -> None:
+    pieces = pieces_of(text, random.Random(seed))
+    assert read(FORMATS[name], pieces, is_open=is_open) == read(FORMATS[name], [text], is_open=is_open)
+
+
+def test_the_template_says_how_reasoning_is_marked() -> None:
+    assert format_of("auto", template="{% if x %}<think>\n\n</think>{% endif %}") is FORMATS["think"]
+    assert format_of("auto", template="<|start|><|channel|><|message|><|end|>") is FORMATS["gpt_oss"]
+    assert format_of("auto", template="<|channel>thought\n<channel|>") is FORMATS["gemma4"]
+    assert format_of("auto", template="{{ messages }}") is None
+    assert format_of("none", template="<think></think>") is None
+    with pytest.raises(ValueError, match="no reasoning parser 'thinks': use auto, none or one of think"):
+        format_of("thinks", template=None)
+    assert set(REASONING_PARSERS) == {"auto", "none", *FORMATS}
+
+
+async def test_reasoning_is_returned_streamed_and_counted(start_with_template: Any) -> None:
+    running = await start_with_template(THINKING, special=SPECIAL, reasoning_parser="think")
+    running.backend.answer = "Let me see.\n</think>\n\nYes."
+    whole = await running.openai.chat.completions.create(model="smollm2", temperature=0, messages=MESSAGES)
+    message = whole.choices[0].message
+    assert (message.reasoning_content, message.content) == ("Let me see.", "Yes.")
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len("Let me see.\n") + 1
+    reasoning = content = ""
+    stream = await running.openai.chat.completions.create(
+        model="smollm2", temperature=0, messages=MESSAGES, stream=True
+    )
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        assert not content or not getattr(delta, "reasoning_content", None)
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+    assert (reasoning, content) == ("Let me see.", "Yes.")
+
+
+async def test_an_answer_may_carry_its_reasoning_back(start_with_template: Any) -> None:
+    running = await start_with_template(THINKING, special=SPECIAL)
+    history = [*MESSAGES, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm"}, *MESSAGES]
+    reply = await running.post("/v1/chat/completions", {"model": "smollm2", "messages": history, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert "assistant:Hm|Yes.;" in running.tokenizer.decode(running.backend.requests[0][0])
+    history = [{"role": "user", "content": "Hi", "reasoning_content": "Hm"}]
+    reply = await running.post("/v1/chat/completions", {"model": "smollm2", "messages": history})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[0].reasoning_content")
+
+
+async def test_structured_output_begins_after_the_reasoning(start_with_template: Any) -> None:
+    running = await start_with_template(THINKING, special=SPECIAL, reasoning_parser="think")
+    running.backend.answer = 'Hm</think>{"a": 1}'
+    reply = await running.openai.chat.completions.create(
+        model="smollm2", temperature=0, messages=MESSAGES, response_format={"type": "json_object"}
+    )
+    assert reply.choices[0].message.content == '{"a": 1}'
+    closing = running.tokenizer.token_id("</think>")
+    expected = {"type": "json_object", "value": None, "after": [closing]}
+    assert running.backend.requests[0][1].structured_output == expected
+    tool = {"type": "function", "function": {"name": "f"}}
+    running.backend.answer = "Hm</think>{}"
+    reply = await running.openai.chat.completions.create(
+        model="smollm2",
+        temperature=0,
+        messages=MESSAGES,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+    )
+    message = reply.choices[0].message
+    assert (message.reasoning_content, message.tool_calls[0].function.arguments) == ("Hm", "{}")
+    assert running.backend.requests[1][1].structured_output["after"] == [closing]
+
+
+async def test_the_effort_reaches_a_template_that_reads_it(start_with_template: Any, start: Any) -> None:
+    running = await start_with_template(SWITCHED, special=SPECIAL)
+    for effort, prompt in (("high", "Hi;high"), ("none", "Hi;low<think>\n\n</think>\n\n")):
+        body = {"model": "smollm2", "messages": MESSAGES, "reasoning_effort": effort, "max_tokens": 1}
+        assert (await running.post("/v1/chat/completions", body)).status_code == 200
+        assert running.tokenizer.decode(running.backend.requests[-1][0], skip_special=False) == prompt
+    plain = await start()
+    rejected = await plain.chat(reasoning_effort="high")
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "reasoning_effort")
+    assert "leave the field out" in rejected.json()["error"]["message"]
