@@ -197,18 +197,21 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     return f"{kind}, at most {most:,}" if most is not None else kind
 
 
+_WITHOUT_COMMON_FIELDS = ("responses", "tokenize", "detokenize")
+
+
 def _fields(path: str, section: str) -> list[tuple[str, ...]]:
     texts = tomllib.loads((ROOT / "docs" / "http_fields.toml").read_text())
     schema = _schema(path)
     required = schema.get("required", ())
-    known = texts[section] if section in ("tokenize", "detokenize") else texts["common"] | texts[section]
+    known = texts[section] if section in _WITHOUT_COMMON_FIELDS else texts["common"] | texts[section]
     properties = schema["properties"]
     for name in (*properties.keys() - known.keys(), *known.keys() - properties.keys()):
         raise SystemExit(f"docs/http_fields.toml, [{section}] and [common]: {name} is missing, or no field of {path}")
     return [
         (f"`{name}`" + (" (required)" if name in required else ""), _type(field, schema.get("$defs", {})), known[name])
         for name, field in properties.items()
-        if section in ("tokenize", "detokenize") or name in texts[section]
+        if section in _WITHOUT_COMMON_FIELDS or name in texts[section]
     ]
 
 
@@ -424,6 +427,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "common-fields": _common_fields,
     "completion-fields": _own_fields("/v1/completions", "completions"),
     "chat-fields": _own_fields("/v1/chat/completions", "chat"),
+    "responses-fields": _own_fields("/v1/responses", "responses"),
     "tokenize-fields": _own_fields("/v1/tokenize", "tokenize"),
     "detokenize-fields": _own_fields("/v1/detokenize", "detokenize"),
     "chart-values": chart_values,

@@ -33,6 +33,7 @@ from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
 from megatron_runtime.server.openai.prompts import Prompts
+from megatron_runtime.server.openai.responses import ResponsesRequest, create_response
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import format_of
@@ -243,6 +244,7 @@ async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Resp
 _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
+    ("responses", create_response, ResponsesRequest),
     ("tokenize", tokenize, TokenizeRequest),
     ("detokenize", detokenize, DetokenizeRequest),
     ("start_profile", start_profile, None),

@@ -49,6 +49,39 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 async def create_chat_completion(service: Service, request: Request) -> Response:
     """Answer a conversation."""
     body = await service.read(request, ChatRequest)
+    conversation = await conversation_of(service, request, body)
+    tokenizer = service.prompts.tokenizer
+    choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, conversation, tokenizer))
+    return await respond(
+        service,
+        request,
+        body,
+        [conversation.prompt],
+        conversation.options,
+        choice=lambda piece: choices[piece.index].whole(piece),
+        chunks=lambda piece: choices[piece.index].chunks(piece),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation, ready to be answered."""
+
+    prompt: Prompt
+    options: Options
+    tools: _ToolUse
+    reasoning: ReasoningUse | None
+    parallel_calls: bool
+
+    def reader(self) -> AnswerReader:
+        """Return a reader of one choice."""
+        calls = None if self.tools.parser is None else self.tools.parser()
+        parser = calls if self.reasoning is None else self.reasoning.parser(calls)
+        return AnswerReader(parser, parallel_calls=self.parallel_calls)
+
+
+async def conversation_of(service: Service, request: Request, body: ChatRequest) -> Conversation:
+    """Tokenize a conversation. Raises ApiError 400, and 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, parser=service.tool_parser)
     variables = _template_variables(service, body)
@@ -67,16 +100,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         markers=(*tools.markers, *(() if format_ is None else format_.markers)),
         reasoning=reasoning,
     )
-    choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, reasoning, tokenizer, prompt))
-    return await respond(
-        service,
-        request,
-        body,
-        [Prompt(prompt, param="messages")],
-        options,
-        choice=lambda piece: choices[piece.index].whole(piece),
-        chunks=lambda piece: choices[piece.index].chunks(piece),
-    )
+    parallel_calls = body.parallel_tool_calls is not False
+    return Conversation(Prompt(prompt, param="messages"), options, tools, reasoning, parallel_calls)
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
@@ -204,27 +229,40 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
     return [*earlier, *(() if is_ended else (prompt[ends[-1]],)), *prompt[ends[-1] + 1 :]]
 
 
-class _ChatChoice:
-    """Turns the pieces of one choice into chunks: `choices` entries of the events of a stream.
+class AnswerReader:
+    """Turns the pieces of one choice into events.
 
-    prompt: the prompt's tokens.
+    calls: number of calls that have begun.
     """
 
-    def __init__(
-        self,
-        body: ChatRequest,
-        tools: _ToolUse,
-        reasoning: ReasoningUse | None,
-        tokenizer: Tokenizer,
-        prompt: list[int],
-    ) -> None:
+    def __init__(self, parser: AnswerParser | None, *, parallel_calls: bool) -> None:
+        self.calls = 0
+        self._parser = parser
+        self._parallel_calls = parallel_calls
+
+    def read(self, piece: Piece) -> Iterator[Event]:
+        """Yield the events of a piece, those of further calls only if the request allows parallel calls."""
+        if self._parser is None:
+            events: list[Event] = [Text(piece.text)] if piece.text else []
+        else:
+            events = self._parser.feed(piece.text)
+            if piece.finish_reason is not None:
+                events += self._parser.finish()
+        for event in events:
+            self.calls += isinstance(event, CallBegin)
+            if isinstance(event, Text | Reasoning) or self.calls == 1 or self._parallel_calls:
+                yield event
+
+
+class _ChatChoice:
+    """Turns the pieces of one choice into chunks: `choices` entries of the events of a stream."""
+
+    def __init__(self, body: ChatRequest, conversation: Conversation, tokenizer: Tokenizer) -> None:
         self._body = body
-        self._tools = tools
+        self._tools = conversation.tools
         self._tokenizer = tokenizer
-        self._prompt = prompt
-        calls = None if tools.parser is None else tools.parser()
-        self._parser: AnswerParser | None = calls if reasoning is None else reasoning.parser(calls)
-        self._calls = 0
+        self._prompt = conversation.prompt.tokens
+        self._reader = conversation.reader()
         self._has_begun = False
         self._log_probs: list[TokenLogProb] = []
         self._token_ids: list[int] = []
@@ -236,14 +274,14 @@ class _ChatChoice:
             yield self._chunk(piece.index, {"role": "assistant", "content": ""})
         self._log_probs += piece.log_probs
         self._token_ids += piece.token_ids
-        for event in self._events(piece):
+        for event in self._reader.read(piece):
             yield self._chunk(piece.index, self._delta(event))
         if piece.finish_reason is not None:
             yield self._chunk(piece.index, self._token_fields(piece), self._reason(piece))
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Return the choice of a whole answer, which has one piece."""
-        events = list(self._events(piece))
+        events = list(self._reader.read(piece))
         text = "".join(event.text for event in events if isinstance(event, Text))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls: list[dict[str, Any]] = []
@@ -283,30 +321,19 @@ class _ChatChoice:
         }
         return {**chunk, "token_ids": token_ids} if self._body.return_token_ids else chunk
 
-    def _events(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a piece, those of further calls only if the request allows parallel calls."""
-        if self._parser is None:
-            events: list[Event] = [Text(piece.text)] if piece.text else []
-        else:
-            events = self._parser.feed(piece.text)
-            if piece.finish_reason is not None:
-                events += self._parser.finish()
-        for event in events:
-            self._calls += isinstance(event, CallBegin)
-            if isinstance(event, Text | Reasoning) or self._calls == 1 or self._body.parallel_tool_calls is not False:
-                yield event
-
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Text):
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return {"reasoning_content": event.text}
         part = _new_call(event.name) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
-        return {"tool_calls": [{"index": self._calls - 1, **part}]}
+        return {"tool_calls": [{"index": self._reader.calls - 1, **part}]}
 
     def _reason(self, piece: Piece) -> str | None:
         # As in OpenAI's API, a call of the tool that tool_choice names ends with "stop".
-        is_call = piece.finish_reason == "stop" and self._calls and not isinstance(self._body.tool_choice, NamedTool)
+        is_call = (
+            piece.finish_reason == "stop" and self._reader.calls and not isinstance(self._body.tool_choice, NamedTool)
+        )
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:

@@ -48,6 +48,30 @@ async def respond(
 
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
+    Raises what generation_of() raises.
+    """
+    settings, generation = service.settings, generation_of(service, request, body, prompts, options)
+    base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    if body.stream:
+        events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
+        return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)
+    pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
+    usage = generation.usage
+    head = {"object": body.answer_object, **base}
+    fields = {**head, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
+    encoded = []
+    for piece in pieces:
+        encoded.append(to_json(choice(piece)))
+        await asyncio.sleep(0)  # other requests run between the choices
+    content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
+    return Response(content, media_type="application/json")
+
+
+def generation_of(
+    service: Service, request: Request, body: GenerationRequest, prompts: Sequence[Prompt], options: Options
+) -> Generation:
+    """Return the jobs of a request, which have not begun.
+
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open.
     """
@@ -67,21 +91,7 @@ async def respond(
         sequence_limit=service.prompts.sequence_limit,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
-    generation = Generation(service, tenant, service.adapter_of(body.model), jobs, field_names)
-    base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
-    if body.stream:
-        events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
-        return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)
-    pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
-    usage = generation.usage
-    head = {"object": body.answer_object, **base}
-    fields = {**head, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
-    encoded = []
-    for piece in pieces:
-        encoded.append(to_json(choice(piece)))
-        await asyncio.sleep(0)  # other requests run between the choices
-    content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
-    return Response(content, media_type="application/json")
+    return Generation(service, tenant, service.adapter_of(body.model), jobs, field_names)
 
 
 async def _events(

@@ -1,0 +1,388 @@
+"""POST /v1/responses: OpenAI's newer interface to conversations, without state on the server.
+
+A request becomes a chat request, and its answer becomes output items: reasoning, message, function calls.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.openai.answer import Piece
+from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
+from megatron_runtime.server.openai.schema import (
+    FREE_JSON,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    ChatRequest,
+    Discarded,
+    Function,
+    JsonObject,
+    ModelRequest,
+    Name,
+    Probability,
+    only,
+)
+from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.streaming import EventStream, until_disconnect
+from megatron_runtime.server.tools import CallBegin, Event, Reasoning, Text
+
+
+class FunctionTool(Function):
+    """A function, without the level that chat requests have around it."""
+
+    type: Literal["function"]
+
+
+class NamedFunctionTool(Body):
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Body):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+    def as_response_format(self) -> dict[str, Any] | None:
+        """Return the `response_format` of a chat request."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_ or {}}}
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
+
+
+class ReasoningOptions(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Discarded = None
+    generate_summary: Discarded = None
+
+
+class ResponsesRequest(ModelRequest):
+    """POST /v1/responses.
+
+    input: a text, or items of the types message, reasoning, function_call and function_call_output.
+    """
+
+    model: Name
+    input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: StrictStr | None = None
+    max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    stream: StrictBool | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+
+    previous_response_id: Annotated[Any, FREE_JSON, only()] = None
+    conversation: Annotated[Any, FREE_JSON, only()] = None
+    background: Annotated[Any, FREE_JSON, only(False)] = None
+    prompt: Annotated[Any, FREE_JSON, only()] = None
+    truncation: Annotated[Any, FREE_JSON, only("disabled")] = None
+    top_logprobs: Annotated[Any, FREE_JSON, only(0)] = None
+    max_tool_calls: Annotated[Any, FREE_JSON, only()] = None
+    context_management: Annotated[Any, FREE_JSON, only()] = None
+    moderation: Annotated[Any, FREE_JSON, only()] = None
+
+    store: Discarded = None
+    include: Discarded = None
+    metadata: Discarded = None
+    user: Discarded = None
+    safety_identifier: Discarded = None
+    service_tier: Discarded = None
+    prompt_cache_key: Discarded = None
+    prompt_cache_retention: Discarded = None
+    prompt_cache_options: Discarded = None
+    stream_options: Discarded = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _functions_only(cls, value: Any) -> Any:
+        for tool in value if isinstance(value, list) else ():
+            if isinstance(tool, dict) and (kind := tool.get("type")) != "function":
+                raise ValueError(f"this server runs no tools itself: use type 'function', not {str(kind)[:40]!r}")
+        return value
+
+    @field_validator("input")
+    @classmethod
+    def _known_items(cls, value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not value:
+            raise ValueError("it is empty: give a text, or at least one item")
+        for place, item in enumerate(value if isinstance(value, list) else ()):
+            kind = item.get("type", "message")
+            if kind not in _ITEM_KINDS:
+                raise ValueError(f"item {place} has type {str(kind)[:40]!r}: use {', '.join(_ITEM_KINDS)}")
+        return value
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the body of the chat request."""
+        choice, tools, text = self.tool_choice, self.tools, self.text
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": _messages(self),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "response_format": None if text is None or text.format is None else text.format.as_response_format(),
+            "tools": tools and [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in tools],
+            "tool_choice": choice,
+        }
+        if isinstance(choice, NamedFunctionTool):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Reasoning, text and calls that follow each other are one answer."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for item in request.input:
+        kind, role = item.get("type", "message"), item.get("role")
+        if kind == "function_call_output":
+            content = _text_of(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind == "message" and role != "assistant":
+            messages.append({"role": role, "content": _text_of(item.get("content"))})
+        else:
+            if (
+                not messages
+                or messages[-1]["role"] != "assistant"
+                or (kind == "reasoning" and "content" in messages[-1])
+            ):
+                messages.append({"role": "assistant"})
+            answer = messages[-1]
+            if kind == "reasoning":
+                answer["reasoning_content"] = _text_of(item.get("content") or item.get("summary") or "")
+            elif kind == "message":
+                answer["content"] = answer.get("content", "") + _text_of(item.get("content"))
+            else:
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                answer.setdefault("tool_calls", []).append(call)
+    return messages
+
+
+def _text_of(content: Any) -> Any:
+    """Return the text of content parts; anything else unchanged, for the chat request to reject."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return [{"type": part.get("type") if isinstance(part, dict) else None} for part in content]
+
+
+async def create_response(service: Service, request: Request) -> Response:
+    """Answer a conversation with output items."""
+    body = await service.read(request, ResponsesRequest)
+    try:
+        chat = ChatRequest.model_validate(body.as_chat())
+    except ValidationError as error:
+        found = from_validation(error.errors(include_url=False, include_context=False))
+        raise ApiError(400, f"Invalid value for input: as a chat request, {found.message}", param="input") from error
+    conversation = await conversation_of(service, request, chat)
+    generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
+    answer = _Answer(body, conversation.reader(), generation.usage)
+    if body.stream:
+        events = _events(answer, generation)
+        seconds = service.settings.keep_alive_seconds
+        return EventStream(events, keep_alive_seconds=seconds, expired=service.expired)
+    (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
+    for _ in answer.take(piece):
+        pass
+    return Response(to_json(answer.response()), media_type="application/json")
+
+
+async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
+    number = 0
+
+    def numbered(events: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        nonlocal number
+        for event in events:
+            yield {**event, "sequence_number": number}
+            number += 1
+
+    async with aclosing(generation.stream()) as pieces:
+        is_begun = False
+        async for piece in pieces:
+            if not is_begun:
+                is_begun, started = True, answer.response()
+                opening = [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
+                for event in numbered(opening):
+                    yield event
+            for event in numbered(answer.take(piece)):
+                yield event
+    final = answer.response()
+    for event in numbered([{"type": f"response.{final['status']}", "response": final}]):
+        yield event
+
+
+class _Answer:
+    """Collects the output items of one answer, and describes each step as an event of a stream."""
+
+    def __init__(self, request: ResponsesRequest, reader: AnswerReader, usage: Usage) -> None:
+        self._request = request
+        self._reader = reader
+        self._usage = usage
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._status = "in_progress"
+        self._items: list[dict[str, Any]] = []
+        self._text = ""
+        """Of the item that is open."""
+
+    def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events of a piece."""
+        for event in self._reader.read(piece):
+            kind = _item_kind(event)
+            if (
+                not self._items
+                or self._items[-1]["status"] != "in_progress"
+                or isinstance(event, CallBegin)
+                or (self._items[-1]["type"] != kind)
+            ):
+                yield from self._close()
+                yield from self._open(event)
+            if not isinstance(event, CallBegin):
+                self._text += event.text
+                yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
+        if piece.finish_reason is not None:
+            is_cut = piece.finish_reason == "length"
+            self._status = "incomplete" if is_cut else "completed"
+            if not self._items:
+                yield from self._open(Text(""))
+            yield from self._close(self._status)
+
+    def response(self) -> dict[str, Any]:
+        """Return the response as far as it is known."""
+        request, is_cut = self._request, self._status == "incomplete"
+        usage = None if self._status == "in_progress" else _usage(self._usage)
+        text = TextOptions() if request.text is None else request.text
+        format_ = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+        choice = request.tool_choice or "auto"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "status": self._status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": request.model,
+            "output": self._items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": {"format": format_},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "metadata": {},
+        }
+
+    def _open(self, event: Event) -> Iterator[dict[str, Any]]:
+        kind, self._text = _item_kind(event), ""
+        item: dict[str, Any] = {"id": f"{_ID[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        if isinstance(event, CallBegin):
+            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": event.name, "arguments": ""}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
+        if kind == "message":
+            yield self._event("response.content_part.added", part=_part(kind, ""))
+
+    def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """Complete the open item, if there is one."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        kind, item["status"] = item["type"], status
+        if kind == "function_call":
+            item["arguments"] = self._text
+            yield self._event(f"{_PREFIX[kind]}.done", arguments=self._text, name=item["name"])
+        else:
+            part = _part(kind, self._text)
+            item["content"] = [part]
+            yield self._event(f"{_PREFIX[kind]}.done", text=self._text)
+            if kind == "message":
+                yield self._event("response.content_part.done", part=part)
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    def _event(self, type_: str, **fields: Any) -> dict[str, Any]:
+        item = self._items[-1]
+        place: dict[str, Any] = {} if item["type"] == "function_call" else {"content_index": 0}
+        if type_.startswith("response.output_text"):
+            place["logprobs"] = []
+        return {"type": type_, "item_id": item["id"], "output_index": len(self._items) - 1, **place, **fields}
+
+
+_PREFIX = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+_ID = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+def _item_kind(event: Event) -> str:
+    if isinstance(event, Text):
+        return "message"
+    return "reasoning" if isinstance(event, Reasoning) else "function_call"
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
