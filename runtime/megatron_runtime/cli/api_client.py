@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -78,17 +79,27 @@ class EventReader:
         return event
 
 
-def texts_of(event: dict[str, Any]) -> Iterator[str]:
-    """Yield the text of each choice of an event, of a completion or of a chat. Raises StreamFormatError."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an answer. reasoning: the part of the model's reasoning that came before it."""
+
+    text: str
+    reasoning: str = ""
+
+
+def parts_of(event: dict[str, Any]) -> Iterator[Part]:
+    """Yield the part of each choice of an event, of a completion or of a chat. Raises StreamFormatError."""
     choices = event.get("choices")
     for choice in choices if isinstance(choices, list) else [None]:
-        holder, key = (choice, "text") if isinstance(choice, dict) and "text" in choice else (choice, "delta")
-        value = holder.get(key) if isinstance(holder, dict) else None
-        if key == "delta" and isinstance(value, dict):
-            value = value.get("content") or ""
-        if not isinstance(value, str):
+        text: Any = None
+        reasoning: Any = ""
+        if isinstance(choice, dict) and "text" in choice:
+            text = choice["text"]
+        elif isinstance(choice, dict) and isinstance(delta := choice.get("delta"), dict):
+            text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+        if not isinstance(text, str) or not isinstance(reasoning, str):
             raise StreamFormatError("an event has no choices with text or delta")
-        yield value
+        yield Part(text, reasoning)
 
 
 def terminal_text(text: str) -> str:
@@ -141,14 +152,14 @@ class ApiClient:
             raise click.ClickException(f"the server at {self._url} offers no model")
         return names[0]
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
-        """Yield the text of each event. Closing the iterator aborts the request."""
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[Part]:
+        """Yield the parts of the answer. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
         with self._reply("POST", path, request) as reply:
             events = EventReader()
             for data in reply.iter_raw():  # not decompressed: a few bytes could become gigabytes
                 for event in events.feed(data):
-                    yield from texts_of(event)
+                    yield from parts_of(event)
                 if events.is_done:
                     return
         raise click.ClickException(f"the server at {self._url} ended the answer early")
@@ -167,9 +178,9 @@ class ApiClient:
             yield reply
 
 
-def echo_text(text: str) -> None:
+def echo_text(text: str, *, dim: bool = False) -> None:
     """Print a part of an answer, for a terminal without its control sequences."""
-    click.echo(terminal_text(text) if sys.stdout.isatty() else text, nl=False)
+    click.secho(terminal_text(text) if sys.stdout.isatty() else text, nl=False, dim=dim)
 
 
 def _content(reply: httpx.Response) -> bytes:

@@ -44,8 +44,7 @@ def chat(*, url: str, model: str | None, api_key: str | None, system: str | None
         elif line:
             messages.append({"role": "user", "content": line})
             try:
-                answer = _answer(client, {"model": name, "messages": messages, **sampling})
-                messages.append({"role": "assistant", "content": answer})
+                messages.append(_answer(client, {"model": name, "messages": messages, **sampling}))
             except click.ClickException as error:
                 if not is_terminal:
                     raise
@@ -66,18 +65,29 @@ def _read_line(*, is_terminal: bool) -> str | None:
         return ""
 
 
-def _answer(client: ApiClient, body: dict[str, Any]) -> str:
-    """Print the answer as it arrives and return it. Ctrl-C ends it, and the server stops generating."""
-    pieces: list[str] = []
-    with closing(client.stream("chat/completions", body)) as texts:
+def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:
+    """Print the answer as it arrives and return the message. Ctrl-C ends it, and the server stops generating.
+
+    On a terminal its reasoning is printed too, dimmed.
+    """
+    text = reasoning = ""
+    shows_reasoning = sys.stdout.isatty()
+    with closing(client.stream("chat/completions", body)) as parts:
         try:
-            for text in texts:
-                pieces.append(text)
-                echo_text(text)
+            for part in parts:
+                if part.reasoning:
+                    reasoning += part.reasoning
+                    if shows_reasoning:
+                        echo_text(part.reasoning, dim=True)
+                if part.text:
+                    is_first = not text and bool(reasoning) and shows_reasoning
+                    echo_text(f"\n\n{part.text}" if is_first else part.text)
+                    text += part.text
         except KeyboardInterrupt:
             click.secho(" (stopped)", dim=True, nl=False)
     click.echo()
-    return "".join(pieces)
+    message = {"role": "assistant", "content": text}
+    return {**message, "reasoning_content": reasoning} if reasoning else message
 
 
 @click.command()
@@ -112,9 +122,9 @@ def generate(
         "guided_json": None if schema is None else _read_schema(schema),
         "guided_regex": regex,
     }
-    with closing(client.stream("completions", body)) as texts:
-        for piece in texts:
-            echo_text(piece)
+    with closing(client.stream("completions", body)) as parts:
+        for part in parts:
+            echo_text(part.text)
     click.echo()
 
 

@@ -94,6 +94,24 @@ async def test_it_sends_the_entered_key_and_reports_a_wrong_one(start: Any, answ
 
 
 @needs_node
+async def test_reasoning_is_shown_apart_and_sent_back(start_with_template: Any, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}>{{ m.content }};{% endfor %}<think>"
+    running = await start_with_template(template, special=["<think>", "</think>"], reasoning_parser="think")
+    running.backend.answer = "Hm.</think>Yes."
+    shown = await chat(running, tmp_path, "Hello?", "And?")
+    assert shown["turns"][1] == ["turn assistant", "Reasoning|Hm.|Yes."]
+    assert running.tokenizer.decode(running.backend.requests[1][0]) == ">Hello?;Hm.>Yes.;>And?;"
+
+
+@needs_node
+async def test_a_question_stopped_before_its_answer_can_be_edited(running: Any, tmp_path: Path) -> None:
+    running.backend.free_tokens = 0
+    running.backend.gate.clear()
+    shown = await chat(running, tmp_path, "STOP Hello?")
+    assert (shown["turns"], shown["typed"]) == ([], "Hello?")
+
+
+@needs_node
 async def test_an_error_is_shown_and_the_conversation_continues(running: Any, answer: str, tmp_path: Path) -> None:
     shown = await chat(running, tmp_path, "word " * 9000, "Hello?")
     assert [kind for kind, _ in shown["turns"]] == ["turn user", "turn error", "turn user", "turn assistant"]

@@ -20,8 +20,8 @@ from megatron_runtime.cli.api_client import (
     ApiClient,
     EventReader,
     StreamFormatError,
+    parts_of,
     terminal_text,
-    texts_of,
 )
 
 JSON = st.recursive(
@@ -56,8 +56,9 @@ def test_any_stream_ends_as_text_or_as_a_readable_error() -> None:
     def check(lines: list[bytes], status: int) -> None:
         client = client_of(iter([b"\n".join(lines)]), status=status)
         with contextlib.suppress(click.ClickException):
-            for text in client.stream("completions", {}):
-                assert isinstance(text, str)
+            for part in client.stream("completions", {}):
+                assert isinstance(part.text, str)
+                assert isinstance(part.reasoning, str)
         with pytest.raises(click.ClickException):
             client_of(iter([b"\n".join(lines)]), status=status).first_model()
 
@@ -86,7 +87,7 @@ def test_chunks_may_be_split_anywhere() -> None:
         assert reader.is_done
 
     check()
-    assert [text for event in events for text in texts_of(event)] == ["a\N{LINE SEPARATOR}b\r", "", "é", ""]
+    assert [part.text for event in events for part in parts_of(event)] == ["a\N{LINE SEPARATOR}b\r", "", "é", ""]
 
 
 def test_an_endless_line_is_not_buffered() -> None:
