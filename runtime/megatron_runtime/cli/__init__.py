@@ -13,6 +13,7 @@ from megatron_runtime.process.parent import end_with_parent
     cls=LazyGroup,
     commands={
         "serve": ("serve", "Run everything on this machine: coordinator, engines, OpenAI server."),
+        "run": ("serve", "Serve a model on this machine and talk to it."),
         "chat": ("terminal", "Talk to a model in the terminal."),
         "generate": ("terminal", "Complete one prompt."),
         "convert": ("models", "Write a model in another checkpoint format."),
@@ -32,7 +33,6 @@ def main() -> None:
     The shortest way to an answer:
 
     \b
-      megatron serve --model builtin:smollm2-135m
-      megatron chat
+      megatron run builtin:smollm2-135m
     """
     end_with_parent()

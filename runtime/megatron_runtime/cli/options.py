@@ -180,6 +180,14 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
 model = click.option(
     "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
 )
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
+
+
+def model_reference(name: str) -> str:
+    """Return the reference of a model that a user named: ORG/NAME is a repository of the hub, unless it is a path."""
+    return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
+
+
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,

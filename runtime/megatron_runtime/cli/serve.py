@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,9 +24,12 @@ from megatron_runtime.cli.options import (
     ROUTING_POLICIES,
     SECONDS,
     engine_options,
+    model_reference,
     server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.cli.terminal import chat
+from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, Hello
@@ -39,6 +46,7 @@ _ADAPTER_SECONDS = 3600.0
 
 
 @click.command()
+@click.argument("reference", required=False, metavar="[MODEL]")
 @engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option(
@@ -66,7 +74,16 @@ _ADAPTER_SECONDS = 3600.0
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 def serve(**options: Any) -> None:
-    """Run everything on this machine, and report when it is ready."""
+    """Serve MODEL with everything on this machine, and report when it is ready.
+
+    MODEL is the same as --model: ORG/NAME[@REVISION] of the Hugging Face hub, builtin:NAME, a GGUF file or a directory.
+    """
+    reference = options.pop("reference")
+    if reference is not None:
+        if click.get_current_context().get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError("give MODEL or --model, not both.")
+        options["model"] = reference
+    options["model"] = model_reference(options["model"])
     options["model_name"] = options["model_name"] or default_model_name(options["model"])
     try:
         options["adapters"] = AdapterList(options["adapters"])
@@ -84,6 +101,42 @@ def serve(**options: Any) -> None:
         asyncio.run(_serve(SimpleNamespace(**options)))
     except (ChildFailedError, ControlRejectedError) as error:
         raise click.ClickException(str(error)) from error
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.argument("reference", metavar="MODEL")
+@click.pass_context
+def run(context: click.Context, reference: str) -> None:
+    """Serve MODEL on this machine, and talk to it until the end of the input.
+
+    It takes the options of `megatron serve` too. The server uses a free port of this machine unless --port is given.
+    """
+    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *context.args]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_runtime.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        start_new_session=True,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if (ready := _READY.match(line)) is not None:
+                    break
+                click.secho(line.rstrip(), dim=True, err=True)
+            else:
+                raise click.ClickException(f"the server ended with status {server.wait()}")
+            threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
+            context.invoke(chat, url=ready[1], model=None, api_key=None, system=None, temperature=0.7)
+        finally:
+            server.terminate()
+
+
+_READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
+"""The line that `serve` prints when it is ready."""
 
 
 async def _serve(options: SimpleNamespace) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_runtime.cli import main
-from megatron_runtime.cli.options import MEMORY
+from megatron_runtime.cli.options import MEMORY, model_reference
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
 from megatron_runtime.process.parent import PARENT_VARIABLE
 
@@ -197,3 +197,15 @@ async def test_children_end_with_their_parent(running: Any) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     await parent.wait()
     await running.backend.until(open_requests=0, aborted=1)
+
+
+def test_a_repository_of_the_hub_needs_no_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").touch()
+    references = ["Qwen/Qwen3-0.6B", "org/name@v1.0", "models/mine", "builtin:smollm2-135m", "/a/b", "./a/b", "a.gguf"]
+    assert [model_reference(name) for name in references] == [
+        "hf:Qwen/Qwen3-0.6B",
+        "hf:org/name@v1.0",
+        *references[2:],
+    ]

@@ -87,3 +87,38 @@ async def test_a_port_in_use_is_reported_at_once(running: Any) -> None:
     assert (
         f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --host or --port" in err.decode()
     )
+
+
+async def test_run_serves_a_model_answers_and_leaves_no_process() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "run", "builtin:smollm2-135m"),
+        *("--backend", "echo", "--kv-cache-memory", "16Mi"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"Hello?\n")
+    await process.stdin.drain()
+    assert await process.stdout.readline()
+    (server,) = psutil.Process(process.pid).children()
+    children = {str(child.pid): child for child in [server, *server.children()]}
+    assert len(children) == 4
+    process.stdin.close()
+    assert await process.wait() == 0
+    await _gone(children)
+
+
+async def test_run_reports_why_the_server_does_not_start() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "run", "/no/such/model"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 1
+    assert "/no/such/model" in output
+    assert "the server ended with status 1" in output
+    assert "Traceback" not in output
