@@ -239,6 +239,13 @@ class Routing(ApiModel):
 
 class CoordinatorSpec(ApiModel):
     routing: Routing = section(Routing, "Routing of requests to engines.")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="2 adds a standby on another node, which takes over within seconds when the active coordinator is "
+        "lost or stopped.",
+    )
     priority_class_name: Name | None = Field(
         default=None,
         description="PriorityClass of the coordinator's pod, so that the scheduler makes room for it on a full node. "

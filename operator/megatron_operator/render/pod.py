@@ -8,9 +8,6 @@ from typing import Any
 
 from megatron_operator.render.config import config_name
 from megatron_operator.render.context import (
-    LABEL_COMPONENT,
-    LABEL_INSTANCE,
-    LABEL_NAME,
     PORT_HEALTH,
     RenderContext,
     labels,
@@ -142,10 +139,8 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PORT_HEALTH}, "timeoutSeconds": 3, **timing}
 
 
-def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:
-    """Return an affinity that prefers different nodes for replicas of one component."""
-    match = {key: value for key, value in selector(ctx, component).items()}
-    assert set(match) == {LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT}
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": match}}
+def anti_affinity(pods: dict[str, Any]) -> dict[str, Any]:
+    """Return an affinity that prefers different nodes for the pods that a label selector selects."""
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": pods}
     weighted = {"weight": 50, "podAffinityTerm": term}
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}

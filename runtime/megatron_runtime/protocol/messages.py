@@ -103,6 +103,8 @@ class Hello(ControlMessage):
     of a release without adapters."""
     adapter_errors: Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)] | None = None
     """Engines: by name, why an adapter of the list is not loaded."""
+    term: U64 | None = None
+    """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
 
 
 class HelloAck(ControlMessage):
@@ -125,6 +127,10 @@ class HelloAck(ControlMessage):
     adapters: AdapterList | None = None
     """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
     none."""
+    term: U64 | None = None
+    """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
+    other: Text | None = None
+    """Host of the other coordinator of a pair, with the same port. None: there is none."""
 
 
 class Heartbeat(ControlMessage):
@@ -321,6 +327,19 @@ class Error(ControlMessage):
     uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
     retry_after_seconds: Seconds | None = None
     incarnation: U64 | None = None
+    other: Text | None = None
+    """STANDBY: host of the other coordinator, with the same port."""
+
+
+class PairState(ControlMessage):
+    """Sent by each coordinator of a pair to the other one, as its heartbeat and at each change."""
+
+    header = Header.PAIR_STATE
+    incarnation: U64
+    """Decides between two coordinators that became active with the same term."""
+    term: U64 = 0
+    """If active, the term in which it serves; otherwise the highest that it knows."""
+    active: bool = False
 
 
 ENGINE_FAILED = "engine failed"
@@ -582,7 +601,7 @@ _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},
     **{
         int(kind.header): kind
-        for kind in (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect)
+        for kind in (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState)
     },
 }
 
