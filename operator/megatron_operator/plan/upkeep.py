@@ -99,13 +99,13 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
 
     Of a pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
-    if scene.ctx.has_standby and child_ref(manifest) == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
-        standby = scene.rendered.standby
-        view = scene.world.children.get(ChildRef("Deployment", scene.ctx.standby_name, APPS))
-        return standby is None or (view is not None and view.rolled_out and view.hash == manifest_hash(standby))
+    view = scene.world.children.get(child_ref(manifest))
+    standby = scene.rendered.standby
+    if standby is not None and view is not None and view.ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
+        second = scene.world.children.get(child_ref(standby))
+        return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    view = scene.world.children.get(child_ref(manifest))
     return view is None or view.model_hash == scene.model_hash or not scene.old_model
 
 
