@@ -179,7 +179,6 @@ def test_a_standby_takes_over_from_a_lost_node(
         deployed = deploy(kube, **spec, coordinator={"replicas": 2})
         settled(kube)
         kube("wait", "deployment/demo-standby", "--for=condition=Available", "--timeout=120s")
-        assert node_of(kube, "coordinator") | node_of(kube, "standby") == {first, second}
         print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{HEADING}")
         with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
             for operator_at in (first, second):
@@ -189,6 +188,7 @@ def test_a_standby_takes_over_from_a_lost_node(
                     lambda: leading_node(two_operators),
                     lambda: two_operators("delete", "pod", holder(two_operators)),
                 )
+                assert node_of(kube, "coordinator") | node_of(kube, "standby") == {first, second}
                 what = "an engine and the active coordinator" + (" and the operator" if operator_at == second else "")
                 with load.during(f"loss of a node with {what}") as done:
                     with lost(cluster):

@@ -89,7 +89,9 @@ async def scene(fleet: Fleet, seed: int) -> Scene:
 
 
 @repeated()
-async def test_the_standby_takes_over_from_a_coordinator_that_is_killed_or_stopped(scene: Scene, report: Callable[[str], None]) -> None:
+async def test_the_standby_takes_over_from_a_coordinator_that_is_killed_or_stopped(
+    scene: Scene, report: Callable[[str], None]
+) -> None:
     killed = time.monotonic()
     await scene.pair[0].kill()
     await scene.check()

@@ -99,9 +99,9 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
 
     Of a pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
-    view = scene.world.children.get(child_ref(manifest))
-    standby = scene.rendered.standby
-    if standby is not None and view is not None and view.ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
+    ref = child_ref(manifest)
+    view, standby = scene.world.children.get(ref), scene.rendered.standby
+    if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
         second = scene.world.children.get(child_ref(standby))
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:

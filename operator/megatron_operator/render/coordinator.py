@@ -17,10 +17,10 @@ from megatron_operator.render.context import (
     PORT_CLIENT,
     PORT_ENGINE,
     PORT_HEALTH,
+    STANDBY,
     Manifest,
     RenderContext,
     child,
-    coordinator_pods,
     seal,
     selector,
 )
@@ -98,8 +98,10 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
         extra_labels={LABEL_COMPONENT: component},
     )
     pod = template["spec"]
-    # The pod of a lost node is still there, terminating: the new one prefers another node. So does the standby.
-    pod["affinity"] = {**anti_affinity(coordinator_pods(ctx)), **(pod.get("affinity") or {})}
+    # The pod of a lost node is still there, terminating: the new one prefers another node, but that of the other one
+    # of a pair still less.
+    other = selector(ctx, STANDBY if component == COORDINATOR else COORDINATOR) if ctx.has_standby else None
+    pod["affinity"] = {**anti_affinity(selector(ctx, component), other), **(pod.get("affinity") or {})}
     pod["tolerations"] = _tolerations(pod.get("tolerations") or [])
     if ctx.spec.coordinator.priority_class_name is not None:
         pod.setdefault("priorityClassName", ctx.spec.coordinator.priority_class_name)

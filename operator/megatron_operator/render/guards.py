@@ -106,8 +106,8 @@ def hub_egress() -> dict[str, Any]:
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. A
-    coordinator opens connections to its standby only. Engines and servers resolve names, and download if the model, or an adapter of the
-    engines, is on a hub. `engine_policy` adds the connections within an engine."""
+    coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
+    the model, or an adapter of the engines, is on a hub. `engine_policy` adds the connections within an engine."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},

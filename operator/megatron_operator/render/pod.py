@@ -20,6 +20,7 @@ USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
 CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
+HOSTNAME = "kubernetes.io/hostname"
 
 
 def pod_template(
@@ -139,8 +140,16 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PORT_HEALTH}, "timeoutSeconds": 3, **timing}
 
 
-def anti_affinity(pods: dict[str, Any]) -> dict[str, Any]:
-    """Return an affinity that prefers different nodes for the pods that a label selector selects."""
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": pods}
-    weighted = {"weight": 50, "podAffinityTerm": term}
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}
+def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return an affinity that prefers nodes without pods of these labels.
+
+    own:   of the replicas of the component itself.
+    other: of a component that must not be lost with it. Its pods count more: a pod of the component itself may be
+           terminating on the node on which its successor is wanted.
+    """
+    weighted = [
+        {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}
+        for weight, match in ((50, own), (100, other))
+        if match is not None
+    ]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}

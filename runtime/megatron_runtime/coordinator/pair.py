@@ -44,7 +44,9 @@ class Pair:
         send: Callable[[PeerId, Frames], object],
     ) -> None:
         host = settings.other_host or ""
-        self._address = f"tcp://[{host}]:{settings.admin_port}" if ":" in host else f"tcp://{host}:{settings.admin_port}"
+        self._address = (
+            f"tcp://[{host}]:{settings.admin_port}" if ":" in host else f"tcp://{host}:{settings.admin_port}"
+        )
         self._gatekeeper = gatekeeper
         self._changed = changed
         self._send = send
@@ -53,9 +55,7 @@ class Pair:
         incarnation = random.SystemRandom().getrandbits(64)
         takeover = settings.timing.takeover
         self._election = Election(now=self._loop.time(), incarnation=incarnation, takeover=takeover)
-        self._redirect = Error(
-            code=ErrorCode.STANDBY, message=f"on standby: connect to {host}", other=host
-        ).to_frames()
+        self._redirect = Error(code=ErrorCode.STANDBY, message=f"on standby: connect to {host}", other=host).to_frames()
         self._attempts = itertools.count()
         self._dealer: Dealer | None = None
         self._connected = 0.0
@@ -155,9 +155,7 @@ class Pair:
         if self._gatekeeper is not None:
             first, *others = self._gatekeeper.servers
             keys = PeerKeys(self._gatekeeper.own, first, tuple(others)).for_attempt(next(self._attempts))
-        return Dealer(
-            self._address, lambda frames: None, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES
-        )
+        return Dealer(self._address, lambda frames: None, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
 
 
 def _term_of(frames: Frames) -> int:

@@ -202,9 +202,7 @@ class Coordinator:
         self._pair: Pair | None = None
         """None: there is no other coordinator, and this one is always active."""
         if settings.other_host is not None:
-            self._pair = Pair(
-                settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send
-            )
+            self._pair = Pair(settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send)
         self._timer: asyncio.TimerHandle | None = None
         self._armed = math.inf
         self._key_timer: asyncio.TimerHandle | None = None
