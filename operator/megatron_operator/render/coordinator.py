@@ -56,8 +56,8 @@ def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
     ]
 
 
-def _tolerations(given: list[Any]) -> list[Any]:
-    """Return the tolerations of a podTemplate, and those of a lost node that it does not set itself."""
+def lost_node_tolerations(given: list[Any]) -> list[Any]:
+    """Return these tolerations, and those of a lost node that they do not contain."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
@@ -102,7 +102,7 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
     # of a pair still less.
     other = selector(ctx, STANDBY if component == COORDINATOR else COORDINATOR) if ctx.has_standby else None
     pod["affinity"] = {**anti_affinity(selector(ctx, component), other), **(pod.get("affinity") or {})}
-    pod["tolerations"] = _tolerations(pod.get("tolerations") or [])
+    pod["tolerations"] = lost_node_tolerations(pod.get("tolerations") or [])
     if ctx.spec.coordinator.priority_class_name is not None:
         pod.setdefault("priorityClassName", ctx.spec.coordinator.priority_class_name)
     if ctx.server_key > 1:
