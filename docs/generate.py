@@ -123,7 +123,7 @@ def coordinator_metrics() -> Table:
 
     core = CoordinatorCore(CoordinatorSettings(), now=0.0, randbits=lambda bits: 0)
     registry = CollectorRegistry()
-    registry.register(CoordinatorMetrics(core))
+    registry.register(CoordinatorMetrics(lambda: core))
     return _table("metric", "type", "labels", "meaning", rows=_families(registry))
 
 

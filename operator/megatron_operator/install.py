@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.resource import GROUP, PLURAL
+from megatron_operator.render.coordinator import lost_node_tolerations
 from megatron_operator.render.keys import ADMIN_SECRET
 
 Manifest = dict[str, Any]
@@ -32,11 +33,10 @@ def _rule(group: str, resources: list[str], verbs: list[str], *, names: list[str
 RESOURCE_RULES: list[Rule] = [
     _rule(GROUP, [PLURAL], READ),
     _rule(GROUP, [f"{PLURAL}/status"], ["patch"]),
-    _rule("apps", ["statefulsets", "controllerrevisions"], OWN),
-    _rule("apps", ["deployments"], APPLY),
+    _rule("apps", ["deployments", "statefulsets", "controllerrevisions"], OWN),
     _rule("", ["services", "configmaps"], OWN),
     _rule("", ["serviceaccounts"], APPLY),
-    _rule("policy", ["poddisruptionbudgets"], APPLY),
+    _rule("policy", ["poddisruptionbudgets"], OWN),
     _rule("networking.k8s.io", ["networkpolicies"], OWN),
     _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
@@ -136,6 +136,7 @@ def _deployment(namespace: str, *, container: dict[str, Any]) -> Manifest:
         },
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "tolerations": lost_node_tolerations([]),
     }
     return {
         "apiVersion": "apps/v1",

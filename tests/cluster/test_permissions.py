@@ -53,11 +53,24 @@ async def live(resource: Any, api: Any) -> None:
     await resource.patch(keys={"generation": 2})
     rotated = {"generation": 2, "stage": "Settled"}
     await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
+    await change_standby(resource)
     await forbid_pods(api, resource.namespace)
     await resource.patch(replicas=3)
     await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
     await resource.patch(replicas=1)
     await resource.until(lambda status: status.get("ready") == "1/1" and "plan" not in status, seconds=90)
+
+
+async def change_standby(resource: Any) -> None:
+    """Add a standby coordinator, and remove it."""
+    for replicas in (2, 1):
+        await resource.patch(coordinator={"replicas": replicas})
+
+        async def changed(present: bool = replicas == 2) -> bool:
+            return (f"Deployment {resource.name}-standby" in await resource.children()) is present
+
+        await eventually(changed, seconds=60, what=f"coordinator.replicas is {replicas}")
+    await resource.settled("Running")
 
 
 async def forbid_pods(api: Any, namespace: str) -> None:

@@ -1,16 +1,22 @@
-"""A second node is lost with an engine, and with the coordinator: no request fails, and every token is compared."""
+"""A second node is lost with an engine, and with the coordinator: no request fails, and every token is compared.
+
+With a standby, a lost coordinator delays no token by more than ten seconds, with the operator's leader on its node too.
+"""
 
 from __future__ import annotations
 
 import os
 import platform as machine
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from eventually import LONG_SECONDS
 from soak import SOAK
 
 from localcluster import installation
@@ -23,7 +29,7 @@ from .conftest import SAMPLE, Platform, deploy, own_namespace, printed_when_fail
 from .load_client import HEADING, Disturbance, LoadClient
 from .test_under_load import pods, settled
 
-pytestmark = pytest.mark.skipif(not SOAK, reason="takes four minutes; `make soak` runs it")
+pytestmark = pytest.mark.skipif(not SOAK, reason="takes eight minutes; `make soak` runs it")
 WORKERS, TOKENS = 3, 32
 SECOND = 2
 HOSTNAME = "kubernetes.io/hostname"
@@ -36,11 +42,22 @@ def cluster(platform: Platform) -> Iterator[LocalCluster]:
     grown.up()
     grown.build_images()
     first = grown.settings.nodes[0].name
-    selector = [f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}"]
-    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
+    install_operator(platform, f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}")
     yield grown
     grown.restore_network(SECOND)
     grown.thaw_node(SECOND)
+
+
+@pytest.fixture
+def two_operators(platform: Platform, cluster: LocalCluster) -> Iterator[Kubectl]:
+    """kubectl in the operator's namespace, with an operator on each node."""
+    install_operator(platform, "operator.replicas=2")
+    yield platform.kube.in_namespace(installation.OPERATOR_NAMESPACE)
+    install_operator(platform, "operator.replicas=1")
+
+
+def install_operator(platform: Platform, *values: str) -> None:
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=list(values))
 
 
 @contextmanager
@@ -63,6 +80,45 @@ def move_coordinator(kube: Kubectl, *, away_from: str) -> None:
     kube("delete", "pod", "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")
     settled(kube)
     kube("uncordon", away_from)
+
+
+def active_node(kube: Kubectl) -> str:
+    """Return the node of the coordinator that serves, of a pair."""
+    active = []
+    for component in ("coordinator", "standby"):
+        metrics = httpx.get(f"http://{kube.cluster_ip(f'demo-{component}')}:8080/metrics", timeout=LONG_SECONDS).text
+        if "megatron_coordinator_active 1.0" in metrics:
+            active += node_of(kube, component)
+    (node,) = active
+    return node
+
+
+def holder(system: Kubectl) -> str:
+    """Return the name of the pod of the operator that leads."""
+    name, _, _ = system.json("lease", "megatron-operator")["spec"]["holderIdentity"].rpartition("_")
+    return str(name)
+
+
+def leading_node(system: Kubectl) -> str:
+    """Return the node of the operator that leads."""
+    node: str = system.json("pod", holder(system))["spec"]["nodeName"]
+    return node
+
+
+def delete_coordinator(kube: Kubectl, *, node: str) -> None:
+    """Delete the coordinator on a node, so that the other one of the pair takes over."""
+    found = [*pods(kube, "coordinator"), *pods(kube, "standby")]
+    (name,) = (pod["metadata"]["name"] for pod in found if pod["spec"]["nodeName"] == node)
+    kube("delete", "pod", name)
+
+
+def place_on(node: str, where: Callable[[], str], delete: Callable[[], object]) -> None:
+    """Delete the pod that is active until the one on `node` is, which takes over."""
+    deadline = time.monotonic() + LONG_SECONDS
+    while where() != node:
+        assert time.monotonic() < deadline, f"nothing took over on {node}"
+        delete()
+        time.sleep(15)  # the new pod starts
 
 
 def spread_spec(first: str) -> dict[str, Any]:
@@ -109,5 +165,39 @@ def test_no_request_fails_when_a_node_is_lost(
                 print(done.row(), flush=True)
                 kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
                 settled(kube)
+    assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
+    assert all(disturbance.answers for disturbance in series)
+
+
+def test_a_standby_takes_over_from_a_lost_node(
+    platform: Platform, cluster: LocalCluster, two_operators: Kubectl, request: pytest.FixtureRequest
+) -> None:
+    first, second = (node.name for node in cluster.settings.nodes)
+    series: list[Disturbance] = []
+    with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
+        spec = spread_spec(first)
+        deployed = deploy(kube, **spec, coordinator={"replicas": 2})
+        settled(kube)
+        kube("wait", "deployment/demo-standby", "--for=condition=Available", "--timeout=120s")
+        print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{HEADING}")
+        with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
+            for operator_at in (first, second):
+                place_on(second, lambda: active_node(kube), lambda: delete_coordinator(kube, node=first))
+                place_on(
+                    operator_at,
+                    lambda: leading_node(two_operators),
+                    lambda: two_operators("delete", "pod", holder(two_operators)),
+                )
+                assert node_of(kube, "coordinator") | node_of(kube, "standby") == {first, second}
+                what = "an engine and the active coordinator" + (" and the operator" if operator_at == second else "")
+                with load.during(f"loss of a node with {what}") as done:
+                    with lost(cluster):
+                        load.answered(2 * WORKERS, seconds=180)
+                    kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
+                    settled(kube)
+                    load.answered(2 * WORKERS, seconds=180)
+                    assert active_node(kube) == first, "the coordinator of the lost node took over when it returned"
+                series.append(done)
+                print(done.row(), flush=True)
     assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
     assert all(disturbance.answers for disturbance in series)

@@ -88,12 +88,13 @@ class Fleet:
         self._programs: list[asyncio.subprocess.Process] = []
         self._closers = contextlib.ExitStack()
 
-    async def coordinator(self, *arguments: str) -> Process:
+    async def coordinator(self, *arguments: str, host: str = "127.0.0.1", health_port: int = 0) -> Process:
         """Start the coordinator as a new interpreter: its start time is a part of the recovery time."""
+        health_port = health_port or self._health_port
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
-        command = self._command("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
-        return self._start(command, self._health_port, warm=False)
+        command = self._command("coordinator", health_port, "--listen", host, *options, *arguments)
+        return self._start(command, health_port, warm=False)
 
     async def engine(
         self, name: str, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None

@@ -40,7 +40,7 @@ from megatron_operator.plan.world import (
     ResourceView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
+from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE, STANDBY
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
@@ -174,19 +174,23 @@ class Observer:
         keys = None
         if self._options.admin is not None:
             if secret is None:
-                self._link.point_to(None, None)
+                self._link.point_to((), None)
                 return CoordinatorSnapshot(error="its keys do not exist yet")
             try:
                 keys = admin_peer_keys(secret, self._options.admin)
             except KeyFormatError as error:
-                self._link.point_to(None, None)
+                self._link.point_to((), None)
                 return CoordinatorSnapshot(error=str(error))
         service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
         if service is None or service.owner_uid != resource.uid:
-            self._link.point_to(None, None)
+            self._link.point_to((), None)
             return CoordinatorSnapshot(error="its Service does not exist yet")
-        self._link.point_to(self._options.resolve(resource.name, resource.namespace, service.cluster_ip), keys)
-        ready = any(pod.component == COORDINATOR and pod.ready and not pod.deleting for pod in self._cache.pods())
+        standby = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-standby", SERVICE.api_version))
+        ips = [each.cluster_ip for each in (service, standby) if each is not None and each.owner_uid == resource.uid]
+        addresses = (self._options.resolve(resource.name, resource.namespace, ip) for ip in ips)
+        self._link.point_to(tuple(dict.fromkeys(address for address in addresses if address is not None)), keys)
+        coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
+        ready = any(pod.ready and not pod.deleting for pod in coordinators)
         return await self._link.refresh(expected=ready)
 
     def _unregistered(self, coordinator: CoordinatorSnapshot) -> Mapping[str, float]:

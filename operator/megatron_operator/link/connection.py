@@ -69,7 +69,8 @@ class LinkTimings:
     first_contact: float = 3.0
     """The longest time that a pass waits for an expected connection, counted from the assignment of the address."""
     other_key: float = 1.0
-    """A connection that is not established in this time is tried with the coordinator's other key, if there is one."""
+    """A connection that is not established in this time is tried with the coordinator's other key or address, if there
+    is one."""
     silence: float = 10.0
     """Without any message for this long a new socket is opened. Longer than `status_interval` and `answer_timeout`."""
     ack_margin: float = 5.0
@@ -99,7 +100,7 @@ class CoordinatorLink:
         self._on_change = on_change
         self._timings = timings or LinkTimings()
         self._clock = clock
-        self._address: str | None = None
+        self._addresses: tuple[str, ...] = ()
         self._keys: PeerKeys | None = None
         self._link: PeerLink | None = None
         self._task: asyncio.Task[None] | None = None
@@ -125,18 +126,27 @@ class CoordinatorLink:
         self._second = (0.0, 0, 0)
         """Received in the current second: its start, messages, bytes."""
 
-    def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
-        """Connect to `address`; None disconnects. Does nothing if both arguments are those of the last call."""
-        if (address, keys) == (self._address, self._keys):
+    @property
+    def _address(self) -> str:
+        """The address that is tried or in use; empty without one."""
+        return "" if self._link is None else self._link.address
+
+    def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
+        """Connect to the coordinator at the first address, or at another one while that is silent or on standby.
+
+        Without addresses, disconnect. Does nothing if both arguments are those of the last call.
+        """
+        if (addresses, keys) == (self._addresses, self._keys):
             return
-        self._address, self._keys = address, keys
+        self._addresses, self._keys = addresses, keys
         self._pointed_at = self._clock()
-        self._disconnect("no address yet" if address is None else f"connecting to {address}")
+        self._disconnect(f"connecting to {addresses[0]}" if addresses else "no address yet")
         self._lost_at = None
-        if address is None:
+        if not addresses:
             return
         self._link = PeerLink(
-            address,
+            addresses[0],
+            others=addresses[1:],
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=incarnation),
             heartbeat=None,
@@ -151,7 +161,7 @@ class CoordinatorLink:
         )
         self._link.open()
         if self._task is None:
-            self._task = asyncio.create_task(self._poll(), name=f"link {address}")
+            self._task = asyncio.create_task(self._poll(), name=f"link {addresses[0]}")
 
     async def close(self) -> None:
         """Idempotent."""
@@ -195,7 +205,7 @@ class CoordinatorLink:
 
     async def _first_contact(self) -> None:
         left = self._pointed_at + self._timings.first_contact - self._clock()
-        if self._address is None or left <= 0:
+        if not self._addresses or left <= 0:
             return
         try:
             async with asyncio.timeout(left):
@@ -249,7 +259,6 @@ class CoordinatorLink:
 
     def _connect(self, keys: PeerKeys | None) -> Dealer:
         """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
-        assert self._address is not None
         assert self._link is not None
         return Dealer(
             self._address,
@@ -316,7 +325,7 @@ class CoordinatorLink:
         """Send one STATUS, then pause; a signal ends the pause."""
         if not await self._ask(self._timings.answer_timeout):
             if self._registered.is_set() and self._link is not None:
-                self._link.reopen(self._no_answer())
+                self._link.move(self._no_answer())
             await asyncio.sleep(self._timings.hello_retry)  # not in a loop, whatever the coordinator answers
             return
         now = self._clock()

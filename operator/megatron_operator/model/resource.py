@@ -28,7 +28,7 @@ SHORT_NAME = "mi"
 
 MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-RESERVED_SUFFIX_PATTERN = r"-(coordinator|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines)$"
+RESERVED_SUFFIX_PATTERN = r"-(coordinator|standby|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines)$"
 QUANTITY_PATTERN = r"^[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
 
 PodTemplate = Annotated[
@@ -103,6 +103,17 @@ class ReasoningParser(StrEnum):
 class SuspendLevel(StrEnum):
     OFFLOAD = "Offload"
     RELEASE_PODS = "ReleasePods"
+
+
+class KvCacheMode(StrEnum):
+    RECOMPUTE = "Recompute"
+    PERSIST = "Persist"
+    OFFLOAD = "Offload"
+
+
+class PrefixEviction(StrEnum):
+    LRU = "LRU"
+    REF_ZERO = "RefZero"
 
 
 class Parallelism(ApiModel):
@@ -187,6 +198,33 @@ class VllmSpec(ApiModel):
     )
 
 
+class NativeSpec(ApiModel):
+    kv_cache_mode: KvCacheMode = Field(
+        default=KvCacheMode.RECOMPUTE,
+        description="What a suspend does with the KV cache: compute it again after the resume, keep it where it is, or "
+        "move it to the memory of the host.",
+    )
+    prefix_eviction: PrefixEviction = Field(
+        default=PrefixEviction.LRU,
+        description="LRU keeps unused blocks of the prefix cache until their memory is needed; RefZero evicts them at "
+        "once.",
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="In float32, answers are bit-identical whatever other requests run beside them, at some cost.",
+    )
+    step_timeout_seconds: int = Field(
+        default=60,
+        ge=1,
+        le=86400,
+        description="An engine of several ranks ends if no rank makes progress in a step for so long.",
+    )
+
+
+_NATIVE_NEEDS_BACKEND = (
+    "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or remove "
+    "spec.engine.native"
+)
 _VLLM_NEEDS_BACKEND = (
     "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
     "spec.engine.vllm"
@@ -200,6 +238,7 @@ class EngineSpec(ApiModel):
             "x-kubernetes-validations": [
                 cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
                 cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
+                cel("self.backend == 'Native' || !has(self.native)", _NATIVE_NEEDS_BACKEND),
             ]
         }
     )
@@ -208,6 +247,7 @@ class EngineSpec(ApiModel):
         default=Backend.NATIVE,
         description="Native is the engine of this project; VLLM runs vLLM behind the same verbs.",
     )
+    native: NativeSpec | None = Field(default=None, description="Settings of native engines.")
     vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
     image: str | None = Field(
         default=None,
@@ -235,6 +275,8 @@ class EngineSpec(ApiModel):
             raise ValueError(_VLLM_NEEDS_BACKEND)
         if self.backend is Backend.VLLM and self.image is not None:
             raise ValueError(_VLLM_IMAGE)
+        if self.backend is Backend.VLLM and self.native is not None:
+            raise ValueError(_NATIVE_NEEDS_BACKEND)
         return self
 
 
@@ -249,6 +291,13 @@ class Routing(ApiModel):
 
 class CoordinatorSpec(ApiModel):
     routing: Routing = section(Routing, "Routing of requests to engines.")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="2 adds a standby on another node, which takes over within seconds when the active coordinator is "
+        "lost or stopped.",
+    )
     priority_class_name: Name | None = Field(
         default=None,
         description="PriorityClass of the coordinator's pod, so that the scheduler makes room for it on a full node. "

@@ -11,13 +11,13 @@ from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import MAX_STARTING, Scene
 from megatron_operator.plan.world import ChildRef, PodView
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER
+from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, STANDBY
 
 Finding = tuple[Reason, str]
 
 
-def component_pods(scene: Scene, component: str) -> list[PodView]:
-    return [pod for pod in scene.world.pods if pod.component == component]
+def component_pods(scene: Scene, *components: str) -> list[PodView]:
+    return [pod for pod in scene.world.pods if pod.component in components]
 
 
 def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
@@ -38,12 +38,14 @@ def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
 
 
 def component_finding(scene: Scene, component: str) -> Finding | None:
-    """Return the error of the coordinator's or the servers' pods, or why none can be created."""
+    """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
     pods = component_pods(scene, component)
     found = first_diagnosis(pods, scene.references)
     if found is not None:
         return found
-    name = scene.ctx.coordinator_name if component == COORDINATOR else scene.ctx.server_name
+    ctx = scene.ctx
+    names = {COORDINATOR: ctx.coordinator_name, STANDBY: ctx.standby_name, SERVER: ctx.server_name}
+    name = names[component]
     view = scene.world.children.get(ChildRef("Deployment", name, APPS))
     failed = view is not None and view.creation_error and not any(pod.ready for pod in pods)
     return _creation_finding(view.creation_error, component) if view is not None and failed else None
@@ -58,7 +60,7 @@ def _creation_finding(said: str, component: str) -> Finding:
 def coordinator_wait(scene: Scene) -> Finding:
     """Return why the coordinator does not answer, as reason and what is waited for."""
     found = rejection(scene, name=scene.ctx.coordinator_name)
-    pods = [pod for pod in component_pods(scene, COORDINATOR) if not pod.deleting]
+    pods = [pod for pod in component_pods(scene, COORDINATOR, STANDBY) if not pod.deleting]
     found = found or component_finding(scene, COORDINATOR)
     if found is not None:
         return found[0], f"the coordinator: {found[1]}"
@@ -151,6 +153,7 @@ def degradation(scene: Scene) -> Finding | None:
     return (
         weights_finding(scene)
         or component_finding(scene, COORDINATOR)
+        or (component_finding(scene, STANDBY) if scene.ctx.has_standby else None)
         or component_finding(scene, SERVER)
         or check_finding(scene)
         or scene.adapters.finding

@@ -15,9 +15,11 @@ from typing import Any
 from megatron_operator.plan.clock import seconds_since, stamp
 from megatron_operator.plan.diagnosis import termination
 from megatron_operator.plan.world import EmitEvent, PodView
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER
+from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, STANDBY
 
 COMPONENTS = (COORDINATOR, ENGINE, SERVER)
+PODS = {COORDINATOR: (COORDINATOR, STANDBY), ENGINE: (ENGINE,), SERVER: (SERVER,)}
+"""The values of a pod's component label. A standby counts as a coordinator."""
 REPORT_SECONDS = 5.0
 """Time from the first restart to the Event."""
 WINDOW_SECONDS = 600.0
@@ -56,8 +58,8 @@ def count_restarts(before: Iterable[Mapping[str, Any]], pods: tuple[PodView, ...
     """Return the restarts of each component, from `status.restarts` and the current pods."""
     known = {entry["component"]: entry for entry in before}
     return [
-        _next(component, known.get(component), sum(pod.restarts for pod in pods if pod.component == component), now)
-        for component in COMPONENTS
+        _next(component, known.get(component), sum(pod.restarts for pod in pods if pod.component in of), now)
+        for component, of in PODS.items()
     ]
 
 
@@ -87,7 +89,7 @@ def crash_events(
     for entry in after:
         component = entry["component"]
         repeated = component in reported and started.get(component) == entry.get("since")
-        ended = _ended_together([pod for pod in pods if pod.component == component and pod.restarts])
+        ended = _ended_together([pod for pod in pods if pod.component in PODS[component] and pod.restarts])
         if not entry.get("reported") or repeated or not ended:
             continue
         names = sorted({pod.engine or pod.name for pod in ended})

@@ -13,37 +13,41 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.blockers import component_pods
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import Action, DeletePods, EmitEvent, PodView
-from megatron_operator.render.context import COORDINATOR
+from megatron_operator.render.context import COORDINATOR, STANDBY
 
 REPLACE_SECONDS = 4.0
 """Time without a connection after which the pod is replaced. A coordinator that has restarted answers within 2 s."""
 
 
 def replacement(scene: Scene) -> list[Action]:
-    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may come back by itself."""
-    pod, lost = _lost_pod(scene), scene.world.coordinator.lost_seconds
-    if pod is None or lost is None or lost < REPLACE_SECONDS:
+    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may come back by itself.
+
+    Of a pair, both pods are lost: one of them would have become active.
+    """
+    pods, lost = _lost_pods(scene), scene.world.coordinator.lost_seconds
+    if not pods or lost is None or lost < REPLACE_SECONDS:
         return []
-    reason = f"pod {pod.name} is ready and has not answered for {lost:.0f} s: replacing it"
-    deletion = DeletePods(owner=scene.ctx.coordinator_name, pods=((pod.name, pod.uid),), reason=reason)
+    names = " and ".join(pod.name for pod in pods)
+    reason = f"pod {names} is ready and has not answered for {lost:.0f} s: replacing it"
+    deletion = DeletePods(scene.ctx.coordinator_name, tuple((pod.name, pod.uid) for pod in pods), reason)
     return [deletion, EmitEvent("Warning", Reason.COORDINATOR_UNREACHABLE.value, reason)]
 
 
 def replacement_in(scene: Scene) -> float | None:
     """Return the seconds until the coordinator's pod is replaced; None if it is not lost."""
     lost = scene.world.coordinator.lost_seconds
-    return None if lost is None or _lost_pod(scene) is None else REPLACE_SECONDS - lost
+    return None if lost is None or not _lost_pods(scene) else REPLACE_SECONDS - lost
 
 
-def _lost_pod(scene: Scene) -> PodView | None:
-    """Return the pod that this operator has been connected to, if its kubelet still reports it as ready.
+def _lost_pods(scene: Scene) -> list[PodView]:
+    """Return the pods that this operator has been connected to, if their kubelets still report them as ready.
 
     If it is not ready, the kubelet is alive and restarts it. A pod that never answered since its creation is not
     replaced: the cause is not its node, and another pod would not answer either.
     """
     lost = scene.world.coordinator.lost_seconds
     if lost is None:
-        return None
+        return []
     lost_at = scene.world.now - timedelta(seconds=lost)
-    pods = [pod for pod in component_pods(scene, COORDINATOR) if pod.ready and not pod.deleting]
-    return next((pod for pod in pods if pod.created_at is not None and pod.created_at < lost_at), None)
+    pods = [pod for pod in component_pods(scene, COORDINATOR, STANDBY) if pod.ready and not pod.deleting]
+    return [pod for pod in pods if pod.created_at is not None and pod.created_at < lost_at]

@@ -42,10 +42,17 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         model_hash=annotations.get(ANNOTATION_MODEL, ""),
         replicas=int(spec.get("replicas") or 0),
         ready_replicas=int(status.get("readyReplicas") or 0),
+        rolled_out=_rolled_out(obj),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
     )
+
+
+def _rolled_out(obj: Object) -> bool:
+    spec, status = obj.get("spec") or {}, obj.get("status") or {}
+    counts = {status.get(key) for key in ("replicas", "updatedReplicas", "readyReplicas")}
+    return status.get("observedGeneration") == obj["metadata"].get("generation") and counts == {spec.get("replicas")}
 
 
 def _creation_error(status: Object) -> str:

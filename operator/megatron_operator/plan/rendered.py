@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import (
     SERVER,
+    STANDBY,
     InvalidPodTemplate,
     NotAllowed,
     RenderContext,
@@ -47,12 +49,15 @@ class Rendered:
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
         """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
         manifests, findings = plain_children(self.ctx), {}
-        for name, build, ctx in (
-            (self.ctx.coordinator_name, coordinator_deployment, self.ctx),
-            (self.ctx.server_name, server_deployment, self._server_ctx),
-        ):
+        builds: dict[str, Callable[[], Manifest]] = {
+            self.ctx.coordinator_name: lambda: coordinator_deployment(self.ctx),
+            self.ctx.server_name: lambda: server_deployment(self._server_ctx),
+        }
+        if self.ctx.has_standby:
+            builds[self.ctx.standby_name] = lambda: coordinator_deployment(self.ctx, STANDBY)
+        for name, build in builds.items():
             try:
-                manifests.append(build(ctx))
+                manifests.append(build())
             except InvalidPodTemplate as error:
                 findings[name] = _finding(error)
         return manifests, findings
@@ -62,11 +67,19 @@ class Rendered:
         """The NetworkPolicies of the desired engines."""
         return tuple(engine_policy(self.ctx, index) for index in range(self.ctx.spec.replicas))
 
-    @cached_property
+    @property
     def server(self) -> Manifest | None:
         """The Deployment of the OpenAI servers; None if it cannot be rendered."""
+        return self._deployment(self.ctx.server_name)
+
+    @property
+    def standby(self) -> Manifest | None:
+        """The Deployment of the second coordinator; None if there is none, or it cannot be rendered."""
+        return self._deployment(self.ctx.standby_name)
+
+    def _deployment(self, named: str) -> Manifest | None:
         manifests, _ = self.shared
-        name = ("Deployment", self.ctx.server_name)
+        name = ("Deployment", named)
         return next((each for each in manifests if (each["kind"], each["metadata"]["name"]) == name), None)
 
     @cached_property

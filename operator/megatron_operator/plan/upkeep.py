@@ -10,6 +10,7 @@ from __future__ import annotations
 from megatron_operator.plan.check import obsolete_checks
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.rollout import keeps_revision
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import (
@@ -55,6 +56,7 @@ def upkeep(scene: Scene) -> list[Action]:
     for engine in scene.engines:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
+    actions += _leftover_standby(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
 
 
@@ -93,10 +95,17 @@ def _record_revision(scene: Scene) -> list[Action]:
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether a child may be applied. A server for another model waits until no engine has the old one."""
+    """Return whether a child may be applied. A server for another model waits until no engine has the old one.
+
+    Of a pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
+    """
+    ref = child_ref(manifest)
+    view, standby = scene.world.children.get(ref), scene.rendered.standby
+    if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
+        second = scene.world.children.get(child_ref(standby))
+        return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    view = scene.world.children.get(child_ref(manifest))
     return view is None or view.model_hash == scene.model_hash or not scene.old_model
 
 
@@ -162,6 +171,24 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
         for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
         if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names
         if view.owned and not view.deleting and scene.wanted
+    ]
+
+
+def _leftover_standby(scene: Scene) -> list[Action]:
+    """Delete the second coordinator of a pair when the spec wants one coordinator."""
+    if scene.ctx.has_standby:
+        return []
+    standby, budget = scene.ctx.standby_name, scene.ctx.coordinator_name
+    refs = (
+        ChildRef("Deployment", standby, APPS),
+        ChildRef("Service", standby),
+        ChildRef("PodDisruptionBudget", budget, "policy/v1"),
+    )
+    views = (scene.world.children.get(ref) for ref in refs)
+    return [
+        DeleteChild(view.ref, view.uid, "spec.coordinator.replicas is 1")
+        for view in views
+        if view is not None and view.owned and not view.deleting
     ]
 
 

@@ -87,6 +87,8 @@ class ChildView:
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
+    rolled_out: bool = False
+    """All pods of a Deployment are ready and have its current template."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.render.config import config_map
-from megatron_operator.render.context import Manifest, RenderContext
+from megatron_operator.render.context import STANDBY, Manifest, RenderContext
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
@@ -14,12 +14,14 @@ from megatron_operator.render.services import coordinator_service, engine_servic
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
     """Return the shared children without pods, which do not depend on a podTemplate; without the keys."""
+    standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),
         config_map(ctx),
         *network_policies(ctx),
         *disruption_budgets(ctx),
         coordinator_service(ctx),
+        *standby,
         front_service(ctx),
     ]
 
@@ -30,7 +32,10 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Return the children of a running resource with all engines; without the keys."""
-    children = [*plain_children(ctx), coordinator_deployment(ctx), server_deployment(ctx), revision_child(ctx)]
+    children = [*plain_children(ctx), coordinator_deployment(ctx)]
+    if ctx.has_standby:
+        children.append(coordinator_deployment(ctx, STANDBY))
+    children += [server_deployment(ctx), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children

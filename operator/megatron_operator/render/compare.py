@@ -140,7 +140,9 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
     if old is not None and old.spec.desired_state is not new.spec.desired_state:
         steps.append(f"{old.spec.desired_state.value} -> {new.spec.desired_state.value}, confirmed by every rank")
     restarted = {change.child.split()[-1] for change in changes if change.restarts}
-    if new.coordinator_name in restarted:
+    if new.coordinator_name in restarted and new.has_standby:
+        steps.append("replace the two coordinators one after the other; each hands over to the other one")
+    elif new.coordinator_name in restarted:
         steps.append("replace the coordinator: OpenAI servers hold requests until it is back after some seconds")
     another_model = old is not None and model_hash(old) != model_hash(new)
     if new.server_name in restarted and not another_model:

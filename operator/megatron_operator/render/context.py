@@ -32,6 +32,8 @@ ANNOTATION_MODEL = f"{GROUP}/model"
 ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
+STANDBY = "standby"
+"""The second coordinator of a pair. Either of the two may be active."""
 PREFLIGHT = "preflight"
 CHECK = "check"
 
@@ -71,6 +73,15 @@ class RenderContext:
     @property
     def coordinator_name(self) -> str:
         return f"{self.name}-coordinator"
+
+    @property
+    def standby_name(self) -> str:
+        """Name of the second coordinator of a pair."""
+        return f"{self.name}-standby"
+
+    @property
+    def has_standby(self) -> bool:
+        return self.spec.coordinator.replicas > 1
 
     @property
     def server_name(self) -> str:
@@ -118,6 +129,15 @@ def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
 def selector(ctx: RenderContext, component: str) -> dict[str, str]:
     """Return labels that select the pods of one component of this resource."""
     return {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_COMPONENT: component}
+
+
+def coordinator_pods(ctx: RenderContext) -> dict[str, Any]:
+    """Return the label selector of the coordinator's pods, and of its standby's if it has one."""
+    if not ctx.has_standby:
+        return {"matchLabels": selector(ctx, COORDINATOR)}
+    either = {"key": LABEL_COMPONENT, "operator": "In", "values": [COORDINATOR, STANDBY]}
+    others = {label: value for label, value in selector(ctx, COORDINATOR).items() if label != LABEL_COMPONENT}
+    return {"matchLabels": others, "matchExpressions": [either]}
 
 
 def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Deployment `NAME-coordinator`: the process that routes requests, journals them and confirms verbs.
 
-There is one coordinator. When its node is lost, its pod is replaced on another node (see `plan/lost_coordinator.py`).
+With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
+other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
+`plan/lost_coordinator.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from typing import Any
 from megatron_operator.render.context import (
     ANNOTATION_SERVER_KEY,
     COORDINATOR,
+    LABEL_COMPONENT,
     PORT_ADMIN,
     PORT_CLIENT,
     PORT_ENGINE,
     PORT_HEALTH,
+    STANDBY,
     Manifest,
     RenderContext,
     child,
@@ -32,7 +36,8 @@ TOLERATION_SECONDS = 5
 NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def coordinator_args(ctx: RenderContext) -> list[str]:
+def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
+    other = ctx.standby_name if component == COORDINATOR else ctx.coordinator_name
     routing, pause = ctx.spec.coordinator.routing, ctx.spec.lifecycle.pause
     return [
         "coordinator",
@@ -41,6 +46,7 @@ def coordinator_args(ctx: RenderContext) -> list[str]:
         *("--engine-port", str(PORT_ENGINE)),
         *("--admin-port", str(PORT_ADMIN)),
         *("--health-port", str(PORT_HEALTH)),
+        *(("--other-host", f"{other}.{ctx.namespace}.svc") if ctx.has_standby else ()),
         *keys_args(ctx),
         *("--routing-policy", routing.policy.value),
         *("--alpha", routing.alpha),
@@ -50,20 +56,25 @@ def coordinator_args(ctx: RenderContext) -> list[str]:
     ]
 
 
-def _tolerations(given: list[Any]) -> list[Any]:
-    """Return the tolerations of a podTemplate, and those of a lost node that it does not set itself."""
+def lost_node_tolerations(given: list[Any]) -> list[Any]:
+    """Return these tolerations, and those of a lost node that they do not contain."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
     return [*given, *({"key": key, **effect} for key in missing)]
 
 
-def coordinator_deployment(ctx: RenderContext) -> Manifest:
+def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
+    """Return the Deployment of a coordinator; of the standby for the component STANDBY.
+
+    Raises:
+        InvalidPodTemplate, NotAllowed: the podTemplate of the spec.
+    """
     container = {
         "name": COORDINATOR,
         "image": ctx.settings.coordinator_image,
         "command": ["megatron"],
-        "args": coordinator_args(ctx),
+        "args": coordinator_args(ctx, component),
         "ports": [
             {"name": "client", "containerPort": PORT_CLIENT},
             {"name": "engine", "containerPort": PORT_ENGINE},
@@ -84,11 +95,14 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
         grace_seconds=GRACE_SECONDS,
         keys=KEYS,
         overlay=ctx.spec.coordinator.pod_template,
+        extra_labels={LABEL_COMPONENT: component},
     )
     pod = template["spec"]
-    # The pod of a lost node is still there, terminating: the new one prefers another node.
-    pod["affinity"] = {**anti_affinity(ctx, COORDINATOR), **(pod.get("affinity") or {})}
-    pod["tolerations"] = _tolerations(pod.get("tolerations") or [])
+    # The pod of a lost node is still there, terminating: the new one prefers another node, but that of the other one
+    # of a pair still less.
+    other = selector(ctx, STANDBY if component == COORDINATOR else COORDINATOR) if ctx.has_standby else None
+    pod["affinity"] = {**anti_affinity(selector(ctx, component), other), **(pod.get("affinity") or {})}
+    pod["tolerations"] = lost_node_tolerations(pod.get("tolerations") or [])
     if ctx.spec.coordinator.priority_class_name is not None:
         pod.setdefault("priorityClassName", ctx.spec.coordinator.priority_class_name)
     if ctx.server_key > 1:
@@ -97,8 +111,9 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},
-        "selector": {"matchLabels": selector(ctx, COORDINATOR)},
+        "selector": {"matchLabels": selector(ctx, component)},
         "template": template,
         "revisionHistoryLimit": 2,
     }
-    return seal(child(ctx, "Deployment", ctx.coordinator_name, api_version="apps/v1", component=COORDINATOR, spec=spec))
+    name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
+    return seal(child(ctx, "Deployment", name, api_version="apps/v1", component=component, spec=spec))

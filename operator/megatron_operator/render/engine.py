@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.resource import Backend
+from megatron_operator.model.resource import Backend, NativeSpec
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     ENGINE,
@@ -84,7 +84,22 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
         args.append("--no-chunked-prefill")
     if spec.model.format.value != "Auto":
         args += ["--format", spec.model.format.value]
-    return args + vllm_options(ctx)
+    return args + _native_options(spec.engine.native or NativeSpec()) + vllm_options(ctx)
+
+
+def _native_options(native: NativeSpec) -> list[str]:
+    """Return the options that differ from their defaults, so that a new field changes no engine."""
+    defaults = NativeSpec()
+    options: list[str] = []
+    if native.kv_cache_mode is not defaults.kv_cache_mode:
+        options += ["--kv-cache-mode", native.kv_cache_mode.value.lower()]
+    if native.prefix_eviction is not defaults.prefix_eviction:
+        options += ["--prefix-eviction", "ref_zero"]
+    if native.batch_invariant:
+        options.append("--batch-invariant")
+    if native.step_timeout_seconds != defaults.step_timeout_seconds:
+        options += ["--step-timeout-seconds", str(native.step_timeout_seconds)]
+    return options
 
 
 def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from megatron_operator.render.context import (
     Manifest,
     RenderContext,
     child,
+    coordinator_pods,
     seal,
     selector,
 )
@@ -34,22 +35,31 @@ def service_account(ctx: RenderContext) -> Manifest:
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:
-    """Return the budgets of engines and servers: one pod of each is evicted at a time, and pods that are not ready do
-    not block the drain of a node. So does no single pod: the coordinator, of which there is one, needs no budget."""
-    return [_disruption_budget(ctx, ctx.engines_name, ENGINE), _disruption_budget(ctx, ctx.server_name, SERVER)]
+    """Return the budgets of engines, servers, and a coordinator with a standby: one pod of each is evicted at a time,
+    and pods that are not ready do not block the drain of a node. A single coordinator needs no budget."""
+    budgets = [_disruption_budget(ctx, ctx.engines_name, ENGINE), _disruption_budget(ctx, ctx.server_name, SERVER)]
+    if ctx.has_standby:
+        budgets.append(_disruption_budget(ctx, ctx.coordinator_name, COORDINATOR, pods=coordinator_pods(ctx)))
+    return budgets
 
 
-def _disruption_budget(ctx: RenderContext, name: str, component: str) -> Manifest:
+def _disruption_budget(
+    ctx: RenderContext, name: str, component: str, *, pods: dict[str, Any] | None = None
+) -> Manifest:
     spec = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": selector(ctx, component)},
+        "selector": pods or {"matchLabels": selector(ctx, component)},
     }
     return seal(child(ctx, "PodDisruptionBudget", name, api_version="policy/v1", component=component, spec=spec))
 
 
 def _pods(ctx: RenderContext, component: str, extra_labels: dict[str, str] | None = None) -> dict[str, Any]:
     return {"podSelector": {"matchLabels": {**selector(ctx, component), **(extra_labels or {})}}}
+
+
+def _coordinators(ctx: RenderContext) -> dict[str, Any]:
+    return {"podSelector": coordinator_pods(ctx)}
 
 
 def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
@@ -95,9 +105,9 @@ def hub_egress() -> dict[str, Any]:
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. The
-    coordinator opens no connections. Engines and servers resolve names, and download if the model, or an adapter of the
-    engines, is on a hub. `engine_policy` adds the connections within an engine."""
+    """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. A
+    coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
+    the model, or an adapter of the engines, is on a hub. `engine_policy` adds the connections within an engine."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -111,11 +121,15 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     source = [dns_egress(), *([hub_egress()] if model.source.hugging_face is not None else [])]
     has_hub_adapter = any(adapter.source.hugging_face is not None for adapter in model.adapters or ())
     adapters = [hub_egress()] if has_hub_adapter and model.source.hugging_face is None else []
-    to_coordinator = {"to": [_pods(ctx, COORDINATOR)]}
+    to_coordinator = {"to": [_coordinators(ctx)]}
     from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source, *adapters]
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
+    from_coordinator = []
+    if ctx.has_standby:
+        coordinator.append({"from": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)})
+        from_coordinator = [{"to": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)}, dns_egress()]
     return [
-        _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, []),
+        _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, from_coordinator, pods=_coordinators(ctx)),
         _policy(ctx, ctx.engines_name, ENGINE, engine, from_engine, pods=_engines_and_check(ctx)),
         _policy(ctx, ctx.server_name, SERVER, server, from_server),
     ]

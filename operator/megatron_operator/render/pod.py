@@ -8,9 +8,6 @@ from typing import Any
 
 from megatron_operator.render.config import config_name
 from megatron_operator.render.context import (
-    LABEL_COMPONENT,
-    LABEL_INSTANCE,
-    LABEL_NAME,
     PORT_HEALTH,
     RenderContext,
     labels,
@@ -23,6 +20,7 @@ USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
 CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
+HOSTNAME = "kubernetes.io/hostname"
 
 
 def pod_template(
@@ -142,10 +140,16 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PORT_HEALTH}, "timeoutSeconds": 3, **timing}
 
 
-def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:
-    """Return an affinity that prefers different nodes for replicas of one component."""
-    match = {key: value for key, value in selector(ctx, component).items()}
-    assert set(match) == {LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT}
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": match}}
-    weighted = {"weight": 50, "podAffinityTerm": term}
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}
+def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return an affinity that prefers nodes without pods of these labels.
+
+    own:   of the replicas of the component itself.
+    other: of a component that must not be lost with it. Its pods count more: a pod of the component itself may be
+           terminating on the node on which its successor is wanted.
+    """
+    weighted = [
+        {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}
+        for weight, match in ((50, own), (100, other))
+        if match is not None
+    ]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}

@@ -108,7 +108,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     )
     if weights_revision(ctx):
         template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
-    template["spec"].setdefault("affinity", anti_affinity(ctx, SERVER))
+    template["spec"].setdefault("affinity", anti_affinity(selector(ctx, SERVER)))
     spec = {
         **({} if server.replicas is None else {"replicas": server.replicas}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},

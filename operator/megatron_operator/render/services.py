@@ -30,13 +30,15 @@ def front_service(ctx: RenderContext) -> Manifest:
     return seal(child(ctx, "Service", ctx.name, component=SERVER, spec=spec))
 
 
-def coordinator_service(ctx: RenderContext) -> Manifest:
+def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
+    """Return the Service of a coordinator; of the standby for the component STANDBY."""
     ports = [("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH)]
     spec = {
-        "selector": selector(ctx, COORDINATOR),
+        "selector": selector(ctx, component),
         "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports],
     }
-    return seal(child(ctx, "Service", ctx.coordinator_name, component=COORDINATOR, spec=spec))
+    name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
+    return seal(child(ctx, "Service", name, component=component, spec=spec))
 
 
 def engine_service(ctx: RenderContext, index: int) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,11 +15,14 @@ _PREFIX = "megatron_coordinator_"
 
 
 class CoordinatorMetrics(Collector):
-    def __init__(self, coordinator: CoordinatorCore) -> None:
-        self._coordinator = coordinator
+    """core: returns the current core, which a standby replaces."""
+
+    def __init__(self, core: Callable[[], CoordinatorCore]) -> None:
+        self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        coordinator, counters = self._coordinator, self._coordinator.counters
+        coordinator = self._core()
+        counters = coordinator.counters
         journal = coordinator.dispatcher.journal
         for name, text, value in (
             ("queued_requests", "Requests that wait for an engine.", coordinator.dispatcher.waiting),
@@ -27,6 +30,7 @@ class CoordinatorMetrics(Collector):
             ("journal_bytes", "Memory held for open requests.", journal.bytes),
             ("clients", "Clients registered.", len(coordinator.clients)),
             ("epoch", "Generation epoch.", coordinator.verbs.epoch),
+            ("active", "1 if it serves; 0 if it is the standby of another coordinator.", coordinator.context.active),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value=value)
         state = GaugeMetricFamily(_PREFIX + "state", "1 for the current state.", labels=["state"])

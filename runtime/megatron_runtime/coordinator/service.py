@@ -25,6 +25,7 @@ from megatron_runtime.coordinator.core.coordinator import CoordinatorCore, Token
 from megatron_runtime.coordinator.core.membership import Access
 from megatron_runtime.coordinator.core.records import Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.pair import Pair
 from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
@@ -117,7 +118,14 @@ class Transport(Access):
         return connection.key if connection is not None else b""
 
     def admits(self, peer: PeerId, key: bytes) -> bool:
-        return self.gatekeeper is None or self.gatekeeper.admits(_key_role(peer[0]), key)
+        return self._opens(_key_role(peer[0]), key)
+
+    def _opens(self, role: Role, key: bytes) -> bool:
+        """Whether a key opens the port of a role. The other coordinator of a pair connects to the admin port."""
+        gatekeeper = self.gatekeeper
+        if gatekeeper is None or gatekeeper.admits(role, key):
+            return True
+        return role is Role.ADMIN and self._settings.other_host is not None and key in gatekeeper.servers
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
         if self.gatekeeper is None:
@@ -163,7 +171,7 @@ class Transport(Access):
             return NullHandshake
         from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
 
-        server = CurveServer.from_z85(gatekeeper.own.secret, lambda key: gatekeeper.admits(role, key))
+        server = CurveServer.from_z85(gatekeeper.own.secret, lambda key: self._opens(role, key))
         return lambda properties: CurveHandshake(server, properties)
 
 
@@ -187,15 +195,14 @@ class Coordinator:
         self.transport = Transport(settings, self._received, self._gone)
         self._loop = asyncio.get_running_loop()
         self._on_bound = on_bound
-        self.core = CoordinatorCore(
-            settings,
-            now=self._loop.time(),
-            randbits=random.SystemRandom().getrandbits,
-            tokenizer=tokenizer,
-            access=self.transport,
-        )
-        self._context = self.core.context
+        self._tokenizer = tokenizer
         self._time = self._loop.time
+        self.core = self._make_core()
+        self._context = self.core.context
+        self._pair: Pair | None = None
+        """None: there is no other coordinator, and this one is always active."""
+        if settings.other_host is not None:
+            self._pair = Pair(settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send)
         self._timer: asyncio.TimerHandle | None = None
         self._armed = math.inf
         self._key_timer: asyncio.TimerHandle | None = None
@@ -206,9 +213,10 @@ class Coordinator:
     def start(self) -> None:
         """Bind and serve. Raises BindError."""
         self.transport.start()
-        self._set_wall_time()
-        self.core.start(self._time())
-        self._perform()
+        if self._pair is None:
+            self._begin()
+        else:
+            self._pair.start()
         self._check_keys()
         if self._on_bound is not None:
             self._on_bound(self.transport.addresses)
@@ -220,6 +228,8 @@ class Coordinator:
         for timer in (self._timer, self._key_timer):
             if timer is not None:
                 timer.cancel()
+        if self._pair is not None:
+            self._pair.close()
         self.transport.stop()
         if self.settings.schedule_output_path is not None:
             self.core.router.write_decisions(self.settings.schedule_output_path)
@@ -233,6 +243,10 @@ class Coordinator:
         """Return when no request is open, or after `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
+
+    def hand_over(self) -> bool:
+        """Let the other coordinator of the pair take over at once. False if there is none."""
+        return self._pair is not None and self._pair.hand_over()
 
     async def wait_for_engines(self, number: int) -> None:
         await self._until(lambda: len(self.core.engines.serving()) >= number)
@@ -248,9 +262,53 @@ class Coordinator:
         self.core.remove_engine(self._time(), engine, reason)
         self._perform()
 
+    # --- active and standby -------------------------------------------------------------------------------------
+
+    def _make_core(self) -> CoordinatorCore:
+        return CoordinatorCore(
+            self.settings,
+            now=self._time(),
+            randbits=random.SystemRandom().getrandbits,
+            tokenizer=self._tokenizer,
+            access=self.transport,
+        )
+
+    def _begin(self) -> None:
+        """Become active. State, epoch and fence come from the engines, as after a restart."""
+        self._set_wall_time()
+        self.core.start(self._time())
+        self._perform()
+
+    def _pair_changed(self) -> None:
+        """This coordinator of a pair became active, went on standby, or has another term."""
+        pair, core = self._pair, self.core
+        assert pair is not None
+        was_active = core.context.active
+        if pair.active:
+            core.context.term = pair.term
+            if not was_active:
+                self._begin()
+        elif was_active:
+            self._stand_by(pair)
+
+    def _stand_by(self, pair: Pair) -> None:
+        """Forget everything, and send all peers to the other coordinator. Clients submit open requests again there."""
+        peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
+        self.core = self._make_core()
+        self._context = self.core.context
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._armed = None, math.inf
+        for peer in peers:
+            pair.redirect(peer)
+            self.transport.cut(peer)
+        self._event_done.set()
+
     # --- events and effects -------------------------------------------------------------------------------------
 
     def _received(self, peer: PeerId, frames: Frames) -> None:
+        if self._pair is not None and not self._pair.passes(peer, self.transport.key_of(peer), frames):
+            return
         try:
             self.core.received(self._time(), peer, frames)
         finally:
@@ -351,7 +409,7 @@ async def serve(
             stack.push_async_callback(await _start_health(settings.health_port, coordinator))
         await asyncio.to_thread(importlib.import_module, "megatron_runtime.requests.hashing")
         await coordinator.ended.wait()
-        if is_signalled:
+        if is_signalled and not coordinator.hand_over():
             await coordinator.drain(seconds=DRAIN_SECONDS)
 
 
@@ -363,7 +421,7 @@ async def _start_health(port: int, coordinator: Coordinator) -> Callable[[], Awa
     from megatron_runtime.process.health import HealthServer
 
     registry = CollectorRegistry()
-    registry.register(CoordinatorMetrics(coordinator.core))
+    registry.register(CoordinatorMetrics(lambda: coordinator.core))
     addresses = coordinator.transport.addresses
     health = HealthServer(missing=lambda: [] if addresses else ["bound sockets"], registry=registry, port=port)
     await health.start()

@@ -48,6 +48,7 @@ class Header(IntEnum):
     FINAL = 113
     SUBMIT = 114
     SET_ADAPTERS = 115
+    PAIR_STATE = 116
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
@@ -78,6 +79,7 @@ class ErrorCode(IntEnum):
     MALFORMED = 2  # the frame could not be read
     WRONG_ROLE = 3  # the port or the registration does not allow this message
     VERSION = 4  # the protocol versions have nothing in common
+    STANDBY = 5  # this coordinator is on standby: connect to the other one
     INVALID_REQUEST = 400
     ADAPTER_NOT_FOUND = 404  # the adapter of a request is not in the pool's list
     TOO_LARGE = 413

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,6 +35,7 @@ from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_byt
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.request_meta import RequestMeta as RequestMeta
 from megatron_runtime.protocol.text import shown
 
 # --- control messages -------------------------------------------------------------------------------------------------
@@ -103,6 +104,8 @@ class Hello(ControlMessage):
     of a release without adapters."""
     adapter_errors: Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)] | None = None
     """Engines: by name, why an adapter of the list is not loaded."""
+    term: U64 | None = None
+    """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
 
 
 class HelloAck(ControlMessage):
@@ -125,6 +128,10 @@ class HelloAck(ControlMessage):
     adapters: AdapterList | None = None
     """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
     none."""
+    term: U64 | None = None
+    """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
+    other: Text | None = None
+    """Host of the other coordinator of a pair, with the same port. None: there is none."""
 
 
 class Heartbeat(ControlMessage):
@@ -321,6 +328,19 @@ class Error(ControlMessage):
     uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
     retry_after_seconds: Seconds | None = None
     incarnation: U64 | None = None
+    other: Text | None = None
+    """STANDBY: host of the other coordinator, with the same port."""
+
+
+class PairState(ControlMessage):
+    """Sent by each coordinator of a pair to the other one, as its heartbeat and at each change."""
+
+    header = Header.PAIR_STATE
+    incarnation: U64
+    """Decides between two coordinators that became active with the same term."""
+    term: U64 = 0
+    """If active, the term in which it serves; otherwise the highest that it knows."""
+    active: bool = False
 
 
 ENGINE_FAILED = "engine failed"
@@ -338,59 +358,6 @@ class Disconnect(ControlMessage):
 
 _SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
 _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
-
-
-class RequestMeta(NamedTuple):
-    """The fields of a request that the coordinator reads. All others are in the bodies."""
-
-    streaming: bool = False
-    seed: int = 0
-    deadline_ms: int | None = None
-    """Time left when the message is sent; None means no deadline."""
-    text: bool = False
-    """The prompt is UTF-8 text, not tokens. Only a coordinator with a tokenizer accepts it."""
-    priority: int = 0
-    """Of waiting requests, the lowest number is dispatched first."""
-    cache_salt: str = ""
-    """Seeds the block hashes, so that requests with different salts share no prefix."""
-    engine: str = ""
-    """The only engine that may answer. Empty: any engine."""
-    tenant: str = ""
-    """Opaque id of the tenant in whose share of the engines the request counts. Empty: the client's connection."""
-    adapter: str = ""
-    """Name of the LoRA adapter that answers. Empty: the base model."""
-
-    def items(self) -> tuple[Any, ...]:
-        """The elements to send. The last three are left out if they, and those after them, are empty."""
-        return self if self.adapter else self[:8] if self.tenant else self[:7] if self.engine else self[:6]
-
-    @classmethod
-    def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last five may be absent, because peers of earlier releases do not send them.
-
-        Raises MalformedMessageError.
-        """
-        if type(value) is list and len(value) >= 4:
-            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter = (value + _META[len(value) :])[:9]
-            if (
-                type(streaming) is type(text) is bool
-                and type(seed) is type(priority) is int
-                and 0 <= seed < 1 << 64
-                and (deadline is None or type(deadline) is int)
-                and type(salt) is type(engine) is type(tenant) is type(adapter) is str
-                and len(salt) <= limits.MAX_SALT_CHARACTERS
-                and len(tenant) <= limits.MAX_TENANT_CHARACTERS
-                and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
-            ):
-                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant, adapter)
-        raise MalformedMessageError(
-            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
-            "tenant, adapter]"
-        )
-
-
-_META = list(RequestMeta())
-"""Defaults of the elements."""
 
 
 class Submit(NamedTuple):
@@ -578,12 +545,10 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
 _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """By header: the number of elements with the header."""
 
+_KINDS = (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState)
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},
-    **{
-        int(kind.header): kind
-        for kind in (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect)
-    },
+    **{int(kind.header): kind for kind in _KINDS},
 }
 
 

@@ -1,4 +1,8 @@
-"""The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection."""
+"""The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection.
+
+Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one when its
+coordinator is silent or says that it is on standby.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
 """Time without any message after which a new socket is opened."""
+REDIRECT_SECONDS = 0.1
+"""Time between an answer of a standby and the next attempt, at the other coordinator."""
 GOODBYE_LINGER_MS = 2000
 """The longest time that DISCONNECT may take to leave this machine."""
 
@@ -72,6 +78,7 @@ def _log_malformed(error: MalformedMessageError) -> None:
 class PeerLink:
     """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
 
+    address:      of the coordinator; of a pair, the one that is tried or in use.
     keys:         those in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
@@ -82,7 +89,8 @@ class PeerLink:
     connect:      opens the socket; None: a DEALER of libzmq, whose buffers are unbounded.
     tick_seconds: interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
     silence_seconds: time without any message after which a new socket is opened; None: SILENCE_SECONDS.
-    other_key_seconds: the same before the registration, if the coordinator may have another key.
+    other_key_seconds: the same before the registration, if the coordinator may have another key or address.
+    others:       further addresses; None: of the other coordinator, as far as HELLO_ACK or ERROR tells it.
     """
 
     address: str
@@ -98,12 +106,17 @@ class PeerLink:
     tick_seconds: float | None = None
     silence_seconds: float | None = None
     other_key_seconds: float | None = None
+    others: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
         self.coordinator_incarnation = 0
+        self._first_address = self.address
+        self._addresses = (self.address, *(self.others or ()))
+        self._term = 0
+        """The highest term of the coordinators that this peer has been registered with."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: PeerSocket | None = None
@@ -200,16 +213,50 @@ class PeerLink:
     def say_hello(self) -> None:
         """Send HELLO, to register or after its content has changed."""
         if self._socket is not None:
-            self._socket.send(self.hello(self._incarnation).to_frames())
+            hello = self.hello(self._incarnation)
+            self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
         """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
         self._muted_until = max(self._muted_until, self._now() + after_seconds)
+        self._hang_up(reason)
+        self._open()
+
+    def move(self, reason: str) -> None:
+        """Open a new socket, to the other coordinator of a pair if there is one."""
+        self._hang_up(reason)
+        self._next_address()
+        self._open()
+
+    def _hang_up(self, reason: str) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         self._lose(reason)
-        self._open()
+
+    def _next_address(self) -> None:
+        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
+
+    def _learn(self, other: str | None) -> None:
+        """The coordinator in use names the host of the other one, or none."""
+        if self.others is None:
+            port = self.address.rpartition(":")[2]
+            host = f"[{other}]" if other and ":" in other else other
+            learned = (f"tcp://{host}:{port}",) if host else ()
+            self._addresses = tuple(dict.fromkeys((self._first_address, self.address, *learned)))
+
+    def _redirected(self, reason: str) -> None:
+        """This coordinator is on standby. Try the other one soon."""
+        assert self._loop is not None
+        self._hang_up(reason)
+        self._next_address()
+        self._loop.call_later(REDIRECT_SECONDS, self._open_again)
+
+    def _open_again(self) -> None:
+        if self._socket is None and not self._closed:
+            # A standby has accepted the key in use.
+            self._attempts = max(0, self._attempts - 1)
+            self._open()
 
     def _open(self) -> None:
         self._heard = self._now()
@@ -220,7 +267,7 @@ class PeerLink:
             # The last connection may have failed because the keys changed.
             self._key_stamp = self.keys.stamp()
             self.keys = self.keys.refreshed()
-            keys = self.keys.for_attempt(self._attempts)
+            keys = self.keys.for_attempt(self._attempts // len(self._addresses))
         self._attempts += 1
         self._incarnation = random.SystemRandom().getrandbits(64)
         self._socket = (self.connect or self._connect_libzmq)(keys)
@@ -264,7 +311,7 @@ class PeerLink:
             reason = f"no message from the coordinator at {self.address} for {now - self._heard:.0f} s"
             if self.registered:
                 logger.warning("%s: connecting again", reason)
-            self.reopen(reason)
+            self.move(reason)
         elif self._own_key_changed():
             reason = f"registering again at {self.address} with the new key of this process"
             logger.info("%s", reason)
@@ -275,8 +322,8 @@ class PeerLink:
             self.say_hello()
 
     def _patience(self) -> float:
-        tries_keys = not self.registered and self.keys is not None and self.keys.other_server_publics
-        if tries_keys and self.other_key_seconds is not None:
+        keys = self.keys.other_server_publics if self.keys is not None else ()
+        if not self.registered and (keys or len(self._addresses) > 1) and self.other_key_seconds is not None:
             return self.other_key_seconds
         return SILENCE_SECONDS if self.silence_seconds is None else self.silence_seconds
 
@@ -305,6 +352,9 @@ class PeerLink:
                 if self.registered:
                     self._lose("the coordinator does not know this connection")
                     self.say_hello()
+            case Error(code=ErrorCode.STANDBY, other=other):
+                self._learn(other)
+                self._redirected(f"the coordinator at {self.address} is on standby")
             case Error(code=ErrorCode.VERSION | ErrorCode.WRONG_ROLE) if not self.registered:
                 self._reject(f"rejected HELLO: {message.code.name}: {printable(message.message)}")
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
@@ -318,6 +368,11 @@ class PeerLink:
                 self.on_message(message)
 
     def _register(self, ack: HelloAck) -> None:
+        if ack.term is not None and ack.term < self._term:
+            self._redirected(f"the coordinator at {self.address} has term {ack.term}, of at least {self._term}")
+            return
+        self._term = ack.term or 0
+        self._learn(ack.other)
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
         if self.tick_seconds is None:

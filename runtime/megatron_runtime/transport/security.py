@@ -87,14 +87,16 @@ class Gatekeeper:
 
     own:     the pair in use since the start.
     allowed: follows the files, at each changed(). Existing connections are not checked again when it changes.
+    servers: the public keys of coordinators, the own one among them; follows the files too.
     """
 
     def __init__(self, directory: Path) -> None:
         """Read the files. Raises KeyFileError."""
         self._directory = directory
-        self._files = [directory / "server.key", *(directory / f"{_file_name(role)}.pub" for role in Role)]
+        publics = (directory / f"{name}.pub" for name in ("server", *map(_file_name, Role)))
+        self._files = [directory / "server.key", *publics]
         self._stamps = [_stamp(file) for file in self._files]
-        self.own, self.allowed = self._load()
+        self.own, self.allowed, self.servers = self._load()
 
     def admits(self, role: Role, key: bytes) -> bool:
         return key in self.allowed[role]
@@ -106,7 +108,7 @@ class Gatekeeper:
             return False
         self._stamps = stamps
         try:
-            own, allowed = self._load()
+            own, allowed, self.servers = self._load()
         except KeyFileError as error:
             logger.warning("keeping the keys in use: %s", error)
             return False
@@ -115,9 +117,10 @@ class Gatekeeper:
         changed, self.allowed = allowed != self.allowed, allowed
         return changed
 
-    def _load(self) -> tuple[KeyPair, dict[Role, frozenset[bytes]]]:
+    def _load(self) -> tuple[KeyPair, dict[Role, frozenset[bytes]], tuple[bytes, ...]]:
         allowed = {role: frozenset(_read_keys(self._directory / f"{_file_name(role)}.pub")) for role in Role}
-        return _load_pair(self._directory, "server"), allowed
+        servers = tuple(_read_keys(self._directory / "server.pub"))
+        return _load_pair(self._directory, "server"), allowed, servers
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:

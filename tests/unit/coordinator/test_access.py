@@ -49,7 +49,7 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     rejected = coordinator.transport.rejected()
     assert rejected >= (key is not None)
     assert coordinator.core.status().rejected_frames == rejected
-    metrics = CoordinatorMetrics(coordinator.core).collect()
+    metrics = CoordinatorMetrics(lambda: coordinator.core).collect()
     counts = {sample.labels.get("reason"): sample.value for metric in metrics for sample in metric.samples}
     assert counts["key_not_admitted"] == rejected
 

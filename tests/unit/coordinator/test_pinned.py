@@ -20,7 +20,7 @@ FAST = LinkTimings(hello_retry=0.05, status_interval=0.1, status_interval_busy=0
 async def link(stage: Any) -> AsyncIterator[CoordinatorLink]:
     stage.coordinator()
     made = CoordinatorLink(on_change=lambda: None, timings=FAST)
-    made.point_to(stage.address(Role.ADMIN), None)
+    made.point_to((stage.address(Role.ADMIN),), None)
     await made.refresh(expected=True)
     yield made
     await made.close()

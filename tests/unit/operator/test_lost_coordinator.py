@@ -71,3 +71,10 @@ def test_a_pod_that_never_answered_is_not_replaced(serving: World) -> None:
 
 def test_a_coordinator_that_answers_is_not_replaced(serving: World) -> None:
     assert deleted(decide(serving)) == []
+
+
+def test_both_pods_of_a_pair_are_replaced(serving: World) -> None:
+    pod = coordinator_pod(serving)
+    standby = replace(pod, name="demo-standby-0", uid="s", component="standby")
+    both = replace(serving, pods=(*serving.pods, standby))
+    assert deleted(decide(lost(both, REPLACE_SECONDS))) == [(pod.name, pod.uid), ("demo-standby-0", "s")]

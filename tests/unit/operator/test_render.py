@@ -86,6 +86,61 @@ def test_a_coordinator_leaves_a_lost_node_in_seconds_and_prefers_another() -> No
     assert preferred["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "coordinator"
 
 
+def test_the_two_coordinators_of_a_pair_differ_in_name_and_know_each_other() -> None:
+    pods = _pods(_context(coordinator={"replicas": 2}))
+    first, second = pods["demo-coordinator"], pods["demo-standby"]
+    for pod, other in ((first, "demo-standby"), (second, "demo-coordinator")):
+        args = pod["containers"][0]["args"]
+        assert args[args.index("--other-host") + 1] == f"{other}.default.svc"
+        own, apart = pod["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"][COMPONENT] == other.removeprefix("demo-")
+        assert apart["weight"] > own["weight"], "a terminating pod of its own must not drive it to the other one's node"
+    args = [[each for each in pod["containers"][0]["args"] if "demo-" not in each] for pod in (first, second)]
+    assert args[0] == args[1]
+    assert "--other-host" not in _pods(_context())["demo-coordinator"]["containers"][0]["args"]
+
+
+def test_a_standby_changes_neither_engines_nor_servers() -> None:
+    with_standby, without = _pods(_context(coordinator={"replicas": 2})), _pods(_context())
+    changed = {name for name, pod in with_standby.items() if pod != without.get(name)}
+    assert changed == {"demo-coordinator", "demo-standby"}
+
+
+def test_the_coordinators_of_a_pair_reach_each_other_on_the_admin_port() -> None:
+    pair = [("coordinator", {5557}), ("standby", {5557})]
+    egress = _egress(_context(coordinator={"replicas": 2}))
+    assert egress["coordinator"] == egress["standby"] == [*pair, ("any", {53, 5353})]
+    assert egress["engine"][:2] == [("coordinator", {5556}), ("standby", {5556})]
+    assert egress["server"][:2] == [("coordinator", {5555}), ("standby", {5555})]
+    policy = next(each for each in all_children(_context(coordinator={"replicas": 2})) if "5557" in str(each))
+    admins = [rule["from"] for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == 5557]
+    assert [_selected({"spec": peer}) for (peer,) in admins if "podSelector" in peer] == [["coordinator", "standby"]]
+
+
+@pytest.mark.parametrize(
+    ("native", "options"),
+    [
+        ({}, []),
+        ({"kvCacheMode": "Recompute", "prefixEviction": "LRU", "stepTimeoutSeconds": 60}, []),
+        ({"kvCacheMode": "Offload"}, ["--kv-cache-mode", "offload"]),
+        ({"prefixEviction": "RefZero"}, ["--prefix-eviction", "ref_zero"]),
+        ({"batchInvariant": True}, ["--batch-invariant"]),
+        ({"stepTimeoutSeconds": 300}, ["--step-timeout-seconds", "300"]),
+    ],
+    ids=str,
+)
+def test_settings_of_native_engines_are_options_unless_they_are_the_defaults(
+    native: dict[str, Any], options: list[str]
+) -> None:
+    def args(**engine: Any) -> list[str]:
+        containers = _pods(_context(engine=engine))["demo-engine-0"]["containers"]
+        return [each for each in containers[0]["args"] if "revision" not in each][:-1]
+
+    before, after = args(), args(native=native)
+    assert after[: len(before)] == before
+    assert after[len(before) :] == options
+
+
 def test_tolerations_of_the_pod_template_are_kept_and_take_precedence() -> None:
     own = [
         {"key": "spot", "operator": "Exists"},
@@ -206,11 +261,9 @@ def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
         rules = []
         for rule in policy["spec"].get("egress", ()):
             (peer,) = rule.get("to", [{"podSelector": {"matchLabels": {COMPONENT: "any"}}}])
-            labels = peer["podSelector"]["matchLabels"]
-            assert labels[COMPONENT] == "any" or labels["app.kubernetes.io/instance"] == "demo"
-            rules.append(
-                (labels.get(LABEL_ENGINE, labels[COMPONENT]), {port["port"] for port in rule.get("ports", ())})
-            )
+            reached = _selected({"spec": peer})
+            assert reached == ["any"] or peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+            rules += [(each, {port["port"] for port in rule.get("ports", ())}) for each in reached]
         for selected in _selected(policy):
             found[selected] = rules
         assert ("Egress" in policy["spec"]["policyTypes"]) is ctx.settings.egress_policies

@@ -203,7 +203,7 @@ class DirectLink:
         self._cluster = cluster
         self.sent: list[str] = []
 
-    def point_to(self, address: str | None, keys: object) -> None:
+    def point_to(self, addresses: tuple[str, ...], keys: object) -> None:
         pass
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:

@@ -133,7 +133,7 @@ async def link_to() -> AsyncIterator[Callable[[str], CoordinatorLink]]:
 
     def make(address: str) -> CoordinatorLink:
         made.append(CoordinatorLink(on_change=lambda: None, timings=FAST))
-        made[-1].point_to(address, None)
+        made[-1].point_to((address,), None)
         return made[-1]
 
     yield make

@@ -72,7 +72,7 @@ async def make_link() -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Chan
     ) -> tuple[CoordinatorLink, Changes]:
         changes = Changes()
         link = CoordinatorLink(on_change=changes, timings=timings, **options)
-        link.point_to(address, keys)
+        link.point_to((address,), keys)
         links.append(link)
         return link, changes
 
@@ -232,7 +232,7 @@ async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connec
     admin_port.mute = False
     await changes.until(lambda: link.snapshot.reachable)
     assert link.snapshot.lost_seconds is None
-    link.point_to("tcp://127.0.0.1:1", None)
+    link.point_to(("tcp://127.0.0.1:1",), None)
     assert link.snapshot.lost_seconds is None, "another address"
 
 
@@ -303,7 +303,7 @@ async def test_new_address_moves_the_link_and_close_says_goodbye(make_link: Any,
     await changes.until(lambda: link.snapshot.reachable)
 
     new.state = CoordinatorState.PAUSED
-    link.point_to(new.address, None)
+    link.point_to((new.address,), None)
     assert not link.snapshot.reachable
     await changes.until(lambda: link.snapshot.reachable)
     assert link.snapshot.state is CoordinatorState.PAUSED

@@ -29,6 +29,7 @@ def child_not_owned(scene: Scene) -> Verdict | None:
     ours = {
         scene.ctx.keys_name,
         scene.ctx.coordinator_name,
+        scene.ctx.standby_name,
         scene.ctx.server_name,
         scene.ctx.engines_name,
         scene.ctx.name,

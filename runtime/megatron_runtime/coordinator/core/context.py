@@ -153,6 +153,8 @@ class Context:
     randbits:    returns an integer of that many random bits.
     needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
+    term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
+                 only coordinator.
     """
 
     def __init__(self, settings: CoordinatorSettings, *, now: float, randbits: Callable[[int], int]) -> None:
@@ -161,6 +163,7 @@ class Context:
         self.wall_offset = 0.0
         self.randbits = randbits
         self.incarnation = randbits(64)
+        self.term: int | None = None if settings.other_host is None else 0
         self.engines = EngineRegistry()
         self.clients = ClientRegistry()
         self.counters = Counters()
@@ -168,6 +171,11 @@ class Context:
         self.needs_pump = False
         self.next_timer = math.inf
         self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether this coordinator serves, and is not the standby of another one."""
+        return self.term != 0
 
     def send(self, peer: PeerId, frames: Frames) -> None:
         self.effects.append((peer, frames))

@@ -30,6 +30,8 @@ class Timing:
     """Interval at which the key files are checked for changes."""
     connection_check: float = 5.0
     """A connection that was cut off, or whose host is gone, is closed within three times this long."""
+    takeover: float = limits.SUSPECT_SECONDS
+    """A standby takes over if a peer asks it to, and the other coordinator has been silent for this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class CoordinatorSettings:
     client_port, engine_port, admin_port: 0 picks a free port.
     single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
     health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
+    other_host:      host of the other coordinator of a pair, which has the same ports; None: there is no other.
     keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
     routing_policy:  see RoutingPolicy.
     alpha:           weight of a cached prefix against free capacity, 0 to 1.
@@ -59,6 +62,7 @@ class CoordinatorSettings:
     admin_port: int = 5557
     single_port: bool = False
     health_port: int | None = None
+    other_host: str | None = None
     keys_dir: Path | None = None
     routing_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED
     alpha: float = 0.5
@@ -80,5 +84,7 @@ class CoordinatorSettings:
         for name in ("max_queued", "journal_bytes", "max_clients"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: want at least 1")
+        if self.other_host is not None and (self.single_port or not self.admin_port):
+            raise ValueError(f"other_host {self.other_host!r}: want three ports, the same as those of that coordinator")
         if self.max_wait_seconds <= 0:
             raise ValueError(f"max_wait_seconds {self.max_wait_seconds}: want more than 0")

@@ -216,6 +216,8 @@ class Verbs:
             fence=self.fence,
             adapters=self.adapters,
             heartbeat_seconds=self._context.settings.timing.heartbeat,
+            term=self._context.term,
+            other=self._context.settings.other_host,
             **fields,
         )
         self._context.send(peer, ack.to_frames())

@@ -1,0 +1,166 @@
+"""The connection of a coordinator to the other one of its pair: it sends its own state and receives the other's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable
+
+from megatron_runtime.coordinator.core.election import Answer, Election
+from megatron_runtime.coordinator.core.records import PeerId
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.codec import header_of
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import Error, Frames, Hello, MalformedMessageError, PairState, decode
+from megatron_runtime.transport.security import Gatekeeper, PeerKeys
+from megatron_runtime.transport.zmtp.dealer import Dealer
+
+logger = logging.getLogger(__name__)
+
+KEY_SECONDS = 2.0
+"""A connection that is not established in this time is tried with the other coordinator's next key."""
+
+_HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
+
+
+class Pair:
+    """Decides for each message whether this coordinator may handle it, and exchanges states on the admin ports.
+
+    gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.
+    changed:    called after `active` or `term` has changed.
+    send:       sends frames to a connected peer.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        gatekeeper: Gatekeeper | None,
+        *,
+        changed: Callable[[], None],
+        send: Callable[[PeerId, Frames], object],
+    ) -> None:
+        host = settings.other_host or ""
+        self._address = (
+            f"tcp://[{host}]:{settings.admin_port}" if ":" in host else f"tcp://{host}:{settings.admin_port}"
+        )
+        self._gatekeeper = gatekeeper
+        self._changed = changed
+        self._send = send
+        self._interval = settings.timing.heartbeat
+        self._loop = asyncio.get_running_loop()
+        incarnation = random.SystemRandom().getrandbits(64)
+        takeover = settings.timing.takeover
+        self._election = Election(now=self._loop.time(), incarnation=incarnation, takeover=takeover)
+        self._redirect = Error(code=ErrorCode.STANDBY, message=f"on standby: connect to {host}", other=host).to_frames()
+        self._attempts = itertools.count()
+        self._dealer: Dealer | None = None
+        self._connected = 0.0
+        self._due = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._election.active
+
+    @property
+    def term(self) -> int:
+        return self._election.term
+
+    def start(self) -> None:
+        """Connect to the other coordinator, in the background."""
+        self._tick()
+
+    def close(self) -> None:
+        """Idempotent. The last state still leaves."""
+        if self._timer is not None:
+            self._timer.cancel()
+        dealer, self._dealer = self._dealer, None
+        if dealer is not None:
+            dealer.close(linger_ms=1000)
+
+    def passes(self, peer: PeerId, key: bytes, frames: Frames) -> bool:
+        """Whether the coordinator handles this message. If not, it has been handled here.
+
+        key: the public key of the connection.
+        """
+        header = header_of(frames[0]) if len(frames) == 1 else None
+        election = self._election
+        if election.active and header not in (_HELLO, _PAIR_STATE):
+            return True
+        before, now, answer = (election.active, election.term), self._loop.time(), None
+        if now > self._due + election.takeover:
+            election.stalled(now)
+        if header == _PAIR_STATE:
+            self._receive(now, peer, key, frames)
+        else:
+            answer = election.asked(now, _term_of(frames) if header == _HELLO else 0)
+        if (election.active, election.term) != before:
+            self._announce()
+        if answer is Answer.REDIRECT:
+            self.redirect(peer)
+        return answer is Answer.SERVE
+
+    def redirect(self, peer: PeerId) -> None:
+        """Send a peer to the other coordinator."""
+        self._send(peer, self._redirect)
+
+    def hand_over(self) -> bool:
+        """This process ends: let the other coordinator take over. False if there is none."""
+        was_active = self._election.active
+        leaves = self._election.leave(self._loop.time())
+        if leaves and was_active:
+            self._announce()
+        return leaves
+
+    def _receive(self, now: float, peer: PeerId, key: bytes, frames: Frames) -> None:
+        if peer[0] != Role.ADMIN or (self._gatekeeper is not None and key not in self._gatekeeper.servers):
+            return
+        try:
+            message = decode(frames)
+        except MalformedMessageError as error:
+            logger.warning("a state of the other coordinator is dropped: %s", error)
+            return
+        if isinstance(message, PairState):
+            self._election.heard(now, message)
+
+    def _announce(self) -> None:
+        """Report the change to the other coordinator first, so that it accepts the peers that are redirected to it."""
+        logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
+        self._report()
+        self._changed()
+
+    def _report(self) -> bool:
+        return self._dealer is not None and self._dealer.send(self._election.state.to_frames())
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now > self._due + self._election.takeover:
+            self._election.stalled(now)
+        self._due = now + self._interval
+        self._timer = self._loop.call_at(self._due, self._tick)
+        if self._report():
+            self._connected = now
+        elif self._dealer is None or now - self._connected > KEY_SECONDS:
+            if self._dealer is not None:
+                self._dealer.close()
+            self._dealer = self._connect()
+            self._connected = now
+
+    def _connect(self) -> Dealer:
+        keys = None
+        if self._gatekeeper is not None:
+            first, *others = self._gatekeeper.servers
+            keys = PeerKeys(self._gatekeeper.own, first, tuple(others)).for_attempt(next(self._attempts))
+        return Dealer(self._address, lambda frames: None, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
+
+
+def _term_of(frames: Frames) -> int:
+    try:
+        message = decode(frames)
+    except MalformedMessageError:
+        return 0
+    return message.term or 0 if isinstance(message, Hello) else 0

@@ -1,0 +1,63 @@
+"""The fields of a request that the coordinator reads: the element `meta` of SUBMIT and DISPATCH."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS
+from megatron_runtime.protocol.codec import MalformedMessageError
+from megatron_runtime.protocol.text import shown
+
+
+class RequestMeta(NamedTuple):
+    """The fields of a request that the coordinator reads. All others are in the bodies."""
+
+    streaming: bool = False
+    seed: int = 0
+    deadline_ms: int | None = None
+    """Time left when the message is sent; None means no deadline."""
+    text: bool = False
+    """The prompt is UTF-8 text, not tokens. Only a coordinator with a tokenizer accepts it."""
+    priority: int = 0
+    """Of waiting requests, the lowest number is dispatched first."""
+    cache_salt: str = ""
+    """Seeds the block hashes, so that requests with different salts share no prefix."""
+    engine: str = ""
+    """The only engine that may answer. Empty: any engine."""
+    tenant: str = ""
+    """Opaque id of the tenant in whose share of the engines the request counts. Empty: the client's connection."""
+    adapter: str = ""
+    """Name of the LoRA adapter that answers. Empty: the base model."""
+
+    def items(self) -> tuple[Any, ...]:
+        """The elements to send. The last three are left out if they, and those after them, are empty."""
+        return self if self.adapter else self[:8] if self.tenant else self[:7] if self.engine else self[:6]
+
+    @classmethod
+    def from_list(cls, value: Any) -> Self:
+        """Read the elements. The last five may be absent, because peers of earlier releases do not send them.
+
+        Raises MalformedMessageError.
+        """
+        if type(value) is list and len(value) >= 4:
+            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter = (value + _META[len(value) :])[:9]
+            if (
+                type(streaming) is type(text) is bool
+                and type(seed) is type(priority) is int
+                and 0 <= seed < 1 << 64
+                and (deadline is None or type(deadline) is int)
+                and type(salt) is type(engine) is type(tenant) is type(adapter) is str
+                and len(salt) <= limits.MAX_SALT_CHARACTERS
+                and len(tenant) <= limits.MAX_TENANT_CHARACTERS
+                and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
+            ):
+                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant, adapter)
+        raise MalformedMessageError(
+            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
+            "tenant, adapter]"
+        )
+
+
+_META = list(RequestMeta())
+"""Defaults of the elements."""
