@@ -21,8 +21,8 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
-KEY_SECONDS = 2.0
-"""A connection that is not established in this time is tried with the other coordinator's next key."""
+CONNECT_SECONDS = 1.0
+"""A connection that is not established in this time is opened again, with the other coordinator's next key."""
 
 _HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
 
@@ -109,8 +109,10 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """This process ends: let the other coordinator take over. False if there is none."""
+        """This process ends: let the other coordinator take over. False if it cannot be told."""
         was_active = self._election.active
+        if not self._report():
+            return False
         leaves = self._election.leave(self._loop.time())
         if leaves and was_active:
             self._announce()
@@ -144,7 +146,7 @@ class Pair:
         self._timer = self._loop.call_at(self._due, self._tick)
         if self._report():
             self._connected = now
-        elif self._dealer is None or now - self._connected > KEY_SECONDS:
+        elif self._dealer is None or now - self._connected > CONNECT_SECONDS:
             if self._dealer is not None:
                 self._dealer.close()
             self._dealer = self._connect()

@@ -39,6 +39,9 @@ __all__ = ["Coordinator", "Tokenizer", "run", "serve"]
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER_SECONDS = 1.0
+"""After SIGTERM, the time for a connection to the other coordinator of a pair, which may be restarting."""
+_HAND_OVER_RETRY_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
 """After SIGTERM, the time for open requests to end. Clients submit the rest again to the next coordinator."""
 
@@ -244,9 +247,14 @@ class Coordinator:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
 
-    def hand_over(self) -> bool:
-        """Let the other coordinator of the pair take over at once. False if there is none."""
-        return self._pair is not None and self._pair.hand_over()
+    async def hand_over(self, *, seconds: float = 0.0) -> bool:
+        """Let the other coordinator of the pair take over. False if there is none after `seconds`."""
+        deadline = self._time() + seconds
+        while self._pair is not None and not self._pair.hand_over():
+            if self._time() >= deadline:
+                return False
+            await asyncio.sleep(_HAND_OVER_RETRY_SECONDS)
+        return self._pair is not None
 
     async def wait_for_engines(self, number: int) -> None:
         await self._until(lambda: len(self.core.engines.serving()) >= number)
@@ -409,7 +417,7 @@ async def serve(
             stack.push_async_callback(await _start_health(settings.health_port, coordinator))
         await asyncio.to_thread(importlib.import_module, "megatron_runtime.requests.hashing")
         await coordinator.ended.wait()
-        if is_signalled and not coordinator.hand_over():
+        if is_signalled and not await coordinator.hand_over(seconds=HAND_OVER_SECONDS):
             await coordinator.drain(seconds=DRAIN_SECONDS)
 
 

@@ -66,7 +66,7 @@ async def test_the_standby_has_the_peers_as_soon_as_the_active_one_hands_over(
     await settled(stage, pair)
     client = await stage.client(keys=PeerKeys.load(keys_dir, Role.CLIENT))
     await stage.until(lambda: pair[0]._pair._election._other.active)
-    assert pair[1].hand_over()
+    assert await pair[1].hand_over()
     await stage.until(lambda: list(pair[0].core.clients))
     assert client._link.address.startswith(f"tcp://{HOSTS[0]}:")
     assert [each.core.context.term for each in pair] == [2, 0]
