@@ -13,34 +13,16 @@ import pytest
 import yaml
 from soak import SOAK
 
-from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
-from localcluster.progress import Steps
-from localcluster.settings import Options
 
-from .conftest import SAMPLE, Platform, deploy, own_namespace, printed_when_failed
+from .conftest import SAMPLE, SECOND, Platform, deploy, own_namespace, printed_when_failed
+from .disturbances import pods, settled
 from .load_client import HEADING, Disturbance, LoadClient
-from .test_under_load import pods, settled
 
 pytestmark = pytest.mark.skipif(not SOAK, reason="takes four minutes; `make soak` runs it")
 WORKERS, TOKENS = 3, 32
-SECOND = 2
 HOSTNAME = "kubernetes.io/hostname"
-
-
-@pytest.fixture
-def cluster(platform: Platform) -> Iterator[LocalCluster]:
-    """The cluster of all tests, grown to two nodes with the images, with the operator on the first. It keeps both."""
-    grown = LocalCluster(options=Options(nodes=SECOND))
-    grown.up()
-    grown.build_images()
-    first = grown.settings.nodes[0].name
-    selector = [f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}"]
-    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
-    yield grown
-    grown.restore_network(SECOND)
-    grown.thaw_node(SECOND)
 
 
 @contextmanager
