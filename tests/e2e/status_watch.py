@@ -159,6 +159,7 @@ class StatusWatch:
         self._record = Record()
         self._watches: list[subprocess.Popen[str]] = []
         self._threads: list[threading.Thread] = []
+        self._errors: list[str] = []
         self._stop = threading.Event()
 
     def __enter__(self) -> StatusWatch:
@@ -187,7 +188,10 @@ class StatusWatch:
             record = self._record = Record()
             self._since = dict.fromkeys(self._since, time.monotonic())
         yield record
+        assert not self._errors, self._errors
+        assert all(watch.poll() is None for watch in self._watches), "a watch has ended"
         with self._lock:
+            assert self._status, "no status was received"
             self._record = Record()
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -204,6 +208,9 @@ class StatusWatch:
         def read() -> None:
             for line in lines:
                 event = json.loads(line)
+                if event["type"] == "ERROR":
+                    self._errors.append(event["object"]["message"])
+                    return
                 with self._lock:
                     take(event["type"], event["object"])
 

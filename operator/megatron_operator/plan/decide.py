@@ -81,7 +81,10 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEve
     if before.get("state") != after["state"]:
         origin = before.get("state") or "new"
         ready = _condition(after, ConditionType.READY)
-        kind = "Warning" if after["state"] in ("Failed", "Unknown") else "Normal"
+        # While its pod is replaced, a coordinator is absent as planned. A crash has an Event of its own.
+        coordinator = _condition(after, ConditionType.COORDINATOR_READY)
+        unreachable = after["state"] == "Unknown" and coordinator["reason"] != Reason.COORDINATOR_STARTING.value
+        kind = "Warning" if after["state"] == "Failed" or unreachable else "Normal"
         events.append(EmitEvent(kind, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
     trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
     known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
