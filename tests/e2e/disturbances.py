@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +12,12 @@ from typing import Any
 
 from eventually import LONG_SECONDS
 
+from localcluster.cluster import LocalCluster
 from localcluster.kubectl import CommandError, Kubectl
 
 INSTANCE = "app.kubernetes.io/instance=demo"
+PROXY_SECONDS = 6.0
+"""Time for which kube-proxy is stopped."""
 COMPONENTS = ("coordinator", "engine", "server")
 
 
@@ -68,6 +73,19 @@ def evict(kube: Kubectl, pod: str) -> None:
 
 def kill(kube: Kubectl, pod: str) -> None:
     kube("delete", "pod", pod, "--grace-period=0", "--force")
+
+
+def lose_behind_a_late_proxy(kube: Kubectl, component: str) -> None:
+    """Evict a pod while kube-proxy is stopped, as on a loaded node: it sends connections to the pod meanwhile."""
+    proxy = next(found.pid for found in LocalCluster().status() if found.name == "kube-proxy")
+    assert proxy is not None
+    os.kill(proxy, signal.SIGSTOP)
+    try:
+        evict(kube, pods(kube, component)[0]["metadata"]["name"])
+        time.sleep(PROXY_SECONDS)
+    finally:
+        os.kill(proxy, signal.SIGCONT)
+    settled(kube)
 
 
 def change(kube: Kubectl, **spec: Any) -> None:

@@ -25,6 +25,7 @@ from .disturbances import (
     evict_all,
     kill,
     lose,
+    lose_behind_a_late_proxy,
     reject_and_revert,
     settled,
     to_and_fro,
@@ -61,8 +62,8 @@ class Row:
     in_test: bool = False
 
 
-def mistake(what: str, reason: str, *, to: dict[str, Any], back: dict[str, Any], in_test: bool = False) -> Row:
-    return Row(what, partial(reject_and_revert, reason=reason, to=to, back=back), frozenset({reason}), in_test)
+def mistake(what: str, reason: str, *, to: dict[str, Any], back: dict[str, Any]) -> Row:
+    return Row(what, partial(reject_and_revert, reason=reason, to=to, back=back), frozenset({reason}))
 
 
 ROWS = (
@@ -71,6 +72,11 @@ ROWS = (
     Row("evict a pod of the coordinator", partial(lose, component="coordinator", how=evict)),
     Row("evict a pod of the server", partial(lose, component="server", how=evict)),
     Row("evict all pods at once", evict_all, in_test=True),
+    Row(
+        "evict a pod of the server, kube-proxy stopped for 6 s",
+        partial(lose_behind_a_late_proxy, component="server"),
+        in_test=True,
+    ),
     # A killed server breaks its clients' connections.
     Row("kill a pod of the engine", partial(lose, component="engine", how=kill), degraded=None),
     Row("kill a pod of the coordinator", partial(lose, component="coordinator", how=kill), degraded=None),
@@ -90,7 +96,6 @@ ROWS = (
         "WeightsMissing",
         to={"model": {"source": {"builtin": "smollm2-135n"}}},
         back={"model": {"source": {"builtin": "smollm2-135m"}}},
-        in_test=True,
     ),
     mistake(
         "a Secret that does not exist",
