@@ -154,12 +154,12 @@ class StatusWatch:
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._pods: dict[str, dict[str, Any]] = {}
-        self._probes: dict[str, tuple[Probe, float]] = {}
+        self._probes: dict[str, Probe] = {}
         self._since: dict[str, float] = {}
         self._record = Record()
-        self._watches: list[subprocess.Popen[str]] = []
+        self._watches: dict[str, subprocess.Popen[str]] = {}
+        self._events: set[tuple[str, str]] = set()
         self._threads: list[threading.Thread] = []
-        self._errors: list[str] = []
         self._stop = threading.Event()
 
     def __enter__(self) -> StatusWatch:
@@ -175,9 +175,8 @@ class StatusWatch:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.terminate()
-            watch.wait()
         for thread in self._threads:
             thread.join(10)
 
@@ -188,8 +187,7 @@ class StatusWatch:
             record = self._record = Record()
             self._since = dict.fromkeys(self._since, time.monotonic())
         yield record
-        assert not self._errors, self._errors
-        assert all(watch.poll() is None for watch in self._watches), "a watch has ended"
+        assert all(thread.is_alive() for thread in self._threads), "a watch has failed"
         with self._lock:
             assert self._status, "no status was received"
             self._record = Record()
@@ -200,19 +198,23 @@ class StatusWatch:
 
     def _watch(self, path: str, take: Callable[[str, dict[str, Any]], None]) -> None:
         command = self._kube.command("get", "--raw", f"{path}&watch=1&timeoutSeconds={WATCH_SECONDS}")
-        watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._kube.environment)
-        assert watch.stdout is not None
-        lines = watch.stdout
-        self._watches.append(watch)
 
         def read() -> None:
-            for line in lines:
-                event = json.loads(line)
-                if event["type"] == "ERROR":
-                    self._errors.append(event["object"]["message"])
-                    return
-                with self._lock:
-                    take(event["type"], event["object"])
+            # The API server ends a watch with an error while it catches up with its store.
+            while not self._stop.is_set():
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._kube.environment) as watch:
+                    self._watches[path] = watch
+                    assert watch.stdout is not None
+                    for line in watch.stdout:
+                        if self._stop.is_set():  # the line may be cut
+                            break
+                        event = json.loads(line)
+                        if event["type"] == "ERROR":
+                            break
+                        with self._lock:
+                            take(event["type"], event["object"])
+                    watch.terminate()
+                self._stop.wait(LOOK_SECONDS)
 
         self._start(read)
 
@@ -230,7 +232,10 @@ class StatusWatch:
             self._pods[uid] = pod
 
     def _take_event(self, kind: str, event: dict[str, Any]) -> None:
-        if kind != "DELETED" and event["type"] == "Warning" and event["involvedObject"]["kind"] == "MegatronInference":
+        version = (event["metadata"]["uid"], event["metadata"]["resourceVersion"])
+        about_resource = event["type"] == "Warning" and event["involvedObject"]["kind"] == "MegatronInference"
+        if kind != "DELETED" and about_resource and version not in self._events:
+            self._events.add(version)
             self._record.warnings.append(f"{event['reason']}: {event['message']}")
 
     async def _look(self) -> None:
@@ -238,7 +243,7 @@ class StatusWatch:
         tasks: set[asyncio.Task[None]] = set()
 
         async def probe(uid: str, address: str) -> None:
-            self._probes[uid] = (await _probed(address), time.monotonic())
+            self._probes[uid] = await _probed(address)
             probing.discard(uid)
 
         while not self._stop.is_set():
@@ -254,7 +259,7 @@ class StatusWatch:
 
     def _judge(self) -> None:
         now = time.monotonic()
-        pods = [_pod(pod, self._probes.get(uid, (Probe.CLOSED, now))[0]) for uid, pod in self._pods.items()]
+        pods = [_pod(pod, self._probes.get(uid, Probe.CLOSED)) for uid, pod in self._pods.items()]
         claims = false_claims(self._status, pods, generates=now - self._last_token() < LOOK_SECONDS)
         self._since = {claim: self._since.get(claim, now) for claim in claims}
         for claim, since in self._since.items():
