@@ -162,6 +162,12 @@ class OperatorProcess:
         line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
         return int(line.split()[1]) / 1024
 
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that it has used: user and system."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     async def passes(self) -> int:
         """Return the number of reconcile passes so far."""
         page = await self._get("/metrics")

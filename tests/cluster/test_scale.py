@@ -88,10 +88,11 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
         return sum(item.get("status", {}).get("ready") == f"{ENGINES}/{ENGINES}" for item in found) == RESOURCES
 
     await eventually(all_serve, seconds=300, what="every resource serves")
+    cpu_until_served = operator.cpu_seconds()
     reactions = [await restored(api, namespace, names[number % RESOURCES]) for number in range(REACTIONS)]
     before = await settled_writes(operator)
     log = AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
-    passes = await operator.passes()
+    passes, cpu_before_idle = await operator.passes(), operator.cpu_seconds()
     await asyncio.sleep(IDLE_SECONDS)
     written = log.writes()
     figures = {
@@ -102,6 +103,8 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
         "reaction_p50_ms": percentile_ms(reactions, 0.5),
         "reaction_p99_ms": percentile_ms(reactions, 0.99),
         "memory_mib": round(operator.rss_mib()),
+        "cpu_seconds_until_all_serve": cpu_until_served,
+        "cpu_seconds_idle": round(operator.cpu_seconds() - cpu_before_idle, 2),
         "idle_seconds": IDLE_SECONDS,
         "idle_passes": await operator.passes() - passes,
         "idle_lease_writes": sum(request.resource == "leases" for request in written),

@@ -15,9 +15,12 @@ from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import CommandError, Kubectl
 from localcluster.progress import Steps
+from localcluster.settings import Options
 from localcluster.walkthrough import Chat, reachable
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "cpu-demo.yaml"
+SECOND = 2
+"""Index of the second node."""
 _numbers = count(1)
 
 
@@ -46,6 +49,20 @@ def platform() -> Iterator[Platform]:
     yield Platform(cluster, helm, kube)
     if not was_up:
         cluster.down()
+
+
+@pytest.fixture
+def cluster(platform: Platform) -> Iterator[LocalCluster]:
+    """The cluster of all tests, grown to two nodes with the images, with the operator on the first. It keeps both."""
+    grown = LocalCluster(options=Options(nodes=SECOND))
+    grown.up()
+    grown.build_images()
+    first = grown.settings.nodes[0].name
+    selector = [f"operator.nodeSelector.kubernetes\\.io/hostname={first}"]
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
+    yield grown
+    grown.restore_network(SECOND)
+    grown.thaw_node(SECOND)
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class LoadClient:
     def __init__(self, url: str, model: str, *, workers: int, tokens: int) -> None:
         self._url, self._model, self._tokens = f"{url}/v1/chat/completions", model, tokens
         self._answers: list[Answer] = []
+        self.last_token = 0.0
+        """Time, on the monotonic clock, when a stream last got a token."""
         self._grew = threading.Condition()
         self._stop = threading.Event()
         self._expected = {question: self._whole(question) for question in QUESTIONS}
@@ -116,7 +118,7 @@ class LoadClient:
         try:
             if stream:
                 for piece in self._pieces(question):
-                    now = time.monotonic()
+                    now = self.last_token = time.monotonic()
                     gap, last, text = max(gap, now - last), now, text + piece
             else:
                 text = self._whole(question)

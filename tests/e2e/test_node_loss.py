@@ -23,29 +23,15 @@ from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
 from localcluster.progress import Steps
-from localcluster.settings import Options
 
-from .conftest import SAMPLE, Platform, deploy, own_namespace, printed_when_failed
+from .conftest import SAMPLE, SECOND, Platform, deploy, own_namespace, printed_when_failed
+from .disturbances import pods, settled
 from .load_client import HEADING, Disturbance, LoadClient
-from .test_under_load import pods, settled
+from .status_watch import StatusWatch, heading
 
 pytestmark = pytest.mark.skipif(not SOAK, reason="takes eight minutes; `make soak` runs it")
 WORKERS, TOKENS = 3, 32
-SECOND = 2
 HOSTNAME = "kubernetes.io/hostname"
-
-
-@pytest.fixture
-def cluster(platform: Platform) -> Iterator[LocalCluster]:
-    """The cluster of all tests, grown to two nodes with the images, with the operator on the first. It keeps both."""
-    grown = LocalCluster(options=Options(nodes=SECOND))
-    grown.up()
-    grown.build_images()
-    first = grown.settings.nodes[0].name
-    install_operator(platform, f"operator.nodeSelector.{HOSTNAME.replace('.', chr(92) + '.')}={first}")
-    yield grown
-    grown.restore_network(SECOND)
-    grown.thaw_node(SECOND)
 
 
 @pytest.fixture
@@ -146,26 +132,35 @@ def test_no_request_fails_when_a_node_is_lost(
 ) -> None:
     first, second = (node.name for node in cluster.settings.nodes)
     series: list[Disturbance] = []
+    false_claims: list[str] = []
     with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
         deployed = deploy(kube, **spread_spec(first))
         settled(kube)
         assert node_of(kube, "engine") == {first, second}
-        print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{HEADING}")
-        with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
+        print(
+            f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{heading(HEADING)}"
+        )
+        with (
+            LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load,
+            StatusWatch(kube, "demo") as watch,
+        ):
             for component in ("engine", "coordinator"):
                 if component == "engine" and node_of(kube, "coordinator") != {first}:
                     move_coordinator(kube, away_from=second)
                 if component == "coordinator":
                     move_coordinator(kube, away_from=first)
                     assert node_of(kube, "coordinator") == {second}
-                with load.during(f"loss of a node with the {component}") as done, lost(cluster):
-                    load.answered(2 * WORKERS, seconds=180)
-                    assert node_of(kube, "coordinator") == {first}
+                with load.during(f"loss of a node with the {component}") as done, watch.during() as record:
+                    with lost(cluster):
+                        load.answered(2 * WORKERS, seconds=180)
+                        assert node_of(kube, "coordinator") == {first}
+                    kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
+                    settled(kube)
                 series.append(done)
-                print(done.row(), flush=True)
-                kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
-                settled(kube)
+                false_claims += record.faults(degraded=None)
+                print(f"{done.row()} {record.cells()}", *record.faults(degraded=None), flush=True, sep="\n")
     assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
+    assert false_claims == []
     assert all(disturbance.answers for disturbance in series)
 
 

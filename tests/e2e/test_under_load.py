@@ -1,128 +1,141 @@
-"""Continuous requests during every verb, rollout, eviction and kill of a resource; every token is compared."""
+"""Continuous requests during every verb, rollout, eviction and kill of a resource, and during mistakes in its spec.
 
-import json
+Every token is compared, and so is what the status claims with what the processes answer.
+"""
+
 import os
 import platform as machine
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
 from soak import SOAK
 
-from localcluster.kubectl import CommandError, Kubectl
+from localcluster.kubectl import Kubectl
 
 from .conftest import SAMPLE, deploy
-from .load_client import HEADING, Disturbance, LoadClient
+from .disturbances import (
+    change,
+    change_and_revert,
+    evict,
+    evict_all,
+    kill,
+    lose,
+    lose_behind_a_late_proxy,
+    reject_and_revert,
+    settled,
+    to_and_fro,
+)
+from .load_client import HEADING, LoadClient
+from .status_watch import StatusWatch, heading
 
 WORKERS, TOKENS = 3, 32
-INSTANCE = "app.kubernetes.io/instance=demo"
+SPEC: dict[str, Any] = yaml.safe_load(SAMPLE.read_text())["spec"]
+SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "DoNotSchedule",
+    "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": "demo", "app.kubernetes.io/component": "engine"}},
+}
+POD_TEMPLATE = SPEC["engine"]["podTemplate"]
+ENGINES_SPREAD = {"spec": {**POD_TEMPLATE["spec"], "topologySpreadConstraints": [SPREAD]}}
+"""With two nodes, the engines are on different ones."""
 
 
-def settled(kube: Kubectl) -> None:
-    for component in ("coordinator", "server"):
-        kube("rollout", "status", f"deployment/demo-{component}")
-    kube.wait("mi/demo", "jsonpath={.status.ready}=2/2")
-    kube.wait("mi/demo", "condition=EnginesReady")
-    kube.wait("mi/demo", "condition=CoordinatorReady")
+@dataclass(frozen=True)
+class Row:
+    """One disturbance.
+
+    act:       returns when the resource serves as before.
+    degraded:  reasons that the condition Degraded and Warning Events may have; None: any. A planned departure has none.
+    in_test:   part of `make test`, too.
+    """
+
+    what: str
+    act: Callable[[Kubectl], None]
+    degraded: frozenset[str] | None = frozenset()
+    in_test: bool = False
 
 
-def pods(kube: Kubectl, component: str) -> list[dict[str, Any]]:
-    found = kube.json("pods", "-l", f"{INSTANCE},app.kubernetes.io/component={component}")["items"]
-    return sorted(found, key=lambda pod: pod["metadata"]["name"])
+def mistake(what: str, reason: str, *, to: dict[str, Any], back: dict[str, Any]) -> Row:
+    return Row(what, partial(reject_and_revert, reason=reason, to=to, back=back), frozenset({reason}))
 
 
-def is_ready(pod: dict[str, Any]) -> bool:
-    conditions = {entry["type"]: entry["status"] for entry in pod["status"].get("conditions", ())}
-    return "deletionTimestamp" not in pod["metadata"] and conditions.get("Ready") == "True"
+ROWS = (
+    Row("rollout of a changed engine template", partial(change, engine={"batching": {"maxRequests": 12}})),
+    Row("evict a pod of the engine", partial(lose, component="engine", how=evict)),
+    Row("evict a pod of the coordinator", partial(lose, component="coordinator", how=evict)),
+    Row("evict a pod of the server", partial(lose, component="server", how=evict)),
+    Row("evict all pods at once", evict_all, in_test=True),
+    Row(
+        "evict a pod of the server, kube-proxy stopped for 6 s",
+        partial(lose_behind_a_late_proxy, component="server"),
+        in_test=True,
+    ),
+    # A killed server breaks its clients' connections.
+    Row("kill a pod of the engine", partial(lose, component="engine", how=kill), degraded=None),
+    Row("kill a pod of the coordinator", partial(lose, component="coordinator", how=kill), degraded=None),
+    Row("Paused and Running again", partial(to_and_fro, state="Paused")),
+    Row("Suspended and Running again", partial(to_and_fro, state="Suspended")),
+    Row(
+        # The built-in model has three KV heads.
+        "tensor parallel 1 to 3 and back, all ranks in one pod",
+        partial(
+            change_and_revert,
+            to={"parallelism": {"tensor": 3}, "engine": {"ranksPerPod": 3}},
+            back={"parallelism": {"tensor": 1}, "engine": {"ranksPerPod": 1}},
+        ),
+    ),
+    mistake(
+        "a model that does not exist",
+        "WeightsMissing",
+        to={"model": {"source": {"builtin": "smollm2-135n"}}},
+        back={"model": {"source": {"builtin": "smollm2-135m"}}},
+    ),
+    mistake(
+        "a Secret that does not exist",
+        "ContainerConfigError",
+        to={"server": {"apiKeysSecretRef": {"name": "absent", "key": "keys"}}},
+        back={"server": {"apiKeysSecretRef": None}},
+    ),
+    mistake(
+        "a malformed pod template",
+        "InvalidPodTemplate",
+        to={"engine": {"podTemplate": {"spec": {"tolerations": [{"tolerationSecond": 5}]}}}},
+        back={"engine": {"podTemplate": {"spec": {"tolerations": None}}}},
+    ),
+)
 
 
-def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> None:
-    """Remove the first pod of a component with `how`, and wait until as many pods as before are ready."""
-    before = pods(kube, component)
-    lost = before[0]["metadata"]
-    how(kube, lost["name"])
-    deadline = time.monotonic() + 180
-    while True:
-        now = pods(kube, component)
-        others = lost["uid"] not in {pod["metadata"]["uid"] for pod in now}
-        if others and len(now) == len(before) and all(map(is_ready, now)):
-            break
-        assert time.monotonic() < deadline, f"{lost['name']} is not replaced: {[pod['status'] for pod in now]}"
-        time.sleep(0.5)
-    settled(kube)
-
-
-def evict(kube: Kubectl, pod: str) -> None:
-    """Evict a pod as a node drain does. Retry while the disruption budget does not count all pods as ready yet."""
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": kube.namespace}}
-    path = f"/api/v1/namespaces/{kube.namespace}/pods/{pod}/eviction"
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            kube("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
-            return
-        except CommandError as error:
-            if "disruption budget" not in error.output or time.monotonic() > deadline:
-                raise
-            time.sleep(1)
-
-
-def kill(kube: Kubectl, pod: str) -> None:
-    kube("delete", "pod", pod, "--grace-period=0", "--force")
-
-
-def roll_out(kube: Kubectl) -> None:
-    kube.patch_spec("demo", engine={"batching": {"maxRequests": 12}})
-    generation = kube.json("mi", "demo")["metadata"]["generation"]
-    kube.wait("mi/demo", f"jsonpath={{.status.observedGeneration}}={generation}")
-    kube.wait("mi/demo", "jsonpath={.status.updatedReplicas}=2")
-    settled(kube)
-
-
-def to_and_fro(kube: Kubectl, state: str) -> None:
-    kube.patch_spec("demo", desiredState=state)
-    kube.wait_state("demo", state)
-    kube.patch_spec("demo", desiredState="Running")
-    kube.wait_state("demo", "Running")
-    settled(kube)
-
-
-# A killed server breaks its clients' connections, so it is not among these.
-LOSSES = (("engine", evict), ("coordinator", evict), ("server", evict), ("engine", kill), ("coordinator", kill))
-
-
-@pytest.mark.skipif(not SOAK, reason="takes seven minutes; `make soak` runs it")
-def test_no_request_fails_during_any_disturbance(kube: Kubectl) -> None:
-    spec = yaml.safe_load(SAMPLE.read_text())["spec"]
+def test_no_request_fails_and_no_status_is_false(kube: Kubectl, request: pytest.FixtureRequest) -> None:
+    if SOAK:
+        request.getfixturevalue("cluster")
     # In float32 an answer does not depend on its batch.
     deployed = deploy(
-        kube, replicas=2, server={**spec["server"], "replicas": 2}, model={**spec["model"], "dtype": "Float32"}
+        kube,
+        replicas=2,
+        server={**SPEC["server"], "replicas": 2},
+        engine={**SPEC["engine"], "podTemplate": ENGINES_SPREAD},
+        lifecycle={"drainSeconds": 60},
     )
     settled(kube)
-    series: list[Disturbance] = []
     where = f"{os.cpu_count()} CPUs ({machine.machine()})"
-    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}, {WORKERS} clients\n{HEADING}")
-
-    @contextmanager
-    def disturbed(what: str) -> Iterator[None]:
-        with load.during(what) as done:
-            yield
-        series.append(done)
-        print(done.row(), flush=True)
-
-    with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
-        with disturbed("rollout of a changed engine template"):
-            roll_out(kube)
-        for component, how in LOSSES:
-            with disturbed(f"{how.__name__} a pod of the {component}"):
-                lose(kube, component, how)
-        for state in ("Paused", "Suspended"):
-            with disturbed(f"{state} and Running again"):
-                to_and_fro(kube, state)
-    faults = {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults}
+    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}, {WORKERS} clients\n{heading(HEADING)}")
+    faults: dict[str, Any] = {}
+    with (
+        LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load,
+        StatusWatch(kube, "demo", last_token=lambda: load.last_token) as watch,
+    ):
+        for row in (row for row in ROWS if SOAK or row.in_test):
+            with load.during(row.what) as done, watch.during() as record:
+                row.act(kube)
+            print(f"{done.row()} {record.cells()}", flush=True)
+            for fault in (*done.faults, *record.faults(degraded=row.degraded)):
+                print(fault)
+                faults.setdefault(row.what, []).append(fault)
+            assert done.answers
     assert faults == {}
-    assert all(disturbance.answers for disturbance in series)

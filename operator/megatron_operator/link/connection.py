@@ -57,8 +57,9 @@ class LinkTimings:
 
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
-    status_interval: float = 3.0
-    """Interval of STATUS messages while nothing is in progress."""
+    status_interval: float = 2.0
+    """Interval of STATUS messages while nothing is in progress. With `answer_timeout` it is the longest time for which
+    the status of a resource counts on a coordinator that is lost: 5 s."""
     status_interval_busy: float = 0.5
     """Interval of STATUS messages while a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0

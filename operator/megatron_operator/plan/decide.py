@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.text import printable, printable_data
+from megatron_operator.plan.blockers import component_pods
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.incidents import crash_events
 from megatron_operator.plan.lost_coordinator import replacement, replacement_in
@@ -17,6 +18,7 @@ from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.upkeep import upkeep
 from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
+from megatron_operator.render.context import COORDINATOR
 
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
@@ -37,12 +39,15 @@ def decide(world: World) -> Decision:
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
+    coordinators = component_pods(scene, COORDINATOR)
+    replaced = any(pod.deleting for pod in coordinators) or not any(pod.ready for pod in coordinators)
+    events = _events(world.resource.status, status, replaced=replaced)
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
         message=printable(verdict.message),
         status=status,
-        actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status), *crashes)),
+        actions=_once((*actions, *verdict.actions, *events, *crashes)),
         attentive=bool(verdict.step) or scene.may_wake,
         requeue_after=_soonest(
             verdict.requeue_after,
@@ -75,13 +80,17 @@ def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, A
     return next((entry for entry in status.get("conditions") or () if entry["type"] == kind.value), {})
 
 
-def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEvent]:
-    """Return one Event for each state transition, each new error, and each request that crashes engines."""
+def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bool = False) -> list[EmitEvent]:
+    """Return one Event for each state transition, each new error, and each request that crashes engines.
+
+    replaced: the coordinator's pod is being replaced, so it is absent as planned. Its crash has an Event of its own.
+    """
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
         origin = before.get("state") or "new"
         ready = _condition(after, ConditionType.READY)
-        kind = "Warning" if after["state"] in ("Failed", "Unknown") else "Normal"
+        lost = after["state"] == "Unknown" and not replaced
+        kind = "Warning" if after["state"] == "Failed" or lost else "Normal"
         events.append(EmitEvent(kind, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
     trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
     known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])

@@ -119,6 +119,7 @@ class FrontEnd:
                 drain(self._app.state.service, self._http),
             )
             await serving
+            self._app.state.service.prompts.close()
         finally:
             self._client.stop()
             self._listener.close()

@@ -265,7 +265,12 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     help="Serve only requests whose Host header has this name, and no web page of another origin; repeatable.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
-@click.option("--linger-seconds", type=SECONDS, default=2, help="After SIGTERM, shortest time to accept connections.")
+@click.option(
+    "--linger-seconds",
+    type=SECONDS,
+    default=2,
+    help="After SIGTERM, time without a new request before the server closes.",
+)
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @log_level

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -128,24 +129,35 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(service: Service, http: HttpServer) -> None:
-    """Drain and close: report not ready, wait for open requests up to the drain time, answer the rest with an error."""
+    """Report not ready, serve until no requests arrive and none is open, and close.
+
+    Load balancers notice late that the server is not ready, on a loaded node many seconds later. Each request that they
+    still send extends the drain by `linger_seconds`. At the end of the drain time, the rest is answered with an error.
+    """
     service.draining = True
     settings = service.settings
     logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
-
-    async def linger() -> None:
-        await asyncio.sleep(settings.linger_seconds)
-        await service.wait_idle()
-
-    ends: list[asyncio.Task[Any]] = [asyncio.create_task(service.expired.wait()), asyncio.create_task(linger())]
+    quiet = asyncio.create_task(_quiet(service))
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(service.expired.wait()), quiet]
     await asyncio.wait(ends, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    if not quiet.done():
+        service.expired.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await service.wait_idle()
     await cancel(*ends)
-    service.expired.set()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await service.wait_idle()
-    service.prompts.close()
     http.should_exit = True
+
+
+async def _quiet(service: Service) -> None:
+    """Wait until no request has begun for `linger_seconds` and none is open."""
+    began = time.monotonic()
+    while True:
+        await service.wait_idle()
+        left = max(began, service.last_request) + service.settings.linger_seconds - time.monotonic()
+        if left <= 0:
+            return
+        await asyncio.sleep(left)
 
 
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
@@ -169,6 +181,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         loop.add_signal_handler(number, on_signal)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(client.stop)
+        stack.callback(service.prompts.close)
         if (port := settings.health_port) is not None:
             registry = service.metrics.registry
             health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)

@@ -63,7 +63,8 @@ class ServerSettings:
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
-    linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers notice late.
+    linger_seconds:     after SIGTERM, the server closes when no request has begun for this long: load balancers notice
+                        late that it is not ready.
     allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
                         header; empty: any.
     connections:        deadlines and limits of HTTP connections.

@@ -1243,6 +1243,31 @@ def test_a_restart_of_the_coordinator_changes_no_engine_in_the_status(make_clust
     assert cluster.status["ready"] == "1/2"
 
 
+@pytest.mark.parametrize(
+    ("pods", "kind"),
+    [
+        ({"old": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, "Normal"),
+        ({"old": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "new": {}}, "Normal"),
+        ({}, "Normal"),
+        ({"old": {}}, "Warning"),
+    ],
+    ids=["terminating", "terminating-and-new-one-ready", "none", "ready"],
+)
+def test_the_event_of_an_absent_coordinator_is_a_warning_unless_its_pod_is_replaced(
+    make_cluster: Any, pods: dict[str, dict[str, Any]], kind: str
+) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator = None
+    name = next(name for name in cluster.pods if "-coordinator-" in name)
+    pod = cluster.pods.pop(name)
+    for suffix, metadata in pods.items():
+        changed = {**pod["metadata"], "name": f"{name}-{suffix}", "uid": suffix, **metadata}
+        cluster.pods[f"{name}-{suffix}"] = {**pod, "metadata": changed}
+    cluster.step()
+    assert [(event.type, event.reason) for event in cluster.events[-1:]] == [(kind, "Unknown")]
+
+
 def test_a_rollout_waits_for_an_engine_that_does_not_respond(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=3)
     cluster.settle()

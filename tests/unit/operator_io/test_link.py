@@ -214,6 +214,11 @@ async def test_silent_coordinator_is_unreachable_and_found_again(make_link: Any,
     await changes.until(lambda: link.snapshot.reachable)
 
 
+def test_a_lost_coordinator_is_noticed_within_5_s() -> None:
+    timings = LinkTimings()
+    assert timings.status_interval + timings.answer_timeout <= 5.0
+
+
 async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connection(
     make_link: Any, admin_port: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -74,6 +75,18 @@ async def test_drain_finishes_open_requests(start: Any, answer: str) -> None:
     assert reply.headers["connection"] == "close"
     running.backend.gate.set()
     assert (await waiting).json()["choices"][0]["message"]["content"] == answer
+    await draining
+
+
+async def test_drain_continues_while_requests_arrive(start: Any, answer: str) -> None:
+    running = await start(drain_seconds=60, linger_seconds=0.5)
+    draining = asyncio.create_task(running.drain())
+    until = time.monotonic() + 2 * running.service.settings.linger_seconds
+    while time.monotonic() < until:
+        reply = await running.chat()
+        assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+        assert reply.json()["choices"][0]["message"]["content"] == answer
+    assert not draining.done()
     await draining
 
 

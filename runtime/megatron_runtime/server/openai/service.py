@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import math
+import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ class Service:
     """Open HTTP requests, probes included."""
     in_flight_by_tenant: collections.Counter[str] = field(default_factory=collections.Counter)
     """Open HTTP requests of routes that check the API key."""
+    last_request: float = -math.inf
+    """Time on the monotonic clock when the last request with a valid API key began."""
     body_bytes: int = 0
     """Of incomplete request bodies."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,6 +161,7 @@ class Service:
             message = "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key")
         request.state.tenant = tenant
+        self.last_request = time.monotonic()
         self.in_flight_by_tenant[tenant] += 1
 
     async def wait_idle(self) -> None:
