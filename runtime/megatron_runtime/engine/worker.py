@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.distributed.errors import RankLostError
@@ -380,7 +381,8 @@ def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink |
     link:         factory of the connection to the coordinator; None: PeerLink.
     """
     try:
-        failure = asyncio.run(_serve(settings, make_backend, link))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            failure = runner.run(_serve(settings, make_backend, link))
     except (OSError, ValueError) as error:
         # A setting that this machine does not support, or a model that cannot be opened.
         write_termination_message(error)
