@@ -35,11 +35,11 @@ from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     PARAMETERS,
     Abort,
+    CachedBlocks,
     Control,
     ControlCommit,
     Dispatch,
     Error,
-    EvictedBlocks,
     Heartbeat,
     Hello,
     HelloAck,
@@ -344,9 +344,13 @@ class EngineWorker:
         self._outputs.step(outputs)
 
     def on_cache_events(self, events: CacheEvents) -> None:
-        if events.cleared or events.evicted:
-            hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
-            self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
+        if not events:
+            return
+        evicted, stored = (
+            np.array([hash_of_digest(digest) for digest in digests], dtype="<i8").tobytes()
+            for digests in (events.evicted, events.stored)
+        )
+        self._link.send(CachedBlocks(evicted, stored, events.cleared).to_frames())
 
     def on_failure(self, cause: BaseException) -> None:
         is_silent = isinstance(cause, RankLostError) and cause.by_silence

@@ -161,7 +161,8 @@ class Service:
         self._background.append(asyncio.create_task(self._watch_health(llm)))
         self._background.append(asyncio.create_task(self._report_metrics()))
         if self._settings.prefix_caching:
-            self._background.append(asyncio.create_task(follow_cache_events(self._endpoint, self._report_cache)))
+            following = follow_cache_events(self._endpoint, config.cache_config.block_size, self._report_cache)
+            self._background.append(asyncio.create_task(following))
         await llm.pause_generation(mode="keep", clear_cache=False)
 
     async def run_workers(self) -> None:
@@ -292,7 +293,7 @@ class Service:
             self._channel.send(["outputs", ready])
 
     def _report_cache(self, events: CacheEvents) -> None:
-        self._channel.send(["cache", list(events.stored), list(events.evicted), events.cleared])
+        self._channel.send(["cache", events.stored, events.evicted, events.cleared])
 
     async def _report_metrics(self) -> None:
         while True:
