@@ -379,7 +379,7 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
     """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
-    termination message has the cause, also that of an OSError or ValueError of the factory, which is raised.
+    termination message has the cause, also that of an error of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
@@ -387,8 +387,8 @@ def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink |
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(settings, make_backend, link))
-    except (OSError, ValueError) as error:
-        # A setting that this machine does not support, or a model that cannot be opened.
+    except Exception as error:
+        # A setting that this machine does not support, a model that cannot be opened, or a process that was killed.
         write_termination_message(error)
         raise
     if failure is not None:

@@ -51,6 +51,10 @@ class VllmError(RuntimeError):
     """vLLM failed; the message has the cause."""
 
 
+class VllmKilledError(VllmError):
+    """A process of vLLM was killed, most often because its memory limit was exceeded. It may start at another time."""
+
+
 class VllmRejectedError(ValueError):
     """vLLM rejected its arguments, the model or a request; the message names it."""
 
@@ -107,7 +111,7 @@ class VllmProcess:
 
     Raises:
         VllmRejectedError: a setting, the model or the version of vLLM is not usable.
-        VllmError: the process ended; the message has the cause.
+        VllmError: the process ended; the message has the cause. VllmKilledError if it was killed.
     """
 
     def __init__(self, settings: EngineSettings, *, checks_only: bool = False) -> None:
@@ -134,7 +138,8 @@ class VllmProcess:
             _, started, error = receive(self._socket)
         except OSError as lost:
             self.kill()
-            raise VllmError(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
+            kind = VllmKilledError if self._process.returncode == -signal.SIGKILL else VllmError
+            raise kind(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
         except BaseException:
             self.kill()
             raise

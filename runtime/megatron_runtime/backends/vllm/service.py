@@ -45,7 +45,7 @@ from megatron_runtime.backends.vllm.models import (
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
 from megatron_runtime.backends.vllm.process import STARTED, settings_of
-from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -347,6 +347,7 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 def check(settings: EngineSettings) -> None:
     """Check arguments and model without the weights. Raises vLLM's errors, and those of engine_arguments()."""
     source = resolve(settings.model)
+    require_format(source, settings.model_format, model=settings.model)
     arguments = engine_arguments(settings, source.path, cache_events="ipc:///unused")
     if source.format != "SafeTensors":
         return  # the first engine converts it
@@ -391,7 +392,7 @@ def main() -> None:
         if checks_only:
             check(settings)
         else:
-            service = Service(settings, model_directory(settings.model))
+            service = Service(settings, model_directory(settings.model, wanted_format=settings.model_format))
             started = service.describe()
     except Exception as failure:
         service, error = None, _described(failure)
