@@ -80,6 +80,8 @@ def test_explain_shows_the_chain_of_causes(make_cluster: Any) -> None:
     assert "its container ended with exit code 3" in text
     assert "error: CrashLooping" in text
     assert REMEDIES[Reason.CRASH_LOOPING].action in text
+    spec = {**cluster.spec, "engine": {"backend": "VLLM"}}
+    assert explanation({"metadata": metadata, "spec": spec, "status": cluster.status})[0].endswith("backend VLLM")
 
 
 def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -> None:
