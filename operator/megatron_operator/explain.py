@@ -21,18 +21,21 @@ _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reaso
 
 
 def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:
-    """Return lines with the desired state, the current step and what it waits for, conditions, engines, adapters,
-    transitions.
+    """Return lines with the desired state, the backend, the current step and what it waits for, conditions, engines,
+    adapters, transitions.
 
     operators: what is wrong with the operators of its namespace (`operator_leases.operator_problem`); None if one runs.
     """
     metadata, status = resource["metadata"], resource.get("status") or {}
-    desired = (resource.get("spec") or {}).get("desiredState", "Running")
+    spec = resource.get("spec") or {}
+    desired = spec.get("desiredState", "Running")
+    backend = (spec.get("engine") or {}).get("backend", "Native")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
     problem = [f"  {operators}"] if operators is not None else []
     if not status:
         return [f"{title}: desired {desired}; no status yet: no operator has processed it", *problem]
-    lines = [f"{title}: {status.get('state')}, desired {desired}, {status.get('ready', '0/0')} engines ready", *problem]
+    ready = f"{status.get('ready', '0/0')} engines ready, backend {backend}"
+    lines = [f"{title}: {status.get('state')}, desired {desired}, {ready}", *problem]
     if metadata.get("generation") != status.get("observedGeneration"):
         lines.append("  the operator has not processed the latest change of the spec yet")
     lines += _waiting(status, idle="  waits for nothing" if operators is None else "")

@@ -10,6 +10,7 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
+    CachedBlocks,
     Control,
     ControlAck,
     ControlCommit,
@@ -19,7 +20,6 @@ from megatron_runtime.protocol.messages import (
     EngineOutcome,
     EngineStatus,
     Error,
-    EvictedBlocks,
     Final,
     Frames,
     Heartbeat,
@@ -61,7 +61,7 @@ class _EmptyFrame:
         return [b""]
 
 
-Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | EvictedBlocks | _PlainFrames | _EmptyFrame
+Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | CachedBlocks | _PlainFrames | _EmptyFrame
 
 
 def _control(kind: Header, **fields: object) -> Control:
@@ -131,8 +131,9 @@ VECTORS: dict[str, Vector] = {
     "ERROR, of a standby": Error(code=ErrorCode.STANDBY, message="on standby", other="demo-coordinator.prod.svc"),
     "PAIR_STATE": PairState(incarnation=9, term=3, active=True),
     "ERROR": Error(code=ErrorCode.QUEUE_FULL, message="queue full", uid=UID, retry_after_seconds=1.0),
-    "EVICTED_BLOCKS": EvictedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
-    "EVICTED_BLOCKS, all": EvictedBlocks(cleared=True),
+    "CACHED_BLOCKS": CachedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
+    "CACHED_BLOCKS, stored": CachedBlocks(stored=(7).to_bytes(8, "little")),
+    "CACHED_BLOCKS, all": CachedBlocks(cleared=True),
     "UPDATE_WEIGHTS": _control(Header.UPDATE_WEIGHTS, epoch=8, source="/models/8"),
     "SET_ADAPTERS": _control(Header.SET_ADAPTERS, adapters=ADAPTERS),
     "DRAIN": _control(Header.DRAIN, engine="demo-engine-0"),

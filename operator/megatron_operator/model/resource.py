@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from megatron_operator.model.base import ApiModel, Matches, Name, cel, section
-from megatron_operator.model.source import Dtype, Format, ModelSpec, SecretKeyRef, WeightsSpec
+from megatron_operator.model.source import Dtype, ModelSpec, SecretKeyRef, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
 GROUP = "inference.megatron.dev"
@@ -437,10 +437,6 @@ _VLLM_DTYPE = (
     "vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and set "
     "spec.engine.vllm.args.quantization, or set spec.engine.backend to Native"
 )
-_VLLM_FORMAT = (
-    "vLLM engines load SafeTensors and GGUF; convert the checkpoint with `megatron convert`, or set "
-    "spec.engine.backend to Native"
-)
 _VLLM_PICKLE = (
     "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
     "authentication, so a process that can connect to one of their pods can run code there; set it to true if the "
@@ -498,10 +494,6 @@ class MegatronInferenceSpec(ApiModel):
                     "self.engine.backend != 'VLLM' || !(self.model.dtype in "
                     f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
                     f"spec.model.dtype: {_VLLM_DTYPE}",
-                ),
-                cel(
-                    "self.engine.backend != 'VLLM' || self.model.format != 'TorchDist'",
-                    f"spec.model.format: {_VLLM_FORMAT}",
                 ),
                 cel(
                     f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
@@ -571,8 +563,6 @@ class MegatronInferenceSpec(ApiModel):
             return self
         if self.model.dtype in _NOT_VLLM_DTYPES:
             raise ValueError(f"spec.model.dtype: is {self.model.dtype.value}; {_VLLM_DTYPE}")
-        if self.model.format is Format.TORCH_DIST:
-            raise ValueError(f"spec.model.format: is {self.model.format.value}; {_VLLM_FORMAT}")
         allowed = self.engine.vllm is not None and self.engine.vllm.allow_pickle_between_pods
         if self.pods_per_engine > 1 and not allowed:
             raise ValueError(_VLLM_PICKLE)

@@ -51,7 +51,7 @@ def check_backend(settings: EngineSettings) -> None:
     Raises:
         ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
         OSError: the model cannot be read at present, such as HubUnavailableError.
-        VllmError: vLLM ended while it checked them.
+        VllmError: vLLM ended while it checked them; VllmKilledError if it was killed.
     """
     if settings.backend == "echo":
         from megatron_runtime.backends.echo.backend import EchoBackend

@@ -109,6 +109,12 @@ def resolve(model: str) -> StoredModel:
     return StoredModel("GGUF", found[0].path)
 
 
+def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
+    """Raise ValueError if `wanted` is neither "Auto" nor the format of `source`. model: its reference."""
+    if wanted not in ("Auto", source.format):
+        raise ValueError(f"format={wanted}: model {model!r} is {source.format}: use Auto or {source.format}")
+
+
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
     """Return the file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
     places: tuple[Path, ...] = ()

@@ -148,8 +148,8 @@ def engine(
     Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
     and MASTER_PORT if there are several machines, or by torchrun.
 
-    Exit codes of --check: 0 the engine can start; 75 the model cannot be read now, try again later; 1 or 2 trying again
-    does not help.
+    Exit codes of --check: 0 the engine can start; 75 the model cannot be read now, or the check was killed, try again
+    later; 1 or 2 trying again does not help.
     """
     from megatron_runtime.backends.registry import build_backend, link_for
     from megatron_runtime.distributed.shard import ParallelSizes, node_identity
@@ -175,11 +175,12 @@ def engine(
 
 def _check(settings: EngineSettings) -> None:
     from megatron_runtime.backends.registry import check_backend
+    from megatron_runtime.backends.vllm.process import VllmKilledError
     from megatron_runtime.engine.termination import write_termination_message
 
     try:
         check_backend(settings)
-    except OSError as error:
+    except (OSError, VllmKilledError) as error:
         write_termination_message(error)
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(os.EX_TEMPFAIL) from error

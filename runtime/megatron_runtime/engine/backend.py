@@ -128,7 +128,7 @@ class RankResults:
 class CacheEvents:
     """Changes of the prefix cache, as digests of blocks (requests.hashing.block_digests).
 
-    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed.
+    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed, before these changes.
     """
 
     stored: Sequence[bytes] = ()

@@ -216,15 +216,17 @@ class OutputStage:
         return None
 
     def _send_partial(self, route: int, ready: list[tuple[OpenRequest, int]]) -> None:
-        entries, tokens, extras = [], [], {}
+        entries: list[PartialEntry] = []
+        tokens: list[int] = []
+        extras = {}
         for request, upto in ready:
             dispatch = request.dispatch
             entries.append(PartialEntry(dispatch.uid, dispatch.dispatch_id, request.sent, upto - request.sent))
-            tokens.append(tokens_to_bytes(request.tokens[request.sent : upto]))
+            tokens += request.tokens[request.sent : upto]
             if request.details is not None:
                 extras[dispatch.uid] = request.details.of_partial(request.sent, upto)
             request.sent = upto
-        self._send(Partial(route, entries, b"".join(tokens), pack(extras) if extras else b"").to_frames())
+        self._send(Partial(route, entries, tokens_to_bytes(tokens), pack(extras) if extras else b"").to_frames())
 
     def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"

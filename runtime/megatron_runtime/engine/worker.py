@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.distributed.errors import RankLostError
@@ -34,11 +35,11 @@ from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     PARAMETERS,
     Abort,
+    CachedBlocks,
     Control,
     ControlCommit,
     Dispatch,
     Error,
-    EvictedBlocks,
     Heartbeat,
     Hello,
     HelloAck,
@@ -343,9 +344,13 @@ class EngineWorker:
         self._outputs.step(outputs)
 
     def on_cache_events(self, events: CacheEvents) -> None:
-        if events.cleared or events.evicted:
-            hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
-            self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
+        if not events:
+            return
+        evicted, stored = (
+            np.array([hash_of_digest(digest) for digest in digests], dtype="<i8").tobytes()
+            for digests in (events.evicted, events.stored)
+        )
+        self._link.send(CachedBlocks(evicted, stored, events.cleared).to_frames())
 
     def on_failure(self, cause: BaseException) -> None:
         is_silent = isinstance(cause, RankLostError) and cause.by_silence
@@ -374,15 +379,16 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
     """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
-    termination message has the cause, also that of an OSError or ValueError of the factory, which is raised.
+    termination message has the cause, also that of an error of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
     """
     try:
-        failure = asyncio.run(_serve(settings, make_backend, link))
-    except (OSError, ValueError) as error:
-        # A setting that this machine does not support, or a model that cannot be opened.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            failure = runner.run(_serve(settings, make_backend, link))
+    except Exception as error:
+        # A setting that this machine does not support, a model that cannot be opened, or a process that was killed.
         write_termination_message(error)
         raise
     if failure is not None:

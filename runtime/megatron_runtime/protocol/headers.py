@@ -40,7 +40,7 @@ class Header(IntEnum):
     STATUS = 105
     STATUS_REPLY = 106
     ERROR = 107
-    EVICTED_BLOCKS = 108
+    CACHED_BLOCKS = 108
     UPDATE_WEIGHTS = 109
     DRAIN = 110
     DISPATCH = 111

@@ -448,16 +448,23 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictedBlocks:
-    """EVICTED_BLOCKS: engine to coordinator, the prefix blocks that the engine no longer has."""
+class CachedBlocks:
+    """CACHED_BLOCKS: engine to coordinator, the changes of the engine's prefix cache.
 
-    hashes: bytes = b""
-    """Block hashes, little-endian int64."""
+    evicted: hashes of removed blocks, little-endian int64.
+    stored:  hashes of added blocks, in the order of the prompt, little-endian int64.
+    cleared: all earlier blocks were removed: new weights, or released memory.
+    """
+
+    evicted: bytes = b""
+    stored: bytes = b""
     cleared: bool = False
-    """The whole prefix index was cleared: new weights, or released memory."""
 
     def to_frames(self) -> Frames:
-        return [pack((int(Header.EVICTED_BLOCKS), {"cleared": self.cleared}, self.hashes))]
+        fields: dict[str, Any] = {"cleared": self.cleared}
+        if self.stored:
+            fields["stored"] = self.stored
+        return [pack((int(Header.CACHED_BLOCKS), fields, self.evicted))]
 
 
 def _uid(value: Any) -> bytes:
@@ -513,11 +520,12 @@ def _decode_abort(items: list[Any]) -> Abort:
     return Abort(_uid(items[1]) if isinstance(items[1], bytes) else _u64("id", items[1]))
 
 
-def _decode_evicted(items: list[Any]) -> EvictedBlocks:
+def _decode_cached(items: list[Any]) -> CachedBlocks:
     fields = items[1]
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
-        raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
-    return EvictedBlocks(_array("hashes", items[2], 8), fields.get("cleared", False))
+        raise MalformedMessageError("CACHED_BLOCKS: want fields with cleared as true or false")
+    stored = _array("stored", fields.get("stored", b""), 8)
+    return CachedBlocks(_array("evicted", items[2], 8), stored, fields.get("cleared", False))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -530,7 +538,7 @@ class Plain:
     items: list[Any]
 
 
-RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | EvictedBlocks
+RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | CachedBlocks
 Message: TypeAlias = ControlMessage | RequestMessage | Plain
 
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
@@ -539,7 +547,7 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
-    int(Header.EVICTED_BLOCKS): ("{cleared}, hashes", _decode_evicted),
+    int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
 """By header: the elements that follow it, and the function that reads them. More elements are ignored."""
 _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}

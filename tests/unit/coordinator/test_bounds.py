@@ -19,11 +19,11 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
+    CachedBlocks,
     Control,
     ControlAck,
     Disconnect,
     Dispatch,
-    EvictedBlocks,
     Final,
     Heartbeat,
     Hello,
@@ -141,7 +141,7 @@ class Week:
         for slot, peer in self.engines.items():
             state = EngineState(self.core.verbs.state.value)
             self.say(peer, Heartbeat(incarnation=1, state=state))
-            self.say(peer, EvictedBlocks(self.rng.randbytes(64), cleared=slot == 0 and number % 7 == 0))
+            self.say(peer, CachedBlocks(self.rng.randbytes(64), cleared=slot == 0 and number % 7 == 0))
         for peer in list(self.clients.values())[-8:]:
             self.say(peer, Heartbeat(incarnation=1))
         for _ in range(3):

@@ -135,6 +135,19 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     assert choose._matches(pool, hashes)[0] == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("policy", "depth"), [(RoutingPolicy.LONGEST_PREFIX, 4), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0)]
+)
+def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, depth: int) -> None:
+    """The policy that compares first blocks knows them from the prompts that it dispatched."""
+    pool = engines(2)
+    choose = router(policy, alpha=1.0)
+    hashes = hashes_of(router(), PROMPT)
+    choose.stored(pool[1], hashes)
+    assert choose._matches(pool, hashes)[1][0] == depth
+    assert choose.select(pool, hashes) is pool[1 if depth else 0]
+
+
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
     pool = engines(3)
     choose = router(alpha=1.0)

@@ -15,11 +15,14 @@ from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
+from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
 
 
@@ -102,6 +105,20 @@ async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) 
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 16
     await served.client.set_generation_epoch(5)
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 0
+
+
+async def test_stored_blocks_reach_the_coordinators_prefix_table(served: Served) -> None:
+    """A conversation's answer is in no prompt before its next turn."""
+    tokens = list(range(24))
+    served.worker.on_cache_events(CacheEvents(stored=block_digests(tokens, 8)))
+    core = served.coordinator.core
+    [engine] = core.engines.serving()
+    hashes = core.router.hashes_of(tokens_to_bytes(tokens), [engine])
+
+    async def is_known() -> bool:
+        return core.router._matches([engine], hashes)[0][0] == 3
+
+    await eventually(is_known, what="the coordinator knows all three blocks")
 
 
 async def test_a_request_dispatched_to_a_stopping_engine_is_answered_by_another(

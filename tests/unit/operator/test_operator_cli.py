@@ -75,11 +75,13 @@ def test_explain_shows_the_chain_of_causes(make_cluster: Any) -> None:
     cluster.settle()
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
     text = "\n".join(explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status}))
-    assert "default/demo: Pending, desired Running, 0/1 engines ready" in text
+    assert "default/demo: Pending, desired Running, 0/1 engines ready, backend Native" in text
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
     assert "error: CrashLooping" in text
     assert REMEDIES[Reason.CRASH_LOOPING].action in text
+    spec = {**cluster.spec, "engine": {"backend": "VLLM"}}
+    assert explanation({"metadata": metadata, "spec": spec, "status": cluster.status})[0].endswith("backend VLLM")
 
 
 def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -> None:

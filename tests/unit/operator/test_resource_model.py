@@ -30,6 +30,7 @@ def _vllm(*, engine: dict[str, Any] | None = None, **fields: Any) -> dict[str, A
     [
         _vllm(),
         _vllm(model={"source": SOURCE, "dtype": "BFloat16", "format": "GGUF"}),
+        _vllm(model={"source": SOURCE, "format": "TorchDist"}),
         _vllm(engine={"gpusPerPod": 4}, parallelism={"tensor": 4}),
         _vllm(engine={"vllm": {"allowPickleBetweenPods": True}}, parallelism={"tensor": 2}),
         _spec(model={"source": SOURCE, "dtype": "Int4", "format": "TorchDist"}, parallelism={"tensor": 2}),
@@ -99,7 +100,6 @@ def test_defaults_are_those_of_the_reference() -> None:
         (_spec(engine={"backend": "VLLM", "image": "x"}), "set spec.engine.vllm.image instead"),
         (_spec(engine={"backend": "VLLM", "vllm": {"args": dict.fromkeys(map(str, range(65)), 1)}}), "at most 64"),
         (_vllm(model={"source": SOURCE, "dtype": "Int4"}), "spec.model.dtype: is Int4; .*args.quantization"),
-        (_vllm(model={"source": SOURCE, "format": "TorchDist"}), "spec.model.format: is TorchDist; .*megatron convert"),
         (_vllm(parallelism={"tensor": 2}), "allowPickleBetweenPods: .*can run code there; set it to true"),
         (
             _vllm(parallelism={"tensor": 4}, engine={"gpusPerPod": 2, "vllm": {"args": {}}}),

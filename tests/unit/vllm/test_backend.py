@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -12,14 +13,20 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from click.testing import CliRunner
 from eventually import eventually
+from safetensors.torch import load_file
 
 from megatron_runtime.backends.registry import build_backend, check_backend
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.cli import main
 from megatron_runtime.engine.backend import Capability, UnsupportedByBackendError
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 from .conftest import FAKE, Running, Start, answer, lines, weights_of
 
@@ -350,6 +357,46 @@ def test_a_check_reads_the_model_and_needs_no_gpu(model: Path, monkeypatch: pyte
         check_backend(replace(settings, vllm_arguments={"quantization": "odd"}))
     with pytest.raises(ValueError, match="'/lost' does not exist"):
         check_backend(replace(settings, model="/lost"))
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", os.EX_TEMPFAIL, "killed by SIGKILL, most often because its memory"),
+        ("sys.exit(3)", 1, "its process ended with exit status 3"),
+    ],
+)
+def test_a_check_that_was_killed_may_be_tried_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, code: int, cause: str
+) -> None:
+    from megatron_runtime.backends.vllm import process
+
+    (tmp_path / "ending.py").write_text(f"import os, signal, sys\n{end}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(process, "PROGRAM", "ending")
+    engine = ("engine", "--coordinator", "h:1", "--name", "e", "--health-port", "off", "--backend", "vllm")
+    result = CliRunner().invoke(main, [*engine, "--model", str(model), "--check"])
+    assert result.exit_code == code
+    assert cause in result.output + str(result.exception)
+
+
+def test_a_megatron_checkpoint_is_converted_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_runtime.backends.vllm.models import model_directory
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = tmp_path / "checkpoint"
+    convert(str(model), checkpoint, to="torch_dist", write_gguf_tokenizer=write_gguf_tokenizer)
+    directory = model_directory(str(checkpoint), wanted_format="TorchDist")
+    [weights] = directory.glob("*.safetensors")
+    original = load_file(model / "model.safetensors")
+    converted = load_file(weights)
+    assert converted.keys() == original.keys()
+    assert all(torch.equal(converted[name], original[name].bfloat16()) for name in original)
+    written = weights.stat().st_mtime_ns
+    assert model_directory(str(checkpoint)) == directory
+    assert weights.stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match=r"format=GGUF: .* is TorchDist: use Auto or TorchDist"):
+        model_directory(str(checkpoint), wanted_format="GGUF")
 
 
 async def test_another_version_of_vllm_is_rejected(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

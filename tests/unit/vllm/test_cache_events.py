@@ -11,7 +11,7 @@ DIGESTS = block_digests(TOKENS, 4)
 def _translator():
     from megatron_runtime.backends.vllm.cache_events import CacheEventTranslator
 
-    return CacheEventTranslator()
+    return CacheEventTranslator(4)
 
 
 def _batch(*events):
@@ -57,6 +57,20 @@ def test_removed_blocks_are_evicted_by_their_digest() -> None:
     translator.translate(0, _batch(_stored([7, 8, 9], TOKENS)))
     events = translator.translate(1, _batch(BlockRemoved(block_hashes=[8, 55])))
     assert (events.stored, events.evicted, events.cleared) == ([], DIGESTS[1:2], False)
+
+
+def test_a_block_that_is_stored_and_removed_in_one_batch_is_not_stored() -> None:
+    from vllm.distributed.kv_events import BlockRemoved
+
+    batch = _batch(_stored([7, 8], TOKENS[:8]), BlockRemoved(block_hashes=[8]), _stored([9], TOKENS[4:8], parent=7))
+    events = _translator().translate(0, batch)
+    assert (sorted(events.stored), events.evicted) == (sorted(DIGESTS[:2]), [])
+
+
+def test_blocks_of_another_size_are_ignored() -> None:
+    other = _stored([7], TOKENS[:8])
+    other.block_size = 8
+    assert not _translator().translate(0, _batch(other))
 
 
 def test_a_cleared_cache_and_a_lost_batch_clear_the_prefix_table() -> None:

@@ -209,7 +209,8 @@ class NativeBackend(EngineBackend):
                 if self._running and core.has_work:
                     self._deliver(listener.on_outputs, core.step())
                 if events := core.take_block_events():
-                    self._deliver(listener.on_cache_events, events)
+                    # Only blocks of prompts are stored, and the coordinator knows these.
+                    self._deliver(listener.on_cache_events, replace(events, stored=()))
         except Exception as error:
             logger.exception("the engine failed")
             self._deliver(listener.on_failure, error)

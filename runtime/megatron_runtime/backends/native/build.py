@@ -14,7 +14,7 @@ from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, torch_device
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.checkpoints.source import ModelSource, require_format, resolve
 from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, Shard, rank_identity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.models.decoder import DecoderModel
@@ -94,10 +94,7 @@ def _executor(
     shard: Shard | None = None,
 ) -> TorchExecutor:
     """Return the executor of a rank. shard: its part of the model, instead of `groups`, if it never runs a step."""
-    if settings.model_format not in ("Auto", source.format):
-        raise ValueError(
-            f"format={settings.model_format}: model {settings.model!r} is {source.format}: use Auto or {source.format}"
-        )
+    require_format(source, settings.model_format, model=settings.model)
     threads = settings.threads
     if threads is not None and identity is not None:
         threads = max(1, threads // identity.local_world)

@@ -22,9 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class CacheEventTranslator:
-    """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them."""
+    """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them.
 
-    def __init__(self) -> None:
+    block_size: tokens of the blocks that are translated. Caches of other layers than attention may have others.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._digests: dict[Any, bytes] = {}
         self._next_number: int | None = None
 
@@ -33,8 +37,8 @@ class CacheEventTranslator:
 
         number: of the batch. A gap means that batches were lost: then all blocks count as evicted.
         """
-        stored: list[bytes] = []
-        evicted: list[bytes] = []
+        stored: dict[bytes, None] = {}
+        evicted: dict[bytes, None] = {}
         cleared = self._next_number is not None and number != self._next_number
         if cleared:
             logger.warning("KV cache events %s to %d are lost: the prefix table is cleared", self._next_number, number)
@@ -42,16 +46,21 @@ class CacheEventTranslator:
         self._next_number = number + 1
         for event in batch.events:
             if isinstance(event, BlockStored):
-                stored += self._store(event)
+                for digest in self._store(event):
+                    stored[digest] = None
+                    evicted.pop(digest, None)
             elif isinstance(event, BlockRemoved):
-                known = (self._digests.pop(name, None) for name in event.block_hashes)
-                evicted += [digest for digest in known if digest is not None]
+                for digest in [self._digests.pop(name) for name in event.block_hashes if name in self._digests]:
+                    evicted[digest] = None
+                    stored.pop(digest, None)
             elif isinstance(event, AllBlocksCleared):
                 self._digests.clear()
-                stored, evicted, cleared = [], [], True
-        return CacheEvents(stored, evicted, cleared=cleared)
+                stored, evicted, cleared = {}, {}, True
+        return CacheEvents(list(stored), list(evicted), cleared=cleared)
 
     def _store(self, event: BlockStored) -> list[bytes]:
+        if event.block_size != self._block_size:
+            return []
         if event.parent_block_hash is None:
             # The name of the LoRA adapter comes first if there is one, then the salt.
             keys = [key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)]
@@ -66,10 +75,13 @@ class CacheEventTranslator:
         return digests
 
 
-async def follow_cache_events(endpoint: str, deliver: Callable[[CacheEvents], None]) -> None:
-    """Deliver the changes that vLLM publishes at `endpoint`, until the task is cancelled."""
+async def follow_cache_events(endpoint: str, block_size: int, deliver: Callable[[CacheEvents], None]) -> None:
+    """Deliver the changes that vLLM publishes at `endpoint`, until the task is cancelled.
+
+    block_size: as for CacheEventTranslator.
+    """
     decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-    translator = CacheEventTranslator()
+    translator = CacheEventTranslator(block_size)
     context = zmq.asyncio.Context.instance()
     with context.socket(zmq.SUB) as socket:
         socket.connect(endpoint)

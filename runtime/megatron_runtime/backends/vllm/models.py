@@ -12,20 +12,22 @@ from pathlib import Path
 from safetensors import safe_open
 
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError, end_tokens
-from megatron_runtime.checkpoints.source import StoredModel, resolve
+from megatron_runtime.checkpoints.source import StoredModel, require_format, resolve
 
 TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each tensor by its name."""
 
 
-def model_directory(model: str) -> Path:
+def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
     """Return the directory of a model that vLLM can read. Models of other formats are converted once, to bfloat16.
 
-    model: as for checkpoints.source.resolve().
+    model:         as for checkpoints.source.resolve().
+    wanted_format: "Auto", or the only format that is accepted.
 
-    Raises the errors of resolve() and convert().
+    Raises the errors of resolve(), require_format() and convert().
     """
     source = resolve(model)
+    require_format(source, wanted_format, model=model)
     if source.format == "SafeTensors":
         return source.path
     directory = _cache() / _fingerprint(source)

@@ -1,7 +1,7 @@
 """Starts vLLM in a process of its own and exchanges messages with it. Imports neither vLLM nor torch.
 
 A process of its own releases all memory when it ends, and its crash does not end the engine's process, which reports
-the cause. Messages are msgpack over a pair of sockets, with their length before them:
+the cause. They exchange messages over a pair of sockets (channel.py):
 
     to the process:   [number, method, arguments]         service.py has the methods
     from the process: [number, result, error]             the reply; number 0: it is started, or could not start
@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -25,12 +24,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from megatron_runtime.backends.vllm.channel import Channel, OnMessage, frame, receive
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.codec import DETAILS, pack, unpack
 
 PROGRAM = "megatron_runtime.backends.vllm.service"
-SIZE = struct.Struct("<Q")
 STARTED = 0
 """Number of the message with which the process reports that it has started."""
 SHUTDOWN_SECONDS = 30.0
@@ -53,11 +51,14 @@ class VllmError(RuntimeError):
     """vLLM failed; the message has the cause."""
 
 
+class VllmKilledError(VllmError):
+    """A process of vLLM was killed, most often because its memory limit was exceeded. It may start at another time."""
+
+
 class VllmRejectedError(ValueError):
     """vLLM rejected its arguments, the model or a request; the message names it."""
 
 
-OnMessage = Callable[[list[Any]], None]
 OnLost = Callable[[VllmError], None]
 
 
@@ -110,16 +111,16 @@ class VllmProcess:
 
     Raises:
         VllmRejectedError: a setting, the model or the version of vLLM is not usable.
-        VllmError: the process ended; the message has the cause.
+        VllmError: the process ended; the message has the cause. VllmKilledError if it was killed.
     """
 
     def __init__(self, settings: EngineSettings, *, checks_only: bool = False) -> None:
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = STARTED
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._is_lost = False
+        self._channel: Channel | None = None
+        self._losing: asyncio.Task[None] | None = None
+        self._is_ending = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -133,12 +134,12 @@ class VllmProcess:
         self._log_reader = threading.Thread(target=self._forward_log, daemon=True)
         self._log_reader.start()
         try:
-            self._socket.sendall(_frame([map_of(settings), checks_only]))
-            (size,) = SIZE.unpack(self._receive(SIZE.size))
-            _, started, error = unpack(self._receive(size), DETAILS)
+            self._socket.sendall(frame([map_of(settings), checks_only]))
+            _, started, error = receive(self._socket)
         except OSError as lost:
             self.kill()
-            raise VllmError(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
+            kind = VllmKilledError if self._process.returncode == -signal.SIGKILL else VllmError
+            raise kind(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
         except BaseException:
             self.kill()
             raise
@@ -146,12 +147,6 @@ class VllmProcess:
             self.kill()
             raise _exception(error)
         self.started: dict[str, Any] = started
-
-    def _receive(self, size: int) -> bytes:
-        received = self._socket.recv(size, socket.MSG_WAITALL)
-        if len(received) < size:
-            raise ConnectionResetError("vLLM's process closed the connection")
-        return received
 
     def _forward_log(self) -> None:
         assert self._process.stdout is not None
@@ -166,36 +161,39 @@ class VllmProcess:
         on_message: called with each message that is no reply.
         on_lost:    called once if the process ends without end().
         """
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        self._reading = asyncio.create_task(self._read(reader, on_message, on_lost))
+        self._on_message, self._on_lost = on_message, on_lost
+        self._channel = await Channel.open(self._socket, self._received, self._closed)
 
-    async def _read(self, reader: asyncio.StreamReader, on_message: OnMessage, on_lost: OnLost) -> None:
-        try:
-            while True:
-                (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
-                message = unpack(await reader.readexactly(size), DETAILS)
-                if isinstance(message[0], str):
-                    on_message(message)
-                    continue
-                number, result, error = message
-                call = self._calls.pop(number, None)
-                if call is None or call.done():
-                    continue
-                if error is None:
-                    call.set_result(result)
-                elif _CONSEQUENCE.search(error[1]):
-                    await asyncio.sleep(LOG_SECONDS)
-                    call.set_exception(VllmError(cause_of(self._log, None)))
-                else:
-                    call.set_exception(_exception(error))
-        except (OSError, EOFError):
-            self._is_lost = True
-            lost = await asyncio.to_thread(self._lost)
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(lost)
-            self._calls.clear()
-            on_lost(lost)
+    def _received(self, message: list[Any]) -> None:
+        if isinstance(message[0], str):
+            self._on_message(message)
+            return
+        number, result, error = message
+        call = self._calls.pop(number, None)
+        if call is None or call.done():
+            return
+        if error is None:
+            call.set_result(result)
+        elif _CONSEQUENCE.search(error[1]):
+            asyncio.get_running_loop().call_later(LOG_SECONDS, self._fail_by_log, call)
+        else:
+            call.set_exception(_exception(error))
+
+    def _fail_by_log(self, call: asyncio.Future[Any]) -> None:
+        if not call.done():
+            call.set_exception(VllmError(cause_of(self._log, None)))
+
+    def _closed(self) -> None:
+        if not self._is_ending:
+            self._losing = asyncio.create_task(self._lose())
+
+    async def _lose(self) -> None:
+        lost = await asyncio.to_thread(self._lost)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(lost)
+        self._calls.clear()
+        self._on_lost(lost)
 
     def _lost(self) -> VllmError:
         """Return the cause of an unexpected end."""
@@ -217,23 +215,24 @@ class VllmProcess:
         self._write([STARTED, method, arguments])
 
     def _write(self, message: list[Any]) -> None:
-        assert self._writer is not None
-        if not self._is_lost:
-            self._writer.write(_frame(message))
+        assert self._channel is not None
+        if self._losing is None:
+            self._channel.send(message)
         elif (call := self._calls.pop(message[0], None)) is not None:
             call.set_exception(VllmError("vLLM's process has ended"))
 
     async def end(self) -> None:
         """Have vLLM end, and return when its processes are gone."""
-        if self._writer is not None and not self._is_lost:
+        if self._channel is not None and self._losing is None:
             with contextlib.suppress(VllmError, TimeoutError):
                 await asyncio.wait_for(self.call("shutdown"), SHUTDOWN_SECONDS)
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        self._is_ending = True
+        if self._losing is not None:
+            self._losing.cancel()
+            await asyncio.gather(self._losing, return_exceptions=True)
         await asyncio.to_thread(self.kill)
-        if self._writer is not None:
-            self._writer.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def kill(self) -> None:
         """Kill all processes of vLLM that are left. Idempotent."""
@@ -241,13 +240,8 @@ class VllmProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log_reader.join(timeout=1)
-        if self._writer is None:
+        if self._channel is None:
             self._socket.close()
-
-
-def _frame(message: Any) -> bytes:
-    body = pack(message)
-    return SIZE.pack(len(body)) + body
 
 
 def _exception(error: list[str]) -> Exception:

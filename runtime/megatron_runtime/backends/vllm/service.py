@@ -7,7 +7,6 @@ the engine does not have, too, so it may be ended at any time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import vllm
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
@@ -36,6 +36,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_runtime.backends.vllm.arguments import engine_arguments
 from megatron_runtime.backends.vllm.cache_events import follow_cache_events
+from megatron_runtime.backends.vllm.channel import Channel, frame, receive
 from megatron_runtime.backends.vllm.models import (
     eos_ids,
     model_directory,
@@ -43,11 +44,10 @@ from megatron_runtime.backends.vllm.models import (
     weights_digest,
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
-from megatron_runtime.backends.vllm.process import SIZE, STARTED, settings_of
-from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.backends.vllm.process import STARTED, settings_of
+from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.codec import DETAILS, pack, unpack
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 HEALTH_SECONDS = 1.0
@@ -96,10 +96,10 @@ class Service:
     directory: of the model's files.
     """
 
-    def __init__(self, settings: EngineSettings, directory: Path, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, settings: EngineSettings, directory: Path) -> None:
         self._settings = settings
         self._directory = directory
-        self._writer = writer
+        self._calls: set[asyncio.Task[None]] = set()
         self._llm: AsyncLLM | None = None
         self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
         self._endpoint = f"ipc://{self._sockets.name}/cache-events"
@@ -129,6 +129,29 @@ class Service:
             "has_adapters": config.lora_config is not None,
         }
 
+    async def serve(self, end: socket.socket) -> None:
+        """Handle calls until the engine closes the connection. Calls of different methods may overlap."""
+        ended = asyncio.Event()
+        self._channel = await Channel.open(end, self._received, ended.set)
+        await ended.wait()
+
+    def _received(self, call: list[Any]) -> None:
+        number, method, arguments = call
+        if method not in METHODS:
+            raise ValueError(f"method {method!r}: want one of {', '.join(METHODS)}")
+        task = asyncio.create_task(self._handle(number, method, arguments))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _handle(self, number: int, method: str, arguments: list[Any]) -> None:
+        result, error = None, None
+        try:
+            result = await getattr(self, method)(*arguments)
+        except Exception as failure:
+            error = _described(failure)
+        if number != STARTED:
+            self._channel.send([number, result, error])
+
     # --- memory and weights -------------------------------------------------------------------------------------
 
     async def load(self) -> None:
@@ -138,7 +161,8 @@ class Service:
         self._background.append(asyncio.create_task(self._watch_health(llm)))
         self._background.append(asyncio.create_task(self._report_metrics()))
         if self._settings.prefix_caching:
-            self._background.append(asyncio.create_task(follow_cache_events(self._endpoint, self._report_cache)))
+            following = follow_cache_events(self._endpoint, config.cache_config.block_size, self._report_cache)
+            self._background.append(asyncio.create_task(following))
         await llm.pause_generation(mode="keep", clear_cache=False)
 
     async def run_workers(self) -> None:
@@ -266,10 +290,10 @@ class Service:
     def _flush(self) -> None:
         if self._outputs:
             ready, self._outputs = self._outputs, []
-            self.write(["outputs", ready])
+            self._channel.send(["outputs", ready])
 
     def _report_cache(self, events: CacheEvents) -> None:
-        self.write(["cache", list(events.stored), list(events.evicted), events.cleared])
+        self._channel.send(["cache", events.stored, events.evicted, events.cleared])
 
     async def _report_metrics(self) -> None:
         while True:
@@ -280,7 +304,7 @@ class Service:
                     if field is not None:
                         values[field] += sample.value
             text = b"".join(line for line in generate_latest().splitlines(True) if b"vllm:" in line)
-            self.write(["metrics", values, text])
+            self._channel.send(["metrics", values, text])
             await asyncio.sleep(METRICS_SECONDS)
 
     async def _watch_health(self, llm: AsyncLLM) -> None:
@@ -290,10 +314,6 @@ class Service:
                 await llm.check_health()
             except EngineDeadError:
                 os._exit(1)
-
-    def write(self, message: list[Any]) -> None:
-        body = pack(message)
-        self._writer.write(SIZE.pack(len(body)) + body)
 
 
 def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *, skipped: int) -> list[Any]:
@@ -327,6 +347,7 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 def check(settings: EngineSettings) -> None:
     """Check arguments and model without the weights. Raises vLLM's errors, and those of engine_arguments()."""
     source = resolve(settings.model)
+    require_format(source, settings.model_format, model=settings.model)
     arguments = engine_arguments(settings, source.path, cache_events="ipc:///unused")
     if source.format != "SafeTensors":
         return  # the first engine converts it
@@ -342,29 +363,6 @@ METHODS = (
 )
 
 
-async def _serve(service: Service, reader: asyncio.StreamReader) -> None:
-    """Handle calls until the engine closes the connection. Calls of different methods may overlap."""
-    running: set[asyncio.Task[None]] = set()
-    while True:
-        (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
-        number, method, arguments = unpack(await reader.readexactly(size), DETAILS)
-        if method not in METHODS:
-            raise ValueError(f"method {method!r}: want one of {', '.join(METHODS)}")
-        task = asyncio.create_task(_handle(service, number, method, arguments))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-
-async def _handle(service: Service, number: int, method: str, arguments: list[Any]) -> None:
-    result, error = None, None
-    try:
-        result = await getattr(service, method)(*arguments)
-    except Exception as failure:
-        error = _described(failure)
-    if number != STARTED:
-        service.write([number, result, error])
-
-
 def _described(error: Exception) -> list[str]:
     if isinstance(error, ValidationError):
         problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
@@ -373,30 +371,10 @@ def _described(error: Exception) -> list[str]:
     return [kind, str(error) if kind == "rejected" else f"{type(error).__name__}: {error}"]
 
 
-async def _main(channel: socket.socket, setup: dict[str, Any], *, checks_only: bool) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=channel)
-    try:
-        settings, started, error = settings_of(setup), {}, None
-        if checks_only:
-            check(settings)
-        else:
-            service = Service(settings, model_directory(settings.model), writer)
-            started = service.describe()
-    except Exception as failure:
-        error = _described(failure)
-    body = pack([STARTED, started, error])
-    writer.write(SIZE.pack(len(body)) + body)
-    if error is None and not checks_only:
-        with contextlib.suppress(EOFError, OSError):
-            await _serve(service, reader)
-    else:
-        await writer.drain()
-
-
-def _end_with_engine(channel: socket.socket) -> None:
+def _end_with_engine(end: socket.socket) -> None:
     """End all processes of this group when the engine has ended for any reason: they do not notice that themselves."""
     poll = select.poll()
-    poll.register(channel, select.POLLRDHUP)
+    poll.register(end, select.POLLRDHUP)
     poll.poll()
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
@@ -404,12 +382,24 @@ def _end_with_engine(channel: socket.socket) -> None:
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    (size,) = SIZE.unpack(channel.recv(SIZE.size, socket.MSG_WAITALL))
-    setup, checks_only = unpack(channel.recv(size, socket.MSG_WAITALL), DETAILS)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    setup, checks_only = receive(end)
     signal.signal(signal.SIGTERM, lambda *_: None)  # its children get it, too, and have other handlers
-    threading.Thread(target=_end_with_engine, args=(channel,), daemon=True).start()
-    asyncio.run(_main(channel, setup, checks_only=checks_only))
+    threading.Thread(target=_end_with_engine, args=(end,), daemon=True).start()
+    service, started, error = None, {}, None
+    try:
+        settings = settings_of(setup)
+        if checks_only:
+            check(settings)
+        else:
+            service = Service(settings, model_directory(settings.model, wanted_format=settings.model_format))
+            started = service.describe()
+    except Exception as failure:
+        service, error = None, _described(failure)
+    end.sendall(frame([STARTED, started, error]))
+    if service is not None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(service.serve(end))
 
 
 if __name__ == "__main__":

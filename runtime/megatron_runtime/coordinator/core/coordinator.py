@@ -28,12 +28,12 @@ from megatron_runtime.protocol.messages import (
     PARAMETERS,
     PLAIN,
     Abort,
+    CachedBlocks,
     Control,
     ControlAck,
     Disconnect,
     Dispatch,
     Error,
-    EvictedBlocks,
     Final,
     Frames,
     Heartbeat,
@@ -121,7 +121,7 @@ class CoordinatorCore:
         self._of_engines: dict[type[Any], Handler] = {
             Partial: self.replies.partial,
             Final: self.replies.final,
-            EvictedBlocks: self._evicted_blocks,
+            CachedBlocks: self._cached_blocks,
             Heartbeat: lambda engine, message, _: self.membership.engine_heartbeat(engine, message),
             ControlAck: self._acknowledged,
             Disconnect: self._engine_leaves,
@@ -362,12 +362,13 @@ class CoordinatorCore:
         if not self.verbs.acknowledged(engine, ack):
             self.counters.stale += 1
 
-    def _evicted_blocks(self, engine: Engine, message: EvictedBlocks, _: Frames) -> None:
+    def _cached_blocks(self, engine: Engine, message: CachedBlocks, _: Frames) -> None:
         if message.cleared:
             self.router.forget(engine)
-        hashes = block_hashes_from_bytes(message.hashes)
-        self.counters.evicted_blocks += len(hashes)
-        self.router.evicted(engine, hashes)
+        evicted = block_hashes_from_bytes(message.evicted)
+        self.counters.evicted_blocks += len(evicted)
+        self.router.evicted(engine, evicted)
+        self.router.stored(engine, block_hashes_from_bytes(message.stored))
 
     def _plain_of_engine(self, engine: Engine, message: Plain, frames: Frames) -> None:
         match message.items:

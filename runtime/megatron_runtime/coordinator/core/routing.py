@@ -24,7 +24,7 @@ class Router:
 
     where match is (the deepest block it holds + 1) / blocks of the prompt (FIRST_PREFIX_BLOCK: whether it holds the
     first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is
-    assumed to hold what it was given until it reports the eviction.
+    assumed to hold what it was given, and what it reports as stored, until it reports the eviction.
 
     deterministic: engines alternate in the order of their names, whichever registered or became free first.
     """
@@ -120,6 +120,11 @@ class Router:
             held[block] = self._clock
         while len(held) > MAX_KNOWN_BLOCKS:
             held.popitem(last=False)
+
+    def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
+        """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
+        if self._by_prefix and not self._by_first_block:
+            self.learn(engine, hashes)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
         """The engine reports that it no longer holds these blocks."""
