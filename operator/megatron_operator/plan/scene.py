@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_operator.model.resource import SuspendLevel
+from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
     CoordinatorState,
     DesiredState,
@@ -31,10 +32,13 @@ from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
+from megatron_operator.plan.update import Update
 from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, PodView, World
 from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
+from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.render.revision import has_inputs, revision_name
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
@@ -66,9 +70,16 @@ class Scene:
         spec, held = resource.spec, self.weights_held
         if held is not None and spec.weights is not None:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": held})})
-        return RenderContext(
-            resource.name, resource.namespace, resource.uid, spec, self.world.settings, self.server_key
-        )
+        return RenderContext(resource.name, resource.namespace, resource.uid, spec, self.settings, self.server_key)
+
+    @cached_property
+    def update(self) -> Update:
+        return Update(self.world, self.desired)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings of the installation, with the release of the resource."""
+        return self.update.release.settings(self.world.settings)
 
     @cached_property
     def rendered(self) -> Rendered:
@@ -342,17 +353,27 @@ class Scene:
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
         manifest = self.rendered.engine_manifest(index)
         revision = engine_revision(manifest) if manifest else ""
+        found = world.children.get(ChildRef("StatefulSet", name, APPS))
         return EngineView(
             index=index,
             name=name,
             surplus=index >= self.ctx.spec.replicas,
-            statefulset=world.children.get(ChildRef("StatefulSet", name, APPS)),
+            held=found is not None and found.revision != revision and self._is_held(found.revision),
+            statefulset=found,
             pods=pods,
             report=reports.get(name),
             rendered_revision=revision,
             budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
             **self._canary(name),
         )
+
+    def _is_held(self, revision: str) -> bool:
+        """Return whether a revision differs from the desired one only by how this operator renders it, and engines
+        keep it until the resource is updated."""
+        if not self.update.available:
+            return False
+        record = self.world.children.get(ChildRef(REVISION_KIND, revision_name(self.ctx, revision), APPS))
+        return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
 
     def _canary(self, name: str) -> dict[str, Any]:
         """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision."""

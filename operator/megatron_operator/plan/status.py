@@ -17,9 +17,10 @@ from megatron_operator.plan.blockers import coordinator_wait, degradation, engin
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.verdict import Verdict
+from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import LOST, UNRESPONSIVE, Scene
-from megatron_operator.render.context import scale_selector
+from megatron_operator.render.context import manifest_hash, scale_selector
 
 T = ConditionType
 STABLE = frozenset(
@@ -53,7 +54,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "state": state.value,
         "ready": f"{len(serving)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
-        "revision": scene.wanted[0].rendered_revision if scene.wanted else scene.status.get("revision", ""),
+        "revision": _revision(scene),
         **({"verifiedRevisions": list(scene.verified)} if scene.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
@@ -82,7 +83,28 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
-    return status
+    return {**status, **scene.update.status(complete=_has_release(scene))}
+
+
+def _revision(scene: Scene) -> str:
+    """Return the revision that engines should have; while an update is held, that of the first engine."""
+    if not scene.wanted:
+        return str(scene.status.get("revision", ""))
+    first = scene.wanted[0]
+    return first.statefulset.revision if first.held and first.statefulset is not None else first.rendered_revision
+
+
+def _has_release(scene: Scene) -> bool:
+    """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
+    manifests, errors = scene.rendered.shared
+    for manifest in manifests:
+        view = scene.world.children.get(child_ref(manifest))
+        if manifest["kind"] != "Deployment":
+            continue
+        if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
+            return False
+    due = [engine for engine in scene.wanted if scene.pods_for(engine) > 0 or engine.budget.exhausted is not None]
+    return not errors and all(_updated(engine) and engine.responsive for engine in due)
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
@@ -235,6 +257,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
         T.PROGRESSING: _progressing(verdict),
         T.DEGRADED: _degraded(scene, verdict),
+        T.UPDATE_AVAILABLE: scene.update.finding,
     }
     before = {entry["type"]: entry for entry in scene.status.get("conditions") or ()}
     return [

@@ -93,10 +93,13 @@ def _record_revision(scene: Scene) -> list[Action]:
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether a child may be applied. A server for another model waits until no engine has the old one."""
+    """Return whether a child may be applied. A server for another model waits until no engine has the old one, and a
+    Deployment that this operator renders differently until the resource is updated."""
+    view = scene.world.children.get(child_ref(manifest))
+    if scene.update.holds(manifest, view):
+        return False
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    view = scene.world.children.get(child_ref(manifest))
     return view is None or view.model_hash == scene.model_hash or not scene.old_model
 
 
@@ -124,6 +127,8 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     Before the desired revision has passed its check, an engine that loses its pods keeps its revision, and one that
     gets pods gets the revision of the others."""
     found = engine.statefulset
+    if engine.held and engine.scaled > 0 and pods > 0:
+        return scene.rendered.own_manifest(engine, pods=pods)
     if scene.check_due and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
     if scene.check_due and engine.scaled == 0:
@@ -172,7 +177,8 @@ def _leftover_checks(scene: Scene) -> list[Action]:
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """Delete ConfigMaps with earlier contents that no pod uses."""
-    if scene.rendered.template_error is not None or any(e.stale or e.stale_pods for e in scene.engines):
+    changing = scene.update.available or any(engine.stale or engine.stale_pods for engine in scene.engines)
+    if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
     prefix = f"{scene.ctx.name}-config-"

@@ -17,6 +17,7 @@ from megatron_operator.render.context import (
     Manifest,
     RenderContext,
     child,
+    release_annotations,
     seal,
     selector,
 )
@@ -101,4 +102,11 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
         "template": template,
         "revisionHistoryLimit": 2,
     }
-    return seal(child(ctx, "Deployment", ctx.coordinator_name, api_version="apps/v1", component=COORDINATOR, spec=spec))
+    manifest = child(ctx, "Deployment", ctx.coordinator_name, api_version="apps/v1", component=COORDINATOR, spec=spec)
+    manifest["metadata"]["annotations"] = release_annotations(ctx, _inputs(ctx))
+    return seal(manifest)
+
+
+def _inputs(ctx: RenderContext) -> list[Any]:
+    sections = (ctx.spec.coordinator, ctx.spec.lifecycle.pause)
+    return [*(section.model_dump(mode="json", exclude_defaults=True) for section in sections), ctx.server_key]

@@ -143,7 +143,7 @@ def rollout(scene: Scene) -> Verdict | None:
     if scene.old_model and _server_rejected(scene):
         # The existing OpenAI servers cannot use engines of another model.
         return None
-    limit, checked = scene.ctx.spec.rollout.max_unavailable, not scene.check_due
+    limit, checked = scene.ctx.spec.rollout.unavailable, not scene.check_due
     facts = [engine_facts(scene, engine) for engine in engines]
     found = next_step(facts, max_unavailable=limit, running=running(scene), checked=checked)
     by_name = {engine.name: engine for engine in engines}
@@ -157,7 +157,8 @@ def rollout(scene: Scene) -> Verdict | None:
             return _unvetted(scene, by_name[name]) or start(scene, SignalKind.DRAIN, engine=name)
         case Prove(name):
             engine = by_name[name]
-            asked = AskCanary(name, engine.rendered_revision, model_argument(scene.ctx))
+            revision = engine.statefulset.revision if engine.statefulset is not None else ""
+            asked = AskCanary(name, revision, model_argument(scene.ctx))
             return waiting(
                 scene,
                 Reason.ROLLING_OUT,
