@@ -48,11 +48,11 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     world, ctx = scene.world, scene.ctx
     state = scene.state_with(verdict.operation)
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
-    serving = [engine for engine in scene.wanted if scene.serves(engine)]
+    serving = [engine for engine in (*scene.wanted, *scene.extras) if scene.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": state.value,
-        "ready": f"{len(serving)}/{ctx.spec.replicas}",
+        "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
         **({"verifiedRevisions": list(scene.verified)} if scene.verified else {}),
@@ -255,7 +255,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.COORDINATOR_READY: _coordinator_ready(scene),
         T.ENGINES_READY: _engines_ready(scene),
         T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
-        T.PROGRESSING: _progressing(verdict),
+        T.PROGRESSING: _progressing(scene, verdict),
         T.DEGRADED: _degraded(scene, verdict),
         T.UPDATE_AVAILABLE: scene.update.finding,
     }
@@ -305,7 +305,8 @@ def _coordinator_ready(scene: Scene) -> Finding:
 
 
 def _engines_ready(scene: Scene) -> Finding:
-    serving, wanted = sum(engine.responsive for engine in scene.wanted), len(scene.wanted)
+    wanted = len(scene.wanted)
+    serving = min(wanted, sum(engine.responsive for engine in (*scene.wanted, *scene.extras)))
     if scene.observed is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.release and scene.engines_empty:
@@ -326,9 +327,12 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
     return "False", verdict.reason, f"{scene.desired.value} is requested, {state.value} is observed"
 
 
-def _progressing(verdict: Verdict) -> Finding:
+def _progressing(scene: Scene, verdict: Verdict) -> Finding:
     if verdict.step:
         return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+    if scene.rollout_paused:
+        count = f"{len(scene.outdated)} of {len(scene.wanted)} engines keep their earlier revision"
+        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.revision} is paused; {count}"
     return "False", Reason.SETTLED, "nothing is left to do"
 
 

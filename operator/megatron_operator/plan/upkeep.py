@@ -24,6 +24,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.render.services import engine_service
@@ -48,7 +49,8 @@ def upkeep(scene: Scene) -> list[Action]:
     actions: list[Action] = []
     actions += _keys(scene)
     # Before the shared policies, which allow no connections within an engine.
-    actions += [apply(policy) for policy in scene.rendered.engine_policies if _due(scene, policy)]
+    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in scene.extras)]
+    actions += [apply(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
@@ -124,14 +126,15 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
     """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
     pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision.
-    Before the desired revision has passed its check, an engine that loses its pods keeps its revision, and one that
-    gets pods gets the revision of the others."""
+    Before the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods
+    keeps its revision, and one that gets pods gets the revision of the others."""
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods)
-    if scene.check_due and pods == 0:
+    keeps = scene.check_due or scene.rollout_paused
+    if keeps and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
-    if scene.check_due and engine.scaled == 0:
+    if keeps and engine.scaled == 0:
         other = max(scene.outdated, key=lambda outdated: (outdated.serving, outdated.index)).statefulset
         return scene.rendered.recorded_manifest(engine.index, other.revision if other else "", pods=pods)
     if engine.rendered_revision == "":

@@ -23,6 +23,8 @@ from megatron_operator.plan.rollout import (
     Halt,
     Replace,
     Step,
+    Surge,
+    kept_extras,
     keeps_revision,
     next_step,
 )
@@ -47,13 +49,22 @@ class Engine(NamedTuple):
 
 class State(NamedTuple):
     wanted: int
+    replicas: int
     engines: tuple[Engine, ...]
+    """Those beyond `replicas` are surge engines, or are about to be removed."""
     drain: tuple[int, bool] | None
     """The engine of the recorded DRAIN, and whether the DRAIN is complete."""
     good: frozenset[int] = frozenset()
     """Revisions that passed their check, or of which an engine served."""
     check: tuple[int, bool] | None = None
     """The revision of the check pod, and whether its check has failed; None: there is no pod."""
+    paused: bool = False
+
+
+class Removal(NamedTuple):
+    """The removal of engines beyond `replicas` (policy scale_down)."""
+
+    indexes: tuple[int, ...]
 
 
 class Violation(AssertionError):
@@ -74,12 +85,15 @@ class Model:
     """Numbers of engines that a user may scale to; the first is the initial one."""
     pods: tuple[int, ...] = (1, 1, 1)
     """Number of pods of an engine of each revision."""
+    max_surge: int = 0
+    pauses: bool = False
+    """Whether users pause and continue the rollout."""
     keeps: Callable[..., bool] = keeps_revision
     """The rule of upkeep: whether an engine keeps template and number of pods of its own revision."""
 
     def settled(self) -> State:
         engine = Engine(0, (0,) * self.pods[0], True, False, NONE)
-        return State(0, (engine,) * self.sizes[0], None, frozenset({0}))
+        return State(0, self.sizes[0], (engine,) * self.sizes[0], None, frozenset({0}))
 
     def facts(self, state: State) -> list[EngineFacts]:
         return [
@@ -97,7 +111,7 @@ class Model:
 
     # --- the operator ---
 
-    def step(self, state: State) -> tuple[Step | None, State]:
+    def step(self, state: State) -> tuple[Step | Removal | None, State]:
         """One pass. None: an operation is open, or an obsolete drain is undone."""
         if state.check is not None and (state.check[0] != state.wanted or state.wanted in state.good):
             state = state._replace(check=None)
@@ -107,9 +121,30 @@ class Model:
         undone = self._undrain(state)
         if undone is not None:
             return None, undone
-        checked = not self.is_check_due(state)
-        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True, checked=checked)
+        facts = self.facts(state)
+        surplus = self._surplus(state, facts)
+        removable = tuple(index for index in surplus if facts[index].drained)
+        if removable:
+            left = tuple(engine for index, engine in enumerate(state.engines) if index not in removable)
+            return Removal(removable), state._replace(engines=left, drain=None)
+        if surplus:
+            return Drain(str(surplus[-1])), self._act(state, Drain(str(surplus[-1])))
+        found = self.planner(
+            facts[: state.replicas],
+            extras=facts[state.replicas :],
+            max_unavailable=self.max_unavailable,
+            max_surge=self.max_surge,
+            running=True,
+            checked=not self.is_check_due(state),
+            paused=state.paused,
+        )
         return found, self._act(state, found)
+
+    def _surplus(self, state: State, facts: list[EngineFacts]) -> list[int]:
+        """The engines beyond `replicas` that are to be removed."""
+        extras = facts[state.replicas :]
+        kept = kept_extras(facts[: state.replicas], extras, max_unavailable=self.max_unavailable)
+        return [int(fact.name) for fact in extras if fact.name not in kept]
 
     def _upkeep(self, state: State) -> State:
         """Scale each StatefulSet to the number of pods of the revision that the rule chooses. Its engine restarts."""
@@ -123,20 +158,23 @@ class Model:
 
     def is_check_due(self, state: State) -> bool:
         outdated = [engine for engine in state.engines if engine.template != state.wanted]
+        if all(engine.template == state.wanted for engine in state.engines[: state.replicas]):
+            return False
         begun = state.check is not None and state.check[0] == state.wanted
-        return (
-            state.wanted not in state.good
-            and bool(outdated)
-            and (begun or any(self.is_serving(state, engine) for engine in outdated))
-        )
+        return state.wanted not in state.good and (begun or any(self.is_serving(state, each) for each in outdated))
+
+    def is_held(self, state: State) -> bool:
+        """A paused rollout keeps engines of another revision."""
+        base = state.engines[: state.replicas]
+        return state.paused and any(engine.template != state.wanted for engine in base)
 
     def has_failed_check(self, state: State) -> bool:
         return self.is_check_due(state) and state.check == (state.wanted, True)
 
     def _undrain(self, state: State) -> State | None:
-        for index, engine in enumerate(state.engines):
+        for index, engine in enumerate(state.engines[: state.replicas]):
             right = engine.template == state.wanted and not self.has_old_pods(engine)
-            right |= self.has_failed_check(state)
+            right |= self.has_failed_check(state) or self.is_held(state)
             if engine.serving and engine.draining and right and engine.canary != FAILED:
                 return _with(state, index, _lost(engine))._replace(drain=None)
         return None
@@ -149,6 +187,9 @@ class Model:
                 for name in names:
                     state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
                 return state._replace(drain=None)
+            case Surge():
+                added = Engine(state.wanted, (), False, False, PENDING)
+                return state._replace(engines=(*state.engines, added))
             case Drain(name) | Halt(name, drain=True):
                 engine = state.engines[int(name)]
                 return _with(state, int(name), engine._replace(draining=engine.serving))._replace(
@@ -187,15 +228,9 @@ class Model:
         for revision in range(self.revisions):
             if revision != state.wanted:
                 yield state._replace(wanted=revision)
-        for count in self.sizes:
-            if count < len(state.engines):
-                kept = state.drain if state.drain is None or state.drain[0] < count else None
-                yield state._replace(engines=state.engines[:count], drain=kept)
-            elif count > len(state.engines):
-                outdated = [engine for engine in state.engines if engine.template != state.wanted]
-                template = outdated[-1].template if self.is_check_due(state) else state.wanted
-                added = (Engine(template, (), False, False, NONE),) * (count - len(state.engines))
-                yield state._replace(engines=state.engines + added)
+        if self.pauses:
+            yield state._replace(paused=not state.paused)
+        yield from self._scaled(state)
         for index, engine in enumerate(state.engines):
             for ordinal, pod in enumerate(engine.pods):
                 if pod != GONE:
@@ -208,6 +243,20 @@ class Model:
             yield state._replace(check=(state.check[0], True))
             yield state._replace(check=None)
         yield from self._crashes(state)
+
+    def _scaled(self, state: State) -> Iterator[State]:
+        for count in self.sizes:
+            if count < state.replicas:
+                engines = state.engines[: count + self.max_surge]
+                kept = state.drain if state.drain is None or state.drain[0] < len(engines) else None
+                yield state._replace(replicas=count, engines=engines, drain=kept)
+            elif count > state.replicas:
+                outdated = [engine for engine in state.engines[: state.replicas] if engine.template != state.wanted]
+                keeps = self.is_check_due(state) or self.is_held(state)
+                template = outdated[-1].template if keeps else state.wanted
+                missing = max(0, count - len(state.engines))
+                added = (Engine(template, (), False, False, NONE),) * missing
+                yield state._replace(replicas=count, engines=state.engines + added)
 
     def _crashes(self, state: State) -> Iterator[State]:
         """The operator dies after it persisted its decision, before or while it acts on it."""
@@ -242,27 +291,39 @@ class Model:
             return False
         return not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
 
-    def check(self, before: State, step: Step | None, after: State) -> None:
+    def check(self, before: State, step: Step | Removal | None, after: State) -> None:
         taken = step.names if isinstance(step, Replace) else ()
-        for index, (old, new) in enumerate(zip(before.engines, after.engines, strict=True)):
+        gone = step.indexes if isinstance(step, Removal) else ()
+        left_over = [(index, engine) for index, engine in enumerate(before.engines) if index not in gone]
+        _hold(all(index >= before.replicas for index in gone), "a desired engine was removed", before, step)
+        for (index, old), new in zip(left_over, after.engines, strict=not isinstance(step, Surge)):
             untouched = (old.template, len(old.pods)) == (new.template, len(new.pods))
-            reverted = old.template == before.wanted or self.has_failed_check(before)
+            reverted = old.template == before.wanted or self.has_failed_check(before) or self.is_held(before)
             undrained = old.draining and reverted and not new.pods
             _hold(untouched or undrained or str(index) in taken, "pods were changed before their turn", before, step)
         if step is None:
             return
         facts = self.facts(before)
-        floor = len(facts) - self.max_unavailable
+        floor = before.replicas - self.max_unavailable
         left = sum(self.is_available(after, engine) for engine in after.engines)
         had = sum(self.is_available(before, engine) for engine in before.engines)
         wrong_one = isinstance(step, Halt)
         _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
         outdated = [engine for engine in before.engines if engine.template != before.wanted]
         serve = any(self.is_serving(before, engine) for engine in outdated)
-        if isinstance(step, Drain | Replace) and before.wanted not in before.good and serve:
-            names = step.names if isinstance(step, Replace) else (step.name,)
-            touched = any(before.engines[int(name)].template != before.wanted for name in names)
-            _hold(not touched, "an engine was taken before the check has passed", before, step)
+        names = step.names if isinstance(step, Replace) else (step.name,) if isinstance(step, Drain | Surge) else ()
+        base = [int(name) for name in names if int(name) < before.replicas]
+        touched = any(before.engines[index].template != before.wanted for index in base)
+        unchecked = before.wanted not in before.good and serve
+        _hold(not (touched and unchecked), "an engine was taken before the check has passed", before, step)
+        _hold(not (touched and before.paused), "an engine was taken while the rollout is paused", before, step)
+        extras = len(after.engines) - after.replicas
+        _hold(not isinstance(step, Surge) or extras <= self.max_surge, "too many engines were added", before, step)
+        unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
+        current = sum(engine.template == before.wanted for engine in before.engines)
+        given = sum(before.engines[int(name)].template != before.wanted for name in taken) + isinstance(step, Surge)
+        spreads = given and current == unproven and unproven + given > max(1, self.max_unavailable)
+        _hold(not spreads, "an unproven revision spread", before, step)
         if not isinstance(step, Replace):
             return
         for name in step.names:
@@ -270,12 +331,6 @@ class Model:
             _hold(not fact.current or fact.leftover, "an engine of the wanted revision was touched", before, step)
             idle = not engine.serving or (engine.draining and fact.drained) or fact.leftover
             _hold(idle, "a serving engine lost its pods", before, step)
-        given = sum(before.engines[int(name)].template != before.wanted for name in step.names)
-        unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
-        current = sum(engine.template == before.wanted for engine in before.engines)
-        proven = current > unproven
-        spreads = given and not proven and unproven + given > self.max_unavailable
-        _hold(not spreads, "an unproven revision spread", before, step)
 
     def ends(self, state: State, *, known: set[State]) -> None:
         """Without further changes, the rollout ends: every engine has the wanted revision, or it halts at a bad one."""
@@ -290,8 +345,10 @@ class Model:
             if moved is None:
                 step, moved = self.step(state)
                 if moved == state:
-                    right = all(e.template == state.wanted and self.is_serving(state, e) for e in state.engines)
-                    done = isinstance(step, Finished) and right
+                    base, held = state.engines[: state.replicas], self.is_held(state)
+                    serve = all(self.is_available(state, each) for each in base)
+                    right = serve and (held or all(each.template == state.wanted for each in base))
+                    done = isinstance(step, Finished) and right and (held or base == state.engines)
                     blocked = isinstance(step, Check) and state.check == (state.wanted, True)
                     blocked &= all(engine.canary == FAILED for engine in state.engines if engine.draining)
                     _hold(done or blocked or isinstance(step, Halt), "the rollout waits forever", state, step)
@@ -300,7 +357,7 @@ class Model:
         known.update(path)
 
 
-def _hold(condition: bool, what: str, state: State, step: Step | None) -> None:
+def _hold(condition: bool, what: str, state: State, step: Step | Removal | None) -> None:
     if not condition:
         raise Violation(f"{what}: {step} in {state}")
 
