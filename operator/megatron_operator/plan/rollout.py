@@ -42,7 +42,7 @@ class EngineFacts:
     current: bool
     """Its StatefulSet has the desired revision."""
     leftover: bool = False
-    """Its StatefulSet has the desired revision and some of its pods have not."""
+    """Some of its pods are of an earlier revision than its StatefulSet."""
     serving: bool = True
     """The coordinator routes to it, or would if it was not draining."""
     draining: bool = False
@@ -80,6 +80,13 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class Replace:
     """Apply the desired template of these engines and delete their old pods."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recreate:
+    """Delete the pods of these engines that do not have the template, which an interrupted Replace has applied."""
 
     names: tuple[str, ...]
 
@@ -125,7 +132,7 @@ class Finished:
     """All engines have the desired revision."""
 
 
-Step = Check | Replace | Surge | Drain | Prove | Await | Halt | Finished
+Step = Check | Replace | Recreate | Surge | Drain | Prove | Await | Halt | Finished
 
 
 def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
@@ -155,8 +162,10 @@ def kept_extras(
     available = sum(engine.available for engine in (*engines, *extras))
     kept = []
     for extra in extras:
-        surge = extra.current and unfinished and (not extra.draining or extra.canary is Canary.FAILED)
-        if surge or (extra.available and available <= len(engines) - max_unavailable):
+        useful = not extra.leftover and (not extra.draining or extra.canary is Canary.FAILED)
+        if (extra.current and unfinished and useful) or (
+            extra.available and available <= len(engines) - max_unavailable
+        ):
             kept.append(extra.name)
         else:
             available -= extra.available
@@ -183,9 +192,10 @@ def next_step(
         running: the resource runs, so that engines may be drained and get canaries.
         paused: engines of another revision are left as they are.
     """
-    leftover = [engine for engine in engines if engine.leftover and not engine.leaving]
-    if leftover:
-        return Replace(tuple(engine.name for engine in leftover))
+    half = [engine for engine in engines if engine.leftover and (engine.current or (paused and not engine.serving))]
+    interrupted = tuple(engine.name for engine in half if not engine.leaving)
+    if interrupted:
+        return Recreate(interrupted)
     outdated = [engine for engine in engines if not engine.current and not paused]
     every = [*engines, *extras]
     room = _room(every, max_unavailable)
@@ -194,9 +204,8 @@ def next_step(
         return Check(outdated[-1].name)
     if down:
         return Replace(down)
-    going = tuple(engine.name for engine in engines if engine.leftover)
-    if going:
-        return Await(going, "its old pods to end")
+    if half:
+        return Await(tuple(engine.name for engine in half), "its old pods to end")
     if not running:
         return Finished()
     failed = next((engine for engine in every if engine.current and engine.canary is Canary.FAILED), None)

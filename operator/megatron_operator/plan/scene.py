@@ -439,7 +439,7 @@ class Scene:
         return EngineFacts(
             name=engine.name,
             current=not engine.stale,
-            leftover=not engine.stale and bool(engine.stale_pods),
+            leftover=bool(engine.stale_pods),
             leaving=all(pod.deleting for pod in engine.stale_pods),
             serving=engine.serving and not earlier,
             draining=report is not None and report.draining,

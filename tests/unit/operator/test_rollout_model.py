@@ -21,11 +21,12 @@ from megatron_operator.plan.rollout import (
     EngineFacts,
     Finished,
     Halt,
+    Recreate,
     Replace,
     Step,
     Surge,
-    kept_extras,
     keeps_revision,
+    kept_extras,
     next_step,
 )
 
@@ -100,7 +101,7 @@ class Model:
             EngineFacts(
                 name=str(index),
                 current=engine.template == state.wanted,
-                leftover=engine.template == state.wanted and self.has_old_pods(engine),
+                leftover=self.has_old_pods(engine),
                 serving=self.is_serving(state, engine),
                 draining=engine.draining,
                 drained=not engine.serving or (engine.draining and state.drain == (index, True)),
@@ -186,6 +187,10 @@ class Model:
             case Replace(names):
                 for name in names:
                     state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
+                return state._replace(drain=None)
+            case Recreate(names):
+                for name in names:
+                    state = _with(state, int(name), _lost(state.engines[int(name)]))
                 return state._replace(drain=None)
             case Surge():
                 added = Engine(state.wanted, (), False, False, PENDING)
@@ -292,7 +297,7 @@ class Model:
         return not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
 
     def check(self, before: State, step: Step | Removal | None, after: State) -> None:
-        taken = step.names if isinstance(step, Replace) else ()
+        taken = step.names if isinstance(step, Replace | Recreate) else ()
         gone = step.indexes if isinstance(step, Removal) else ()
         left_over = [(index, engine) for index, engine in enumerate(before.engines) if index not in gone]
         _hold(all(index >= before.replicas for index in gone), "a desired engine was removed", before, step)
@@ -321,15 +326,15 @@ class Model:
         _hold(not isinstance(step, Surge) or extras <= self.max_surge, "too many engines were added", before, step)
         unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
         current = sum(engine.template == before.wanted for engine in before.engines)
-        given = sum(before.engines[int(name)].template != before.wanted for name in taken) + isinstance(step, Surge)
+        replaced = step.names if isinstance(step, Replace) else ()
+        given = sum(before.engines[int(name)].template != before.wanted for name in replaced) + isinstance(step, Surge)
         spreads = given and current == unproven and unproven + given > max(1, self.max_unavailable)
         _hold(not spreads, "an unproven revision spread", before, step)
-        if not isinstance(step, Replace):
-            return
-        for name in step.names:
+        for name in taken:
             fact, engine = facts[int(name)], before.engines[int(name)]
-            _hold(not fact.current or fact.leftover, "an engine of the wanted revision was touched", before, step)
-            idle = not engine.serving or (engine.draining and fact.drained) or fact.leftover
+            finishes = isinstance(step, Recreate) and fact.leftover
+            _hold(not fact.current or finishes, "an engine of the wanted revision was touched", before, step)
+            idle = not engine.serving or (engine.draining and fact.drained) or (finishes and fact.current)
             _hold(idle, "a serving engine lost its pods", before, step)
 
     def ends(self, state: State, *, known: set[State]) -> None:
@@ -346,7 +351,7 @@ class Model:
                 step, moved = self.step(state)
                 if moved == state:
                     base, held = state.engines[: state.replicas], self.is_held(state)
-                    serve = all(self.is_available(state, each) for each in base)
+                    serve = all(self.is_available(state, each) or (held and each.canary == FAILED) for each in base)
                     right = serve and (held or all(each.template == state.wanted for each in base))
                     done = isinstance(step, Finished) and right and (held or base == state.engines)
                     blocked = isinstance(step, Check) and state.check == (state.wanted, True)

@@ -14,7 +14,18 @@ from megatron_operator.plan.policies.engines import delete_pods, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.rollout import Await, Check, Drain, Finished, Halt, Prove, Replace, Surge, next_step
+from megatron_operator.plan.rollout import (
+    Await,
+    Check,
+    Drain,
+    Finished,
+    Halt,
+    Prove,
+    Recreate,
+    Replace,
+    Surge,
+    next_step,
+)
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
 from megatron_operator.plan.world import Action, AskCanary, CreatePod, DeletePods, EmitEvent, Manifest, VetChild
@@ -143,6 +154,11 @@ def rollout(scene: Scene) -> Verdict | None:
             return _unvetted(scene, by_name[name]) or _unchecked(scene, Reason.ROLLING_OUT, step)
         case Replace(names):
             return _replaced(scene, [by_name[name] for name in names], step)
+        case Recreate(names):
+            reason = "its template was applied before its pods were deleted"
+            deletions = tuple(delete_pods(by_name[name], reason) for name in names)
+            verdict = waiting(scene, Reason.ROLLING_OUT, step, f"{', '.join(names[:8])} to register", actions=deletions)
+            return replace(verdict, operation=None)
         case Surge(name):
             return _unvetted(scene, by_name[name]) or _surged(scene, step)
         case Drain(name):
