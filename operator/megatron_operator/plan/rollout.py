@@ -163,9 +163,8 @@ def kept_extras(
     kept = []
     for extra in extras:
         useful = not extra.leftover and (not extra.draining or extra.canary is Canary.FAILED)
-        if (extra.current and unfinished and useful) or (
-            extra.available and available <= len(engines) - max_unavailable
-        ):
+        needed = extra.available and available <= len(engines) - max_unavailable
+        if needed or (extra.current and unfinished and useful):
             kept.append(extra.name)
         else:
             available -= extra.available

@@ -15,6 +15,7 @@ import pytest
 from soak import size
 
 from megatron_operator.plan.rollout import (
+    Await,
     Canary,
     Check,
     Drain,
@@ -87,6 +88,8 @@ class Model:
     pods: tuple[int, ...] = (1, 1, 1)
     """Number of pods of an engine of each revision."""
     max_surge: int = 0
+    kept: Callable[..., tuple[str, ...]] = kept_extras
+    """The rule of scale_down: which engines beyond `replicas` stay."""
     pauses: bool = False
     """Whether users pause and continue the rollout."""
     keeps: Callable[..., bool] = keeps_revision
@@ -144,7 +147,7 @@ class Model:
     def _surplus(self, state: State, facts: list[EngineFacts]) -> list[int]:
         """The engines beyond `replicas` that are to be removed."""
         extras = facts[state.replicas :]
-        kept = kept_extras(facts[: state.replicas], extras, max_unavailable=self.max_unavailable)
+        kept = self.kept(facts[: state.replicas], extras, max_unavailable=self.max_unavailable)
         return [int(fact.name) for fact in extras if fact.name not in kept]
 
     def _upkeep(self, state: State) -> State:
@@ -433,6 +436,58 @@ def test_no_reachable_state_breaks_an_invariant(
     print(f"\n{what}: {seen}, 0 violations")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("max_unavailable", "max_surge", "sizes", "pods"),
+    [
+        (0, 1, (1,), (1, 1, 1)),
+        (1, 1, (2, 1), (1, 1)),
+        (0, 1, (1, 2), (1, 2)),
+        (0, 2, (2, 3), (1, 1, 1)),
+        (1, 2, (3, 1), (1, 1)),
+    ],
+)
+def test_no_reachable_state_breaks_an_invariant_with_surge_engines_and_pauses(
+    max_unavailable: int, max_surge: int, sizes: tuple[int, ...], pods: tuple[int, ...]
+) -> None:
+    model = Model(next_step, len(pods), max_unavailable, sizes, pods, max_surge=max_surge, pauses=True)
+    states = explore(model, limit=LIMIT)
+    what = f"{sizes[0]} engines, {len(pods)} revisions, maxUnavailable {max_unavailable}, maxSurge {max_surge}"
+    print(f"\n{what}: {states} states, 0 violations")
+
+
+def removes_surge_engines_at_once(engines: Sequence[EngineFacts], extras: Any, **_: Any) -> tuple[str, ...]:
+    return ()
+
+
+def ignores_the_capacity_of_an_earlier_surge_engine(
+    engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], **options: Any
+) -> tuple[str, ...]:
+    """A surge engine of the revision before the last edit is removed while nothing else serves."""
+    kept = kept_extras(engines, extras, **options)
+    return tuple(extra.name for extra in extras if extra.name in kept and extra.current)
+
+
+def keeps_a_surge_engine_for_ever(
+    engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], **options: Any
+) -> tuple[str, ...]:
+    return tuple(extra.name for extra in extras)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        removes_surge_engines_at_once,
+        ignores_the_capacity_of_an_earlier_surge_engine,
+        keeps_a_surge_engine_for_ever,
+    ],
+    ids=lambda kept: kept.__name__,
+)
+def test_the_search_finds_a_known_mistake_in_the_removal_of_surge_engines(kept: Callable[..., tuple[str, ...]]) -> None:
+    with pytest.raises(Violation):
+        explore(Model(next_step, 3, 0, (1,), max_surge=1, kept=kept), limit=30_000)
+
+
 @pytest.mark.parametrize("pods", [(2, 1), (1, 2)])
 def test_the_search_finds_pods_that_are_changed_before_their_turn(pods: tuple[int, ...]) -> None:
     """Upkeep that scales to the pods of the desired revision at once is an outage of every engine."""
@@ -524,6 +579,39 @@ def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
     if isinstance(step, Drain) and named[step.name].draining:
         return next_step([], **options)
     return step
+
+
+def counts_a_surge_engine_that_does_not_serve(engines: Facts, *, extras: Facts, **options: Any) -> Step:
+    return next_step(engines, extras=[replace(extra, serving=True) for extra in extras], **options)
+
+
+def adds_a_surge_engine_for_each_pass(engines: Facts, *, extras: Facts, **options: Any) -> Step:
+    step = next_step(engines, extras=extras, **options)
+    return Surge(step.names[0]) if isinstance(step, Await) and options["max_surge"] else step
+
+
+def adds_an_engine_before_the_check(engines: Facts, **options: Any) -> Step:
+    step = next_step(engines, **options)
+    return Surge(step.name) if isinstance(step, Check) and not options["extras"] else step
+
+
+def rolls_although_paused(engines: Facts, **options: Any) -> Step:
+    return next_step(engines, **{**options, "paused": False})
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [
+        counts_a_surge_engine_that_does_not_serve,
+        adds_a_surge_engine_for_each_pass,
+        adds_an_engine_before_the_check,
+        rolls_although_paused,
+    ],
+    ids=lambda planner: planner.__name__,
+)
+def test_the_search_finds_a_known_mistake_of_a_planner_with_surge_and_pause(planner: Callable[..., Step]) -> None:
+    with pytest.raises(Violation):
+        explore(Model(planner, 2, 0, (1,), (1, 1), max_surge=1, pauses=True), limit=30_000)
 
 
 def _forgets_the_down(engine: EngineFacts) -> bool:
