@@ -316,7 +316,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
         if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
             raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
         # The current resource may be older than the pod policy.
-        before = old.context(replace(fixed, pod_policy=None)) if old else None
+        before = old.present_context(replace(fixed, pod_policy=None)) if old else None
         found = preview(before, new.context(fixed))
     except (ResourceFileError, InvalidPodTemplate) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
