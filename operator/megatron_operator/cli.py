@@ -134,7 +134,7 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     names = (
         *("runtime_image", "vllm_runtime_image", "coordinator_image", "operator_namespace"),
         *("image_pull_policy", "image_pull_secrets"),
-        *("security", "quoted_repositories", "egress_policies"),
+        *("security", "quoted_repositories", "egress_policies", "oldest_secure_version"),
     )
     given = {name: options.pop(name) for name in names if name in options}
     return Settings(**given, pod_policy=policy), options
@@ -204,6 +204,19 @@ def main() -> None:
     "all below it if it ends in /. May be repeated.",
 )
 @egress_policies
+@click.option(
+    "--max-concurrent-updates",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Resources that are updated to the release of this operator at the same time.",
+)
+@click.option(
+    "--oldest-secure-version",
+    default="",
+    metavar="VERSION",
+    help="Oldest version without a known vulnerability. Updates of resources of earlier releases are security updates.",
+)
 @click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def run(
@@ -303,7 +316,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
         if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
             raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
         # The current resource may be older than the pod policy.
-        before = old.context(replace(fixed, pod_policy=None)) if old else None
+        before = old.present_context(replace(fixed, pod_policy=None)) if old else None
         found = preview(before, new.context(fixed))
     except (ResourceFileError, InvalidPodTemplate) as error:
         fail(error, lines=isinstance(error, ResourceFileError))

@@ -12,7 +12,7 @@ from megatron_operator import __version__
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
-from megatron_operator.render.context import ANNOTATION_RESTARTED
+from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE
 from megatron_operator.resource_client import ClusterError, ResourceClient
 from megatron_operator.terminal import fail, say, say_lines
 
@@ -71,6 +71,20 @@ def restart(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         fail(error)
     say(f"{name}: restart budgets are reset")
+
+
+@main.command()
+@_options
+def update(name: str, namespace: str | None, context: str | None) -> None:
+    """Update NAME to the release of the operator. Its coordinator, servers and engines are replaced."""
+    try:
+        client = ResourceClient(namespace=namespace, context=context)
+        found = client.get(name).get("status", {}).get("update")
+        if found is not None:
+            client.annotate(name, {ANNOTATION_UPDATE: found["id"]})
+    except ClusterError as error:
+        fail(error)
+    say(f"{name}: update requested" if found is not None else f"{name}: is up to date")
 
 
 def _verb(verb: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_operator.model.release import Release
 from megatron_operator.model.resource import (
     API_VERSION,
     KIND,
@@ -34,9 +35,15 @@ class ResourceFile:
     namespace: str
     uid: str
     spec: MegatronInferenceSpec
+    release: Release | None
+    """`status.release`, if it has a status."""
 
     def context(self, settings: Settings) -> RenderContext:
         return RenderContext(self.name, self.namespace, self.uid, self.spec, settings)
+
+    def present_context(self, settings: Settings) -> RenderContext:
+        """Return the context of the children as they are: of the recorded release."""
+        return self.context(settings if self.release is None else self.release.settings(settings))
 
 
 def describe(error: ValidationError) -> str:
@@ -92,4 +99,5 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
         namespace=metadata.get("namespace", "default"),
         uid=metadata.get("uid", "00000000-0000-0000-0000-000000000000"),
         spec=spec,
+        release=Release.from_status((manifest.get("status") or {}).get("release")),
     )

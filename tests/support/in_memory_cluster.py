@@ -231,6 +231,8 @@ class Cluster:
         self.settings = Settings(runtime_image=image, security=security, pod_policy=pod_policy or PodPolicy())
         self.generation = 1
         self.restarted_at = ""
+        self.update_to = ""
+        self.may_update = True
         self.status: dict[str, Any] = {}
         self.objects: dict[ChildRef, dict[str, Any]] = {}
         self.unverified: set[ChildRef] = set()
@@ -283,6 +285,7 @@ class Cluster:
                 spec=parse_spec(self.spec),
                 status=copy.deepcopy(self.status),
                 restarted_at=self.restarted_at,
+                update_to=self.update_to,
             ),
             settings=self.settings,
             now=self.now,
@@ -296,6 +299,7 @@ class Cluster:
             vetted=dict(self.vetted),
             failed_creations=dict(self.failed_creations),
             unregistered_seconds=self._unregistered(),
+            may_update=self.may_update,
         )
 
     def _unregistered(self) -> dict[str, float]:
@@ -444,6 +448,9 @@ class Cluster:
     def _reconcile_pods(self) -> None:
         wanted: dict[str, dict[str, Any]] = {}
         for ref, obj in self.objects.items():
+            if ref.kind == "Deployment":
+                count = obj["spec"].get("replicas", 1)
+                obj["status"] = {"replicas": count, "updatedReplicas": count, "readyReplicas": count}
             if ref.kind in ("Deployment", "StatefulSet"):
                 for index in range(obj["spec"].get("replicas", 1)):
                     wanted[f"{ref.name}-{index}"] = {"template": obj["spec"]["template"], "index": index}

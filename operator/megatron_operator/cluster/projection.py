@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_operator.plan.reduce import owner_uid, reduce_child, reduce_pod
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
-from megatron_operator.render.context import ANNOTATION_RESTARTED, FIELD_MANAGER, LABEL_INSTANCE
+from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
 
 Object = Mapping[str, Any]
 
@@ -66,6 +66,7 @@ class SeenResource:
     deleting: bool
     changed_by: str
     restarted_at: str
+    update_to: str
 
 
 def version_of(obj: Object) -> int:
@@ -111,6 +112,7 @@ def project_pod(obj: Object) -> SeenPod:
 
 def project_resource(obj: Object) -> SeenResource:
     metadata = obj["metadata"]
+    annotations = metadata.get("annotations") or {}
     return SeenResource(
         name=metadata["name"],
         namespace=metadata["namespace"],
@@ -121,7 +123,8 @@ def project_resource(obj: Object) -> SeenResource:
         status=obj.get("status") or {},
         deleting=metadata.get("deletionTimestamp") is not None,
         changed_by=_changed_by(metadata),
-        restarted_at=str((metadata.get("annotations") or {}).get(ANNOTATION_RESTARTED, "")),
+        restarted_at=str(annotations.get(ANNOTATION_RESTARTED, "")),
+        update_to=str(annotations.get(ANNOTATION_UPDATE, "")),
     )
 
 

@@ -29,6 +29,7 @@ from megatron_operator.controller.options import RunOptions
 from megatron_operator.controller.probes import BindError, Probes
 from megatron_operator.controller.supervisor import Supervisor
 from megatron_operator.controller.task import Parts, ResourceTask
+from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import decide
@@ -70,6 +71,9 @@ class OperatorProcess:
         self._index: Index | None = None
         self._run: KopfRun | None = None
         self._audits = asyncio.Semaphore(AUDITS_AT_ONCE)
+        self._updates = UpdateLimit(
+            options.max_concurrent_updates, lambda: self._index.resources if self._index is not None else {}
+        )
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
             if options.coordinator_address_template
@@ -227,6 +231,7 @@ class OperatorProcess:
             link=link,
             elector=elector,
             metrics=self._metrics,
+            updates=self._updates,
             decide=decide,
             resync_seconds=options.resync_seconds,
         )

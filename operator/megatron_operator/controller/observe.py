@@ -135,6 +135,7 @@ class Observer:
                 deleting=resource.deleting,
                 changed_by=resource.changed_by,
                 restarted_at=resource.restarted_at,
+                update_to=resource.update_to,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),

@@ -42,4 +42,6 @@ class RunOptions:
     """Interval at which each resource's objects are listed again, in case a watch missed something."""
     watch_seconds: float = 40.0
     """Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed."""
+    max_concurrent_updates: int = 1
+    """Resources that are updated to the release of this operator at the same time."""
     link: LinkTimings = field(default_factory=LinkTimings)

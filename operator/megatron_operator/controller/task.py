@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
+from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import reject_spec
 from megatron_operator.plan.world import Decision, World
@@ -48,6 +49,7 @@ class Parts:
     link: CoordinatorLink
     elector: Elector
     metrics: Metrics
+    updates: UpdateLimit
     decide: Callable[[World], Decision]
     resync_seconds: float
     coalesce_seconds: float = 0.02
@@ -115,6 +117,7 @@ class ResourceTask:
                     return
                 await self._sleep(pause, fixed=0.0 if outcome == "ok" else max(asked, AFTER_ERROR_SECONDS))
         finally:
+            self._parts.updates.ended(self.uid)
             await self._parts.link.close()
 
     async def run_once(self) -> float | None:
@@ -148,7 +151,9 @@ class ResourceTask:
             return reject_spec(
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
-        return parts.decide(world)
+        decision = parts.decide(replace(world, may_update=parts.updates.may_begin(self.uid)))
+        parts.updates.decided(self.uid, decision.status, wake=self.wake)
+        return decision
 
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
         """Write the status if it differs. Return False if the resource has changed since the decision: decide again."""

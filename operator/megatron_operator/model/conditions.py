@@ -25,6 +25,7 @@ class ConditionType(Documented):
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
     PROGRESSING = "Progressing", "The operator or a pod is making progress towards the spec."
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
+    UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
 
 
 class Reason(Documented):
@@ -65,6 +66,13 @@ class Reason(Documented):
     )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
+    ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused holds a rollout: engines keep their earlier revision."
+    UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the release of the operator."
+    SECURITY_UPDATE_AVAILABLE = (
+        "SecurityUpdateAvailable",
+        "As UpdateAvailable, and the release of the resource is older than the oldest secure version.",
+    )
+    UP_TO_DATE = "UpToDate", "The resource has the release of the operator."
     ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."
     CANARY_FAILED = "CanaryFailed", "A replaced engine gives a wrong answer; the rollout stops until the spec changes."
     REPLACING_MODEL = "ReplacingModel", "The model itself changed: all engines and servers are replaced together."

@@ -237,6 +237,14 @@ REMEDIES: dict[Reason, Remedy] = {
     Reason.STOPPED: Remedy(Symptom.SETTLED, "Set spec.desiredState to Running to start the engines."),
     Reason.AVAILABLE: Remedy(Symptom.SETTLED, _NONE),
     Reason.SETTLED: Remedy(Symptom.SETTLED, _NONE),
+    Reason.ROLLOUT_PAUSED: Remedy(Symptom.SETTLED, "Set spec.rollout.paused to false to continue the rollout."),
+    Reason.UPDATE_AVAILABLE: Remedy(
+        Symptom.SETTLED, "Run `kubectl megatron update NAME`, or set spec.rollout.autoUpdate to true."
+    ),
+    Reason.SECURITY_UPDATE_AVAILABLE: Remedy(
+        Symptom.SETTLED, "Run `kubectl megatron update NAME` soon, or set spec.rollout.autoUpdate to true."
+    ),
+    Reason.UP_TO_DATE: Remedy(Symptom.SETTLED, _NONE),
     Reason.ALL_WELL: Remedy(Symptom.SETTLED, _NONE),
 }
 """Every reason has an entry; a test checks it."""

@@ -421,10 +421,54 @@ class KeysSpec(ApiModel):
     )
 
 
+_NO_ROLLOUT = (
+    "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one of them"
+)
+
+
 class RolloutSpec(ApiModel):
-    max_unavailable: int = Field(
-        default=1, ge=1, le=1024, description="Engines that a rollout may replace at the same time."
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel("!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0", _NO_ROLLOUT)
+            ]
+        }
     )
+
+    max_unavailable: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="Engines that may be unavailable during a rollout. If absent, 1, or 0 if maxSurge is set.",
+    )
+    max_surge: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Engines of the new revision that a rollout adds beyond replicas, and removes at its end. Each "
+        "needs the GPUs and the memory of an engine.",
+    )
+    paused: bool = Field(
+        default=False,
+        description="Replace no engine and begin no update. Engines keep their revision, also when they restart.",
+    )
+    auto_update: bool = Field(
+        default=False,
+        description="Update to the release of a new operator without kubectl megatron update.",
+    )
+
+    @model_validator(mode="after")
+    def _can_proceed(self) -> Self:
+        if self.max_unavailable == 0 and self.max_surge == 0:
+            raise ValueError(_NO_ROLLOUT)
+        return self
+
+    @property
+    def unavailable(self) -> int:
+        """Effective maxUnavailable."""
+        if self.max_unavailable is not None:
+            return self.max_unavailable
+        return 0 if self.max_surge else 1
 
 
 MAX_RANKS = 256

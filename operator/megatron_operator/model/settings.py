@@ -24,6 +24,10 @@ class Settings:
     """Image of coordinators: small, so that a node without it starts a coordinator in seconds."""
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
+    version: str = __version__
+    """Version of the operator; while an update is held, that of the resource's release."""
+    oldest_secure_version: str = ""
+    """Oldest version without a known vulnerability; an update of an older release is a security update."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the namespaces of the resources with which kubelets pull images, unless a podTemplate sets
@@ -37,10 +41,14 @@ class Settings:
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
 
+    installed_images: tuple[str, ...] = ()
+    """Images of the installation, if the images above are those of the release of a resource. The repositories of a
+    recorded release are not trusted: users may be able to write a status."""
+
     @property
     def runtime_images(self) -> tuple[str, ...]:
         """The images of the pods of resources, whose repositories the pod policy allows."""
-        return self.runtime_image, self.vllm_runtime_image, self.coordinator_image
+        return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
 
     def quotes(self, image: str) -> bool:
         """Return whether the status may quote messages of containers of this image."""

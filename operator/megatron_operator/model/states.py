@@ -23,6 +23,7 @@ __all__ = [
     "OperationOutcome",
     "ResourceState",
     "SignalKind",
+    "UpdatePhase",
 ]
 
 
@@ -82,6 +83,15 @@ class KeyStage(StrEnum):
     ADMITTING = "Admitting"  # two are accepted, the old one is used; until the coordinator accepts the new one
     SWITCHING = "Switching"  # engines and servers use the new one; until none of them is connected with the old one
     RESTARTING = "Restarting"  # the coordinator is restarted with the new one; until it answers with it
+
+
+class UpdatePhase(StrEnum):
+    """`status.update.phase`: progress of an update to the operator's release."""
+
+    AVAILABLE = "Available"  # not requested
+    WAITING = "Waiting"  # requested; the resource does not run, its rollout is paused, or too many other updates run
+    RUNNING = "Running"  # coordinator, servers and engines are replaced
+    DEFERRED = "Deferred"  # begun; the resource does not run, or its rollout is paused
 
 
 class OperationOutcome(StrEnum):

@@ -7,7 +7,15 @@ from typing import Any
 from pydantic import Field
 
 from megatron_operator.model.base import ApiModel
-from megatron_operator.model.states import DesiredState, KeyStage, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.release import ReleaseStatus
+from megatron_operator.model.states import (
+    DesiredState,
+    KeyStage,
+    LifecyclePhase,
+    ResourceState,
+    SignalKind,
+    UpdatePhase,
+)
 
 HISTORY_LENGTH = 16
 FAILED_REQUESTS = 16
@@ -17,7 +25,8 @@ TIME: dict[str, Any] = {"format": "date-time"}
 
 class Condition(ApiModel):
     type: str = Field(
-        description="One of Ready, CoordinatorReady, EnginesReady, LifecycleSettled, Progressing, Degraded."
+        description="One of Ready, CoordinatorReady, EnginesReady, LifecycleSettled, Progressing, Degraded, "
+        "UpdateAvailable."
     )
     status: str = Field(description="True, False or Unknown.")
     reason: str = Field(description="Reason in CamelCase, for programs.")
@@ -88,6 +97,11 @@ class KeysStatus(ApiModel):
     generation: int = Field(description="Generation of the CURVE keys; during a rotation the new generation.")
     stage: KeyStage = Field(description="Stage of the rotation.")
     since: str | None = Field(default=None, description="Time of creation of this generation.", json_schema_extra=TIME)
+
+
+class UpdateStatus(ApiModel):
+    id: str = Field(description="Id of the operator's release; kubectl megatron update requests it.")
+    phase: UpdatePhase = Field(description="Progress of the update.")
 
 
 class Plan(ApiModel):
@@ -185,6 +199,14 @@ class MegatronInferenceStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
+    release: ReleaseStatus | None = Field(
+        default=None,
+        description="Release that coordinator, servers and engines are of. An upgrade of the operator does not change "
+        "it before the resource is updated.",
+    )
+    update: UpdateStatus | None = Field(
+        default=None, description="Update to the release of the operator; absent if the resource is up to date."
+    )
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
     attempt: str | None = Field(
         default=None,

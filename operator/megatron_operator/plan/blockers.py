@@ -146,7 +146,7 @@ def degradation(scene: Scene) -> Finding | None:
     found = rejection(scene)
     if found is not None:
         return found
-    for engine in scene.wanted:
+    for engine in (*scene.wanted, *scene.extras):
         found = engine_finding(scene, engine)
         if found is not None:
             return found

@@ -16,6 +16,7 @@ from megatron_operator.plan.policies import POLICIES
 from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
+from megatron_operator.plan.update import BEGUN
 from megatron_operator.plan.upkeep import upkeep
 from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
 from megatron_operator.render.context import COORDINATOR
@@ -90,12 +91,20 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
         origin = before.get("state") or "new"
         ready = _condition(after, ConditionType.READY)
         lost = after["state"] == "Unknown" and not replaced
-        kind = "Warning" if after["state"] == "Failed" or lost else "Normal"
-        events.append(EmitEvent(kind, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
+        severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
+        events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
     trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
     known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
     if trouble["status"] == "True" and not known:
         events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
+    kind = ConditionType.UPDATE_AVAILABLE
+    update, earlier = _condition(after, kind), _condition(before, kind)
+    if update.get("status") == "True" and (earlier.get("status"), earlier.get("reason")) != ("True", update["reason"]):
+        severity = "Warning" if update["reason"] == Reason.SECURITY_UPDATE_AVAILABLE else "Normal"
+        events.append(EmitEvent(severity, update["reason"], update["message"]))
+    phases = [(status.get("update") or {}).get("phase") in BEGUN for status in (before, after)]
+    if phases == [False, True]:
+        events.append(EmitEvent("Normal", "UpdateBegun", f"updating to release {after['release']['version']}"))
     recorded = {entry["id"] for entry in before.get("failedRequests") or ()}
     for failed in after.get("failedRequests") or ():
         if failed["id"] not in recorded:

@@ -17,6 +17,8 @@ class EngineView:
     name: str
     surplus: bool
     """Its index is beyond spec.replicas."""
+    held: bool
+    """Its revision differs from the desired one only because an update of the resource has not begun."""
     statefulset: ChildView | None
     pods: tuple[PodView, ...]
     report: EngineReport | None
@@ -67,9 +69,10 @@ class EngineView:
 
     @property
     def stale(self) -> bool:
-        """Its StatefulSet has another revision than the spec."""
+        """Its StatefulSet has another revision than the spec, which a rollout replaces."""
         found = self.statefulset
-        return found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
+        differs = found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
+        return differs and not self.held
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:

@@ -10,7 +10,9 @@ from megatron_operator.model.resource import GROUP, KIND
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 from megatron_operator.render.context import (
     ANNOTATION_HASH,
+    ANNOTATION_INPUTS,
     ANNOTATION_MODEL,
+    ANNOTATION_RELEASE,
     LABEL_COMPONENT,
     LABEL_ENGINE,
     LABEL_POD_INDEX,
@@ -42,17 +44,21 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         model_hash=annotations.get(ANNOTATION_MODEL, ""),
         replicas=int(spec.get("replicas") or 0),
         ready_replicas=int(status.get("readyReplicas") or 0),
-        rolled_out=_rolled_out(obj),
+        release=annotations.get(ANNOTATION_RELEASE, ""),
+        inputs=annotations.get(ANNOTATION_INPUTS, ""),
+        rolled_out=obj["kind"] != "Deployment" or _rolled_out(obj),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
     )
 
 
-def _rolled_out(obj: Object) -> bool:
-    spec, status = obj.get("spec") or {}, obj.get("status") or {}
-    counts = {status.get(key) for key in ("replicas", "updatedReplicas", "readyReplicas")}
-    return status.get("observedGeneration") == obj["metadata"].get("generation") and counts == {spec.get("replicas")}
+def _rolled_out(deployment: Object) -> bool:
+    spec, status = deployment.get("spec") or {}, deployment.get("status") or {}
+    wanted = int(spec.get("replicas", 1))
+    seen = int(status.get("observedGeneration") or 0) >= int(deployment["metadata"].get("generation") or 0)
+    counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
+    return seen and all(count == wanted for count in counts)
 
 
 def _creation_error(status: Object) -> str:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_operator.model.resource import SuspendLevel
+from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
     CoordinatorState,
     DesiredState,
@@ -30,11 +31,14 @@ from megatron_operator.plan.incidents import Restarts, count_restarts
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
-from megatron_operator.plan.rollout import Canary
+from megatron_operator.plan.rollout import Canary, EngineFacts, kept_extras
+from megatron_operator.plan.update import Update
 from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, PodView, World
 from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
+from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.render.revision import has_inputs, revision_name
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
@@ -66,9 +70,16 @@ class Scene:
         spec, held = resource.spec, self.weights_held
         if held is not None and spec.weights is not None:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": held})})
-        return RenderContext(
-            resource.name, resource.namespace, resource.uid, spec, self.world.settings, self.server_key
-        )
+        return RenderContext(resource.name, resource.namespace, resource.uid, spec, self.settings, self.server_key)
+
+    @cached_property
+    def update(self) -> Update:
+        return Update(self.world, self.desired)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings of the installation, with the release of the resource."""
+        return self.update.release.settings(self.world.settings)
 
     @cached_property
     def rendered(self) -> Rendered:
@@ -282,7 +293,7 @@ class Scene:
         if told and found is not None and found.goal is not self.desired:
             return True
         leaving = any(engine.stale_pods for engine in self.engines)
-        return (not self.old_model or self.check_due) and not leaving
+        return (not self.old_model or self.check_due or self.rollout_paused) and not leaving
 
     @cached_property
     def overdue_in(self) -> float | None:
@@ -342,25 +353,38 @@ class Scene:
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
         manifest = self.rendered.engine_manifest(index)
         revision = engine_revision(manifest) if manifest else ""
+        found = world.children.get(ChildRef("StatefulSet", name, APPS))
         return EngineView(
             index=index,
             name=name,
             surplus=index >= self.ctx.spec.replicas,
-            statefulset=world.children.get(ChildRef("StatefulSet", name, APPS)),
+            held=found is not None and found.revision != revision and self._is_held(found.revision),
+            statefulset=found,
             pods=pods,
             report=reports.get(name),
             rendered_revision=revision,
             budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
-            **self._canary(name),
+            **self._canary(index),
         )
 
-    def _canary(self, name: str) -> dict[str, Any]:
-        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision."""
+    def _is_held(self, revision: str) -> bool:
+        """Return whether a revision differs from the desired one only by how this operator renders it, and engines
+        keep it until the resource is updated."""
+        if not self.update.available:
+            return False
+        record = self.world.children.get(ChildRef(REVISION_KIND, revision_name(self.ctx, revision), APPS))
+        return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
+
+    def _canary(self, index: int) -> dict[str, Any]:
+        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision, and
+        when an engine is added beyond spec.replicas."""
+        name = self.ctx.engine_name(index)
         before = self.engine_status(name)
         found = self.world.children.get(ChildRef("StatefulSet", name, APPS))
         if found is None or found.replicas == 0:
             return {}
         rolled = before.get("revision") not in (None, "", found.revision)
+        rolled |= self._may_surge(index) and not before.get("revision")
         canary = Canary.PENDING if rolled else Canary(before.get("canary", ""))
         if canary is not Canary.PENDING:
             return {"canary": canary, "canary_message": before.get("canaryMessage", "")}
@@ -377,6 +401,57 @@ class Scene:
     @cached_property
     def wanted(self) -> tuple[EngineView, ...]:
         return tuple(engine for engine in self.engines if not engine.surplus)
+
+    def _may_surge(self, index: int) -> bool:
+        spec = self.ctx.spec
+        return spec.replicas <= index < spec.replicas + spec.rollout.max_surge
+
+    @cached_property
+    def extras(self) -> tuple[EngineView, ...]:
+        """Engines beyond spec.replicas that a rollout added, or that it needs."""
+        found = [engine for engine in self.engines if self._may_surge(engine.index) and engine.scaled > 0]
+        found = [
+            each for each in found if each.statefulset and each.statefulset.owned and not each.statefulset.deleting
+        ]
+        if not found or self.desired is not DesiredState.RUNNING:
+            return ()
+        names = kept_extras(
+            [self.facts(engine) for engine in self.wanted],
+            [self.facts(engine) for engine in found],
+            max_unavailable=self.ctx.spec.rollout.unavailable,
+        )
+        return tuple(engine for engine in found if engine.name in names)
+
+    def is_drained(self, engine: EngineView) -> bool:
+        """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
+        that has restarted since gets requests again."""
+        if engine.report is None or not engine.serving:
+            return True
+        over = self.operation is not None and self.operation.over(SignalKind.DRAIN, engine=engine.name)
+        return over and engine.report.draining
+
+    def facts(self, engine: EngineView) -> EngineFacts:
+        """Return the rollout planner's view of an engine. A process of an earlier revision proves nothing about the
+        desired one."""
+        found, report = engine.statefulset, engine.report
+        said = report.revision if report is not None else ""
+        earlier = not engine.stale and found is not None and said not in ("", found.revision)
+        return EngineFacts(
+            name=engine.name,
+            current=not engine.stale,
+            leftover=bool(engine.stale_pods),
+            leaving=all(pod.deleting for pod in engine.stale_pods),
+            serving=engine.serving and not earlier,
+            draining=report is not None and report.draining,
+            drained=self.is_drained(engine),
+            canary=engine.canary,
+            responsive=report is None or not report.suspect,
+        )
+
+    @cached_property
+    def rollout_paused(self) -> bool:
+        """Whether engines keep another revision than the desired one, because the rollout is paused."""
+        return self.world.resource.spec.rollout.paused and bool(self.outdated)
 
     @cached_property
     def serving(self) -> tuple[EngineView, ...]:
@@ -486,7 +561,8 @@ class Scene:
         if not self.outdated or self.revision in self.verified:
             return False
         begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
-        return begun or any(engine.serving for engine in self.outdated)
+        extras = (engine for engine in self.engines if self._may_surge(engine.index) and engine.stale)
+        return begun or any(engine.serving for engine in (*self.outdated, *extras))
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ from megatron_operator.plan.blockers import coordinator_wait, degradation, engin
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.verdict import Verdict
+from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import LOST, UNRESPONSIVE, Scene
-from megatron_operator.render.context import scale_selector
+from megatron_operator.render.context import manifest_hash, scale_selector
 
 T = ConditionType
 STABLE = frozenset(
@@ -47,13 +48,13 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     world, ctx = scene.world, scene.ctx
     state = scene.state_with(verdict.operation)
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
-    serving = [engine for engine in scene.wanted if scene.serves(engine)]
+    serving = [engine for engine in (*scene.wanted, *scene.extras) if scene.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": state.value,
-        "ready": f"{len(serving)}/{ctx.spec.replicas}",
+        "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
-        "revision": scene.wanted[0].rendered_revision if scene.wanted else scene.status.get("revision", ""),
+        "revision": _revision(scene),
         **({"verifiedRevisions": list(scene.verified)} if scene.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
@@ -82,7 +83,28 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
-    return status
+    return {**status, **scene.update.status(complete=_has_release(scene))}
+
+
+def _revision(scene: Scene) -> str:
+    """Return the revision that engines should have; while an update is held, that of the first engine."""
+    if not scene.wanted:
+        return str(scene.status.get("revision", ""))
+    first = scene.wanted[0]
+    return first.statefulset.revision if first.held and first.statefulset is not None else first.rendered_revision
+
+
+def _has_release(scene: Scene) -> bool:
+    """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
+    manifests, errors = scene.rendered.shared
+    for manifest in manifests:
+        view = scene.world.children.get(child_ref(manifest))
+        if manifest["kind"] != "Deployment":
+            continue
+        if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
+            return False
+    due = [engine for engine in scene.wanted if scene.pods_for(engine) > 0 or engine.budget.exhausted is not None]
+    return not errors and all(_updated(engine) and engine.responsive for engine in due)
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
@@ -233,8 +255,9 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.COORDINATOR_READY: _coordinator_ready(scene),
         T.ENGINES_READY: _engines_ready(scene),
         T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
-        T.PROGRESSING: _progressing(verdict),
+        T.PROGRESSING: _progressing(scene, verdict),
         T.DEGRADED: _degraded(scene, verdict),
+        T.UPDATE_AVAILABLE: scene.update.finding,
     }
     before = {entry["type"]: entry for entry in scene.status.get("conditions") or ()}
     return [
@@ -282,7 +305,8 @@ def _coordinator_ready(scene: Scene) -> Finding:
 
 
 def _engines_ready(scene: Scene) -> Finding:
-    serving, wanted = sum(engine.responsive for engine in scene.wanted), len(scene.wanted)
+    wanted = len(scene.wanted)
+    serving = min(wanted, sum(engine.responsive for engine in (*scene.wanted, *scene.extras)))
     if scene.observed is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.release and scene.engines_empty:
@@ -303,9 +327,12 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
     return "False", verdict.reason, f"{scene.desired.value} is requested, {state.value} is observed"
 
 
-def _progressing(verdict: Verdict) -> Finding:
+def _progressing(scene: Scene, verdict: Verdict) -> Finding:
     if verdict.step:
         return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+    if scene.rollout_paused:
+        count = f"{len(scene.outdated)} of {len(scene.wanted)} engines keep their earlier revision"
+        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.revision} is paused; {count}"
     return "False", Reason.SETTLED, "nothing is left to do"
 
 

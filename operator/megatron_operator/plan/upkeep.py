@@ -25,6 +25,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.render.services import engine_service
@@ -49,7 +50,8 @@ def upkeep(scene: Scene) -> list[Action]:
     actions: list[Action] = []
     actions += _keys(scene)
     # Before the shared policies, which allow no connections within an engine.
-    actions += [apply(policy) for policy in scene.rendered.engine_policies if _due(scene, policy)]
+    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in scene.extras)]
+    actions += [apply(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
@@ -95,12 +97,16 @@ def _record_revision(scene: Scene) -> list[Action]:
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether a child may be applied. A server for another model waits until no engine has the old one.
+    """Return whether a child may be applied.
 
-    Of a pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
+    A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
+    another model waits until no engine has the old one. Of a pair of coordinators one is replaced at a time: the first
+    one waits until the second one is ready.
     """
     ref = child_ref(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
+    if scene.update.holds(manifest, view):
+        return False
     if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
         second = scene.world.children.get(child_ref(standby))
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
@@ -130,12 +136,15 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
     """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
     pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision.
-    Before the desired revision has passed its check, an engine that loses its pods keeps its revision, and one that
-    gets pods gets the revision of the others."""
+    Before the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods
+    keeps its revision, and one that gets pods gets the revision of the others."""
     found = engine.statefulset
-    if scene.check_due and pods == 0:
+    if engine.held and engine.scaled > 0 and pods > 0:
+        return scene.rendered.own_manifest(engine, pods=pods)
+    keeps = scene.check_due or scene.rollout_paused
+    if keeps and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
-    if scene.check_due and engine.scaled == 0:
+    if keeps and engine.scaled == 0:
         other = max(scene.outdated, key=lambda outdated: (outdated.serving, outdated.index)).statefulset
         return scene.rendered.recorded_manifest(engine.index, other.revision if other else "", pods=pods)
     if engine.rendered_revision == "":
@@ -199,7 +208,8 @@ def _leftover_checks(scene: Scene) -> list[Action]:
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """Delete ConfigMaps with earlier contents that no pod uses."""
-    if scene.rendered.template_error is not None or any(e.stale or e.stale_pods for e in scene.engines):
+    changing = scene.update.available or any(engine.stale or engine.stale_pods for engine in scene.engines)
+    if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
     prefix = f"{scene.ctx.name}-config-"

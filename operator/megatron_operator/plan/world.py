@@ -55,6 +55,8 @@ class ResourceView:
     """Field manager that last wrote `spec.desiredState`, if known; for the history."""
     restarted_at: str = ""
     """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
+    update_to: str = ""
+    """Annotation `inference.megatron.dev/update-to`: id of the release of the last `kubectl megatron update`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,12 @@ class ChildView:
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
-    rolled_out: bool = False
-    """All pods of a Deployment are ready and have its current template."""
+    release: str = ""
+    """Annotation `inference.megatron.dev/release` of a Deployment: the release that it was rendered with."""
+    inputs: str = ""
+    """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
+    rolled_out: bool = True
+    """All pods of a Deployment are of its current template, and ready."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None
@@ -323,6 +329,8 @@ class World:
     unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
     """For how long this process has observed that an engine is not registered with a coordinator that knows its
     engines, by name of the engine."""
+    may_update: bool = True
+    """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 
     @property
     def membership_known(self) -> bool:

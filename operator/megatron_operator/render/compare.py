@@ -156,7 +156,7 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
     if replaced and another_model:
         steps.append(f"drain all engines, then replace {', '.join(replaced)} and the servers together: another model")
     else:
-        limit = new.spec.rollout.max_unavailable
+        limit = new.spec.rollout.unavailable
         steps += [
             f"drain and replace {name}, then verify it by a canary completion (at most {limit} at a time)"
             for name in reversed(replaced)

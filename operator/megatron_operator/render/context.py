@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
+from megatron_operator.model.release import Release
 from megatron_operator.model.resource import API_VERSION, GROUP, KIND, MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 
@@ -28,7 +29,10 @@ LABEL_WEIGHTS = f"{GROUP}/weights"
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 ANNOTATION_HASH = f"{GROUP}/hash"
 ANNOTATION_RESTARTED = f"{GROUP}/restarted-at"
+ANNOTATION_UPDATE = f"{GROUP}/update-to"
 ANNOTATION_MODEL = f"{GROUP}/model"
+ANNOTATION_RELEASE = f"{GROUP}/release"
+ANNOTATION_INPUTS = f"{GROUP}/inputs"
 ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
@@ -111,6 +115,17 @@ class RenderContext:
 
     def coordinator_address(self, port: int) -> str:
         return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"
+
+
+def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:
+    """Return the annotations of a Deployment that record its release and the fields of the spec in its pod template.
+
+    An operator of another release renders the template differently. It must know whether the spec has changed, too.
+
+    inputs: the fields, without those that have their defaults: a later operator may have further ones.
+    """
+    release = Release.of(ctx.settings, ctx.spec.engine.backend)
+    return {ANNOTATION_RELEASE: release.to_annotation(), ANNOTATION_INPUTS: digest([ctx.settings.security, inputs])}
 
 
 def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:

@@ -21,6 +21,7 @@ from megatron_operator.render.context import (
     Manifest,
     RenderContext,
     child,
+    release_annotations,
     seal,
     selector,
 )
@@ -116,4 +117,11 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
         "revisionHistoryLimit": 2,
     }
     name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
-    return seal(child(ctx, "Deployment", name, api_version="apps/v1", component=component, spec=spec))
+    manifest = child(ctx, "Deployment", name, api_version="apps/v1", component=component, spec=spec)
+    manifest["metadata"]["annotations"] = release_annotations(ctx, _inputs(ctx))
+    return seal(manifest)
+
+
+def _inputs(ctx: RenderContext) -> list[Any]:
+    sections = (ctx.spec.coordinator, ctx.spec.lifecycle.pause)
+    return [*(section.model_dump(mode="json", exclude_defaults=True) for section in sections), ctx.server_key]

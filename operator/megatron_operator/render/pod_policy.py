@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
-from megatron_operator.model.resource import EngineSpec
+from megatron_operator.model.resource import Backend, EngineSpec
 from megatron_operator.model.text import printable
-from megatron_operator.render.context import COORDINATOR, ENGINE, NotAllowed, RenderContext
+from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, NotAllowed, RenderContext
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
 Path = tuple[str, ...]
@@ -128,12 +128,23 @@ def violations(
 ) -> Iterator[Violation]:
     """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
+    yield from _release(ctx, component, request)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
     if component == COORDINATOR:
         priority = ctx.spec.coordinator.priority_class_name
         yield from _priority_class(priority, "spec.coordinator.priorityClassName", request)
     yield from _walk(overlay or {}, f"spec.{component}.podTemplate", (), POD, request)
+
+
+def _release(ctx: RenderContext, component: str, request: Request) -> Iterator[Violation]:
+    settings = ctx.settings
+    if component == COORDINATOR:
+        yield from _image(settings.coordinator_image, "status.release.coordinatorImage", request)
+    elif component == SERVER or ctx.spec.engine.backend is Backend.NATIVE:
+        yield from _image(settings.runtime_image, "status.release.runtimeImage", request)
+    else:
+        yield from _image(settings.vllm_runtime_image, "status.release.vllmRuntimeImage", request)
 
 
 def _engine(engine: EngineSpec, request: Request) -> Iterator[Violation]:

@@ -42,11 +42,24 @@ def revision_child(ctx: RenderContext) -> Manifest:
         InvalidPodTemplate: the spec cannot be rendered.
     """
     data = {
-        "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE),
+        "spec": _inputs(ctx.spec),
         "settings": {name: getattr(ctx.settings, name) for name in _recorded(ctx.spec)},
     }
     # Revisions are identified by content, not by order, so the mandatory number has no meaning.
     return seal(child(ctx, KIND, revision_name(ctx, revision_of(ctx)), api_version=API_VERSION, data=data, revision=1))
+
+
+def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
+
+
+def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
+    """Return whether a stored revision is of the same spec, however its engines are rendered."""
+    try:
+        same_security = data["settings"]["security"] == ctx.settings.security
+        return same_security and _inputs(parse_spec(data["spec"])) == _inputs(ctx.spec)
+    except (KeyError, TypeError, ValidationError):
+        return False
 
 
 def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:

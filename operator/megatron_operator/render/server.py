@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     LABEL_WEIGHTS,
@@ -13,6 +15,7 @@ from megatron_operator.render.context import (
     RenderContext,
     child,
     literal,
+    release_annotations,
     seal,
     selector,
 )
@@ -33,6 +36,8 @@ MEMORY_LIMIT = "4Gi"
 """A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
+_INPUTS: dict[str, Any] = {"model": True, "weights": True, "server": True, "lifecycle": {"drain_seconds"}}
+_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters"}}
 
 
 def server_args(ctx: RenderContext) -> list[str]:
@@ -117,5 +122,6 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         "revisionHistoryLimit": 2,
     }
     manifest = child(ctx, "Deployment", ctx.server_name, api_version="apps/v1", component=SERVER, spec=spec)
-    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
+    inputs = ctx.spec.model_dump(mode="json", include=_INPUTS, exclude=_NOT_IN_TEMPLATE, exclude_defaults=True)
+    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx), **release_annotations(ctx, inputs)}
     return seal(manifest)

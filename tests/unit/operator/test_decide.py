@@ -728,14 +728,6 @@ def test_each_engine_shows_the_digest_of_its_weights(make_cluster: Any) -> None:
     assert [engine.get("digest") for engine in status["engines"]] == ["5eed", None]
 
 
-def test_a_new_default_image_rolls(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
-    cluster.settings = replace(cluster.settings, runtime_image="runtime:2")
-    cluster.settle()
-    assert cluster.signals() == ["DRAIN demo-engine-1", "DRAIN demo-engine-0"]
-
-
 def test_an_interrupted_swap_deletes_the_old_pods_later(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()

@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_reference() -> None:
         "chunkedPrefill": True,
     }
     assert spec["lifecycle"]["pause"] == {"mode": "Hold", "maxQueued": 10000, "maxWaitSeconds": 300}
-    assert spec["rollout"] == {"maxUnavailable": 1}
+    assert spec["rollout"] == {"maxSurge": 0, "paused": False, "autoUpdate": False}
 
 
 @pytest.mark.parametrize(

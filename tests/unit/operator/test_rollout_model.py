@@ -15,15 +15,19 @@ import pytest
 from soak import size
 
 from megatron_operator.plan.rollout import (
+    Await,
     Canary,
     Check,
     Drain,
     EngineFacts,
     Finished,
     Halt,
+    Recreate,
     Replace,
     Step,
+    Surge,
     keeps_revision,
+    kept_extras,
     next_step,
 )
 
@@ -47,13 +51,22 @@ class Engine(NamedTuple):
 
 class State(NamedTuple):
     wanted: int
+    replicas: int
     engines: tuple[Engine, ...]
+    """Those beyond `replicas` are surge engines, or are about to be removed."""
     drain: tuple[int, bool] | None
     """The engine of the recorded DRAIN, and whether the DRAIN is complete."""
     good: frozenset[int] = frozenset()
     """Revisions that passed their check, or of which an engine served."""
     check: tuple[int, bool] | None = None
     """The revision of the check pod, and whether its check has failed; None: there is no pod."""
+    paused: bool = False
+
+
+class Removal(NamedTuple):
+    """The removal of engines beyond `replicas` (policy scale_down)."""
+
+    indexes: tuple[int, ...]
 
 
 class Violation(AssertionError):
@@ -74,19 +87,24 @@ class Model:
     """Numbers of engines that a user may scale to; the first is the initial one."""
     pods: tuple[int, ...] = (1, 1, 1)
     """Number of pods of an engine of each revision."""
+    max_surge: int = 0
+    kept: Callable[..., tuple[str, ...]] = kept_extras
+    """The rule of scale_down: which engines beyond `replicas` stay."""
+    pauses: bool = False
+    """Whether users pause and continue the rollout."""
     keeps: Callable[..., bool] = keeps_revision
     """The rule of upkeep: whether an engine keeps template and number of pods of its own revision."""
 
     def settled(self) -> State:
         engine = Engine(0, (0,) * self.pods[0], True, False, NONE)
-        return State(0, (engine,) * self.sizes[0], None, frozenset({0}))
+        return State(0, self.sizes[0], (engine,) * self.sizes[0], None, frozenset({0}))
 
     def facts(self, state: State) -> list[EngineFacts]:
         return [
             EngineFacts(
                 name=str(index),
                 current=engine.template == state.wanted,
-                leftover=engine.template == state.wanted and self.has_old_pods(engine),
+                leftover=self.has_old_pods(engine),
                 serving=self.is_serving(state, engine),
                 draining=engine.draining,
                 drained=not engine.serving or (engine.draining and state.drain == (index, True)),
@@ -97,7 +115,7 @@ class Model:
 
     # --- the operator ---
 
-    def step(self, state: State) -> tuple[Step | None, State]:
+    def step(self, state: State) -> tuple[Step | Removal | None, State]:
         """One pass. None: an operation is open, or an obsolete drain is undone."""
         if state.check is not None and (state.check[0] != state.wanted or state.wanted in state.good):
             state = state._replace(check=None)
@@ -107,9 +125,30 @@ class Model:
         undone = self._undrain(state)
         if undone is not None:
             return None, undone
-        checked = not self.is_check_due(state)
-        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True, checked=checked)
+        facts = self.facts(state)
+        surplus = self._surplus(state, facts)
+        removable = tuple(index for index in surplus if facts[index].drained)
+        if removable:
+            left = tuple(engine for index, engine in enumerate(state.engines) if index not in removable)
+            return Removal(removable), state._replace(engines=left, drain=None)
+        if surplus:
+            return Drain(str(surplus[-1])), self._act(state, Drain(str(surplus[-1])))
+        found = self.planner(
+            facts[: state.replicas],
+            extras=facts[state.replicas :],
+            max_unavailable=self.max_unavailable,
+            max_surge=self.max_surge,
+            running=True,
+            checked=not self.is_check_due(state),
+            paused=state.paused,
+        )
         return found, self._act(state, found)
+
+    def _surplus(self, state: State, facts: list[EngineFacts]) -> list[int]:
+        """The engines beyond `replicas` that are to be removed."""
+        extras = facts[state.replicas :]
+        kept = self.kept(facts[: state.replicas], extras, max_unavailable=self.max_unavailable)
+        return [int(fact.name) for fact in extras if fact.name not in kept]
 
     def _upkeep(self, state: State) -> State:
         """Scale each StatefulSet to the number of pods of the revision that the rule chooses. Its engine restarts."""
@@ -123,20 +162,23 @@ class Model:
 
     def is_check_due(self, state: State) -> bool:
         outdated = [engine for engine in state.engines if engine.template != state.wanted]
+        if all(engine.template == state.wanted for engine in state.engines[: state.replicas]):
+            return False
         begun = state.check is not None and state.check[0] == state.wanted
-        return (
-            state.wanted not in state.good
-            and bool(outdated)
-            and (begun or any(self.is_serving(state, engine) for engine in outdated))
-        )
+        return state.wanted not in state.good and (begun or any(self.is_serving(state, each) for each in outdated))
+
+    def is_held(self, state: State) -> bool:
+        """A paused rollout keeps engines of another revision."""
+        base = state.engines[: state.replicas]
+        return state.paused and any(engine.template != state.wanted for engine in base)
 
     def has_failed_check(self, state: State) -> bool:
         return self.is_check_due(state) and state.check == (state.wanted, True)
 
     def _undrain(self, state: State) -> State | None:
-        for index, engine in enumerate(state.engines):
+        for index, engine in enumerate(state.engines[: state.replicas]):
             right = engine.template == state.wanted and not self.has_old_pods(engine)
-            right |= self.has_failed_check(state)
+            right |= self.has_failed_check(state) or self.is_held(state)
             if engine.serving and engine.draining and right and engine.canary != FAILED:
                 return _with(state, index, _lost(engine))._replace(drain=None)
         return None
@@ -149,6 +191,13 @@ class Model:
                 for name in names:
                     state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
                 return state._replace(drain=None)
+            case Recreate(names):
+                for name in names:
+                    state = _with(state, int(name), _lost(state.engines[int(name)]))
+                return state._replace(drain=None)
+            case Surge():
+                added = Engine(state.wanted, (), False, False, PENDING)
+                return state._replace(engines=(*state.engines, added))
             case Drain(name) | Halt(name, drain=True):
                 engine = state.engines[int(name)]
                 return _with(state, int(name), engine._replace(draining=engine.serving))._replace(
@@ -187,15 +236,9 @@ class Model:
         for revision in range(self.revisions):
             if revision != state.wanted:
                 yield state._replace(wanted=revision)
-        for count in self.sizes:
-            if count < len(state.engines):
-                kept = state.drain if state.drain is None or state.drain[0] < count else None
-                yield state._replace(engines=state.engines[:count], drain=kept)
-            elif count > len(state.engines):
-                outdated = [engine for engine in state.engines if engine.template != state.wanted]
-                template = outdated[-1].template if self.is_check_due(state) else state.wanted
-                added = (Engine(template, (), False, False, NONE),) * (count - len(state.engines))
-                yield state._replace(engines=state.engines + added)
+        if self.pauses:
+            yield state._replace(paused=not state.paused)
+        yield from self._scaled(state)
         for index, engine in enumerate(state.engines):
             for ordinal, pod in enumerate(engine.pods):
                 if pod != GONE:
@@ -208,6 +251,20 @@ class Model:
             yield state._replace(check=(state.check[0], True))
             yield state._replace(check=None)
         yield from self._crashes(state)
+
+    def _scaled(self, state: State) -> Iterator[State]:
+        for count in self.sizes:
+            if count < state.replicas:
+                engines = state.engines[: count + self.max_surge]
+                kept = state.drain if state.drain is None or state.drain[0] < len(engines) else None
+                yield state._replace(replicas=count, engines=engines, drain=kept)
+            elif count > state.replicas:
+                outdated = [engine for engine in state.engines[: state.replicas] if engine.template != state.wanted]
+                keeps = self.is_check_due(state) or self.is_held(state)
+                template = outdated[-1].template if keeps else state.wanted
+                missing = max(0, count - len(state.engines))
+                added = (Engine(template, (), False, False, NONE),) * missing
+                yield state._replace(replicas=count, engines=state.engines + added)
 
     def _crashes(self, state: State) -> Iterator[State]:
         """The operator dies after it persisted its decision, before or while it acts on it."""
@@ -242,40 +299,46 @@ class Model:
             return False
         return not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
 
-    def check(self, before: State, step: Step | None, after: State) -> None:
-        taken = step.names if isinstance(step, Replace) else ()
-        for index, (old, new) in enumerate(zip(before.engines, after.engines, strict=True)):
+    def check(self, before: State, step: Step | Removal | None, after: State) -> None:
+        taken = step.names if isinstance(step, Replace | Recreate) else ()
+        gone = step.indexes if isinstance(step, Removal) else ()
+        left_over = [(index, engine) for index, engine in enumerate(before.engines) if index not in gone]
+        _hold(all(index >= before.replicas for index in gone), "a desired engine was removed", before, step)
+        for (index, old), new in zip(left_over, after.engines, strict=not isinstance(step, Surge)):
             untouched = (old.template, len(old.pods)) == (new.template, len(new.pods))
-            reverted = old.template == before.wanted or self.has_failed_check(before)
+            reverted = old.template == before.wanted or self.has_failed_check(before) or self.is_held(before)
             undrained = old.draining and reverted and not new.pods
             _hold(untouched or undrained or str(index) in taken, "pods were changed before their turn", before, step)
         if step is None:
             return
         facts = self.facts(before)
-        floor = len(facts) - self.max_unavailable
+        floor = before.replicas - self.max_unavailable
         left = sum(self.is_available(after, engine) for engine in after.engines)
         had = sum(self.is_available(before, engine) for engine in before.engines)
         wrong_one = isinstance(step, Halt)
         _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
         outdated = [engine for engine in before.engines if engine.template != before.wanted]
         serve = any(self.is_serving(before, engine) for engine in outdated)
-        if isinstance(step, Drain | Replace) and before.wanted not in before.good and serve:
-            names = step.names if isinstance(step, Replace) else (step.name,)
-            touched = any(before.engines[int(name)].template != before.wanted for name in names)
-            _hold(not touched, "an engine was taken before the check has passed", before, step)
-        if not isinstance(step, Replace):
-            return
-        for name in step.names:
-            fact, engine = facts[int(name)], before.engines[int(name)]
-            _hold(not fact.current or fact.leftover, "an engine of the wanted revision was touched", before, step)
-            idle = not engine.serving or (engine.draining and fact.drained) or fact.leftover
-            _hold(idle, "a serving engine lost its pods", before, step)
-        given = sum(before.engines[int(name)].template != before.wanted for name in step.names)
+        names = step.names if isinstance(step, Replace) else (step.name,) if isinstance(step, Drain | Surge) else ()
+        base = [int(name) for name in names if int(name) < before.replicas]
+        touched = any(before.engines[index].template != before.wanted for index in base)
+        unchecked = before.wanted not in before.good and serve
+        _hold(not (touched and unchecked), "an engine was taken before the check has passed", before, step)
+        _hold(not (touched and before.paused), "an engine was taken while the rollout is paused", before, step)
+        extras = len(after.engines) - after.replicas
+        _hold(not isinstance(step, Surge) or extras <= self.max_surge, "too many engines were added", before, step)
         unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
         current = sum(engine.template == before.wanted for engine in before.engines)
-        proven = current > unproven
-        spreads = given and not proven and unproven + given > self.max_unavailable
+        replaced = step.names if isinstance(step, Replace) else ()
+        given = sum(before.engines[int(name)].template != before.wanted for name in replaced) + isinstance(step, Surge)
+        spreads = given and current == unproven and unproven + given > max(1, self.max_unavailable)
         _hold(not spreads, "an unproven revision spread", before, step)
+        for name in taken:
+            fact, engine = facts[int(name)], before.engines[int(name)]
+            finishes = isinstance(step, Recreate) and fact.leftover
+            _hold(not fact.current or finishes, "an engine of the wanted revision was touched", before, step)
+            idle = not engine.serving or (engine.draining and fact.drained) or (finishes and fact.current)
+            _hold(idle, "a serving engine lost its pods", before, step)
 
     def ends(self, state: State, *, known: set[State]) -> None:
         """Without further changes, the rollout ends: every engine has the wanted revision, or it halts at a bad one."""
@@ -290,8 +353,10 @@ class Model:
             if moved is None:
                 step, moved = self.step(state)
                 if moved == state:
-                    right = all(e.template == state.wanted and self.is_serving(state, e) for e in state.engines)
-                    done = isinstance(step, Finished) and right
+                    base, held = state.engines[: state.replicas], self.is_held(state)
+                    serve = all(self.is_available(state, each) or (held and each.canary == FAILED) for each in base)
+                    right = serve and (held or all(each.template == state.wanted for each in base))
+                    done = isinstance(step, Finished) and right and (held or base == state.engines)
                     blocked = isinstance(step, Check) and state.check == (state.wanted, True)
                     blocked &= all(engine.canary == FAILED for engine in state.engines if engine.draining)
                     _hold(done or blocked or isinstance(step, Halt), "the rollout waits forever", state, step)
@@ -300,7 +365,7 @@ class Model:
         known.update(path)
 
 
-def _hold(condition: bool, what: str, state: State, step: Step | None) -> None:
+def _hold(condition: bool, what: str, state: State, step: Step | Removal | None) -> None:
     if not condition:
         raise Violation(f"{what}: {step} in {state}")
 
@@ -369,6 +434,58 @@ def test_no_reachable_state_breaks_an_invariant(
     seen = f"all {states} states" if states < LIMIT else f"the first {states} states, breadth first"
     what = f"{sizes[0]} engines, {revisions} revisions of {pods} pods, maxUnavailable {max_unavailable}"
     print(f"\n{what}: {seen}, 0 violations")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("max_unavailable", "max_surge", "sizes", "pods"),
+    [
+        (0, 1, (1,), (1, 1, 1)),
+        (1, 1, (2, 1), (1, 1)),
+        (0, 1, (1, 2), (1, 2)),
+        (0, 2, (2, 3), (1, 1, 1)),
+        (1, 2, (3, 1), (1, 1)),
+    ],
+)
+def test_no_reachable_state_breaks_an_invariant_with_surge_engines_and_pauses(
+    max_unavailable: int, max_surge: int, sizes: tuple[int, ...], pods: tuple[int, ...]
+) -> None:
+    model = Model(next_step, len(pods), max_unavailable, sizes, pods, max_surge=max_surge, pauses=True)
+    states = explore(model, limit=LIMIT)
+    what = f"{sizes[0]} engines, {len(pods)} revisions, maxUnavailable {max_unavailable}, maxSurge {max_surge}"
+    print(f"\n{what}: {states} states, 0 violations")
+
+
+def removes_surge_engines_at_once(engines: Sequence[EngineFacts], extras: Any, **_: Any) -> tuple[str, ...]:
+    return ()
+
+
+def ignores_the_capacity_of_an_earlier_surge_engine(
+    engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], **options: Any
+) -> tuple[str, ...]:
+    """A surge engine of the revision before the last edit is removed while nothing else serves."""
+    kept = kept_extras(engines, extras, **options)
+    return tuple(extra.name for extra in extras if extra.name in kept and extra.current)
+
+
+def keeps_a_surge_engine_for_ever(
+    engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], **options: Any
+) -> tuple[str, ...]:
+    return tuple(extra.name for extra in extras)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        removes_surge_engines_at_once,
+        ignores_the_capacity_of_an_earlier_surge_engine,
+        keeps_a_surge_engine_for_ever,
+    ],
+    ids=lambda kept: kept.__name__,
+)
+def test_the_search_finds_a_known_mistake_in_the_removal_of_surge_engines(kept: Callable[..., tuple[str, ...]]) -> None:
+    with pytest.raises(Violation):
+        explore(Model(next_step, 3, 0, (1,), max_surge=1, kept=kept), limit=30_000)
 
 
 @pytest.mark.parametrize("pods", [(2, 1), (1, 2)])
@@ -462,6 +579,39 @@ def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
     if isinstance(step, Drain) and named[step.name].draining:
         return next_step([], **options)
     return step
+
+
+def counts_a_surge_engine_that_does_not_serve(engines: Facts, *, extras: Facts, **options: Any) -> Step:
+    return next_step(engines, extras=[replace(extra, serving=True) for extra in extras], **options)
+
+
+def adds_a_surge_engine_for_each_pass(engines: Facts, *, extras: Facts, **options: Any) -> Step:
+    step = next_step(engines, extras=extras, **options)
+    return Surge(step.names[0]) if isinstance(step, Await) and options["max_surge"] else step
+
+
+def adds_an_engine_before_the_check(engines: Facts, **options: Any) -> Step:
+    step = next_step(engines, **options)
+    return Surge(step.name) if isinstance(step, Check) and not options["extras"] else step
+
+
+def rolls_although_paused(engines: Facts, **options: Any) -> Step:
+    return next_step(engines, **{**options, "paused": False})
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [
+        counts_a_surge_engine_that_does_not_serve,
+        adds_a_surge_engine_for_each_pass,
+        adds_an_engine_before_the_check,
+        rolls_although_paused,
+    ],
+    ids=lambda planner: planner.__name__,
+)
+def test_the_search_finds_a_known_mistake_of_a_planner_with_surge_and_pause(planner: Callable[..., Step]) -> None:
+    with pytest.raises(Violation):
+        explore(Model(planner, 2, 0, (1,), (1, 1), max_surge=1, pauses=True), limit=30_000)
 
 
 def _forgets_the_down(engine: EngineFacts) -> bool:

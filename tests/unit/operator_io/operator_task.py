@@ -23,6 +23,7 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import Parts, ResourceTask
+from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
 
@@ -292,6 +293,7 @@ def new_operator(
         link=link,
         elector=leader,
         metrics=Metrics(),
+        updates=UpdateLimit(1, dict),
         decide=decide,
         resync_seconds=resync_seconds,
         coalesce_seconds=0.0,

@@ -18,6 +18,7 @@ LIFE: tuple[dict[str, Any], ...] = (
     {"desiredState": "Running"},
     {"engine": {"batching": {"maxRequests": 7}}},
     {"replicas": 1},
+    {"rollout": {"maxSurge": 1}, "engine": {"batching": {"maxRequests": 8}}},
     {"desiredState": "Stopped"},
     {"desiredState": "Running"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import threading
@@ -125,6 +126,21 @@ def test_a_restart_command_changes_only_what_begins_new_restart_budgets(answers:
     seen = project_resource(answers[f"{RESOURCES}/demo"])
     assert parse(seen.restarted_at) is not None
     assert (seen.spec, seen.generation) == (cluster.spec, cluster.generation)
+
+
+def test_an_update_command_requests_the_release_that_the_status_offers(answers: dict[str, Any]) -> None:
+    cluster = Cluster({**MINIMAL})
+    cluster.settle()
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    result = CliRunner().invoke(kubectl.main, ["update", "demo"])
+    assert (result.exit_code, result.output) == (0, "demo: is up to date\n")
+    assert project_resource(answers[f"{RESOURCES}/demo"]).update_to == ""
+    cluster.settings = dataclasses.replace(cluster.settings, runtime_image="runtime:2")
+    cluster.settle()
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    result = CliRunner().invoke(kubectl.main, ["update", "demo"])
+    assert (result.exit_code, result.output) == (0, "demo: update requested\n")
+    assert project_resource(answers[f"{RESOURCES}/demo"]).update_to == cluster.status["update"]["id"]
 
 
 HOSTILE = "\x1b[2Jgone\nforged: line\u202e"

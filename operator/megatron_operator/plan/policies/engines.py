@@ -22,29 +22,19 @@ def running(scene: Scene) -> bool:
     return scene.desired is DesiredState.RUNNING and scene.observed is ResourceState.RUNNING
 
 
-def drained(scene: Scene, engine: EngineView) -> bool:
-    """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
-    that has restarted since gets requests again."""
-    if engine.report is None or not engine.serving:
-        return True
-    operation = scene.operation
-    over = operation is not None and operation.over(SignalKind.DRAIN, engine=engine.name)
-    return over and engine.report.draining
-
-
 def delete_pods(engine: EngineView, reason: str) -> DeletePods:
     pods = tuple((pod.name, pod.uid) for pod in engine.pods if not pod.deleting)
     return DeletePods(owner=engine.name, pods=pods, reason=reason)
 
 
 def undrain(scene: Scene) -> Verdict | None:
-    """An engine was drained for a change that was reverted, or changed to one whose check failed. It gets requests
-    again only after a new registration."""
+    """An engine was drained for a change that was reverted or paused, or changed to one whose check failed. It gets
+    requests again only after a new registration."""
     if not running(scene) or scene.all_draining or scene.world.coordinator.drained_all:
         return None
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining
-        right = check_failed(scene) or not (engine.stale or engine.stale_pods)
+        right = check_failed(scene) or scene.rollout_paused or not (engine.stale or engine.stale_pods)
         if not idle or not right or not any(not pod.deleting for pod in engine.pods):
             continue
         if engine.canary is Canary.FAILED:
@@ -62,12 +52,13 @@ def undrain(scene: Scene) -> Verdict | None:
 
 
 def scale_down(scene: Scene) -> Verdict | None:
-    """Remove engines beyond spec.replicas: those that do not serve at once, the others one after another, highest index
-    first, after their requests have finished."""
+    """Remove engines beyond spec.replicas that no rollout needs: those that do not serve at once, the others one after
+    another, highest index first, after their requests have finished."""
     surplus = [engine for engine in scene.engines if engine.surplus and not engine.empty]
+    surplus = [engine for engine in surplus if engine not in scene.extras]
     gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
     present = [engine for engine in surplus if engine not in gone]
-    removable = [engine for engine in present if drained(scene, engine)]
+    removable = [engine for engine in present if scene.is_drained(engine)]
     if removable and scene.desired is not DesiredState.STOPPED:
         names = ", ".join(engine.name for engine in removable[:8])
         more = f" and {len(removable) - 8} more" if len(removable) > 8 else ""

@@ -10,15 +10,27 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, SignalKind
 from megatron_operator.plan.check import check_failed, check_finding, check_ref, present_check, retry_in
 from megatron_operator.plan.engine_view import EngineView
-from megatron_operator.plan.policies.engines import delete_pods, drained, running
+from megatron_operator.plan.policies.engines import delete_pods, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.rollout import Await, Check, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
+from megatron_operator.plan.rollout import (
+    Await,
+    Check,
+    Drain,
+    Finished,
+    Halt,
+    Prove,
+    Recreate,
+    Replace,
+    Surge,
+    next_step,
+)
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
 from megatron_operator.plan.world import Action, AskCanary, CreatePod, DeletePods, EmitEvent, Manifest, VetChild
 from megatron_operator.render.check import check_pod
+from megatron_operator.render.children import engine_children
 from megatron_operator.render.context import manifest_hash
 from megatron_operator.render.model_source import model_argument
 
@@ -93,7 +105,7 @@ def replace_model(scene: Scene) -> Verdict | None:
     continues the tokens of another."""
     old = [engine for engine in scene.old_model if not engine.surplus and _appliable(scene, engine)]
     server = scene.rendered.server
-    if not old or scene.desired is not DesiredState.RUNNING:
+    if not old or scene.desired is not DesiredState.RUNNING or scene.rollout_paused:
         return None
     if server is None or _server_rejected(scene):
         return None
@@ -117,47 +129,44 @@ def replace_model(scene: Scene) -> Verdict | None:
     return replace(verdict, operation=None)
 
 
-def engine_facts(scene: Scene, engine: EngineView) -> EngineFacts:
-    """Return the planner's view of an engine. A process of an earlier revision proves nothing about the desired one."""
-    found, report = engine.statefulset, engine.report
-    said = report.revision if report is not None else ""
-    earlier = not engine.stale and found is not None and said not in ("", found.revision)
-    return EngineFacts(
-        name=engine.name,
-        current=not engine.stale,
-        leftover=not engine.stale and bool(engine.stale_pods),
-        leaving=all(pod.deleting for pod in engine.stale_pods),
-        serving=engine.serving and not earlier,
-        draining=report is not None and report.draining,
-        drained=drained(scene, engine),
-        canary=engine.canary,
-        responsive=engine.report is None or not engine.report.suspect,
-    )
-
-
 def rollout(scene: Scene) -> Verdict | None:
-    """Replace engines of another revision than the spec's, `maxUnavailable` at a time."""
+    """Replace engines of another revision than the spec's, as `maxUnavailable` and `maxSurge` allow."""
     engines = [engine for engine in scene.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(scene, engine) for engine in engines):
         return None
     if scene.old_model and _server_rejected(scene):
         # The existing OpenAI servers cannot use engines of another model.
         return None
-    limit, checked = scene.ctx.spec.rollout.max_unavailable, not scene.check_due
-    facts = [engine_facts(scene, engine) for engine in engines]
-    found = next_step(facts, max_unavailable=limit, running=running(scene), checked=checked)
-    by_name = {engine.name: engine for engine in engines}
+    limits = scene.ctx.spec.rollout
+    found = next_step(
+        [scene.facts(engine) for engine in engines],
+        extras=[scene.facts(engine) for engine in scene.extras],
+        max_unavailable=limits.unavailable,
+        max_surge=limits.max_surge,
+        running=running(scene),
+        checked=not scene.check_due,
+        paused=limits.paused,
+    )
+    by_name = {engine.name: engine for engine in (*engines, *scene.extras)}
     step = f"rolling out revision {scene.wanted[0].rendered_revision}" if scene.wanted else "rolling out"
     match found:
         case Check(name):
             return _unvetted(scene, by_name[name]) or _unchecked(scene, Reason.ROLLING_OUT, step)
         case Replace(names):
             return _replaced(scene, [by_name[name] for name in names], step)
+        case Recreate(names):
+            reason = "its template was applied before its pods were deleted"
+            deletions = tuple(delete_pods(by_name[name], reason) for name in names)
+            verdict = waiting(scene, Reason.ROLLING_OUT, step, f"{', '.join(names[:8])} to register", actions=deletions)
+            return replace(verdict, operation=None)
+        case Surge(name):
+            return _unvetted(scene, by_name[name]) or _surged(scene, step)
         case Drain(name):
             return _unvetted(scene, by_name[name]) or start(scene, SignalKind.DRAIN, engine=name)
         case Prove(name):
             engine = by_name[name]
-            asked = AskCanary(name, engine.rendered_revision, model_argument(scene.ctx))
+            revision = engine.statefulset.revision if engine.statefulset is not None else ""
+            asked = AskCanary(name, revision, model_argument(scene.ctx))
             return waiting(
                 scene,
                 Reason.ROLLING_OUT,
@@ -176,6 +185,20 @@ def rollout(scene: Scene) -> Verdict | None:
             return waiting(scene, Reason.CANARY_FAILED, step, on)
         case Finished():
             return None
+
+
+def _surged(scene: Scene, step: str) -> Verdict:
+    """Add an engine beyond spec.replicas, with the lowest free index."""
+    first, most = scene.ctx.spec.replicas, scene.ctx.spec.rollout.max_surge
+    present = {engine.index for engine in scene.engines if engine.statefulset is not None or engine.pods}
+    index = next((index for index in range(first, first + most) if index not in present), None)
+    if index is None:
+        return waiting(scene, Reason.ROLLING_OUT, step, "an earlier surge engine to be deleted")
+    name = scene.ctx.engine_name(index)
+    reason = f"{name} is added until the engines of the previous revision are replaced"
+    children = engine_children(scene.ctx, index, pods=scene.ctx.spec.pods_per_engine)
+    actions: list[Action] = [*map(apply, children), EmitEvent("Normal", "EngineAdded", reason)]
+    return waiting(scene, Reason.ROLLING_OUT, step, f"{name} to register", actions=tuple(actions))
 
 
 def _replaced(scene: Scene, engines: list[EngineView], step: str) -> Verdict:

@@ -1,0 +1,130 @@
+"""An upgrade of the operator with two resources, and a rollout with a surge engine, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from localcluster import LocalCluster
+from megatron_operator import kubectl
+from megatron_operator.cluster.api import KubeApi
+from megatron_operator.cluster.kinds import POD
+
+from .conftest import condition
+from .in_process_fleet import InProcessFleet
+from .operator_process import OperatorProcess
+
+pytestmark = pytest.mark.cluster
+
+OLD = ("--runtime-image", "registry.example/runtime:1", "--coordinator-image", "registry.example/operator:1")
+NEW = ("--runtime-image", "registry.example/runtime:2", "--coordinator-image", "registry.example/operator:2")
+
+
+@pytest.fixture
+def make_release(fleet: InProcessFleet, make_operator: Callable[..., OperatorProcess]) -> Callable[..., Any]:
+    return lambda *images: make_operator("--no-security", "--coordinator-address", fleet.address_template, *images)
+
+
+@pytest.fixture
+def update(control_plane: LocalCluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """`kubectl megatron update NAME`."""
+    monkeypatch.setenv("KUBECONFIG", str(control_plane.kubeconfig))
+
+    def call(name: str) -> str:
+        done = CliRunner().invoke(kubectl.main, ["update", name, "-n", namespace])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    return call
+
+
+async def images(api: KubeApi, resource: Any) -> dict[str, set[str]]:
+    """Return the images of the resource's pods by pod uid."""
+    pods = await api.list(POD, resource.namespace, selector=f"app.kubernetes.io/instance={resource.name}")
+    return {
+        pod["metadata"]["uid"]: {container["image"] for container in pod["spec"]["containers"]}
+        for pod in pods
+        if pod["metadata"].get("deletionTimestamp") is None
+    }
+
+
+def phase(status: dict[str, Any]) -> str:
+    return str((status.get("update") or {}).get("phase", ""))
+
+
+async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a_time(
+    api: KubeApi,
+    fleet: InProcessFleet,
+    make_release: Callable[..., Any],
+    make_resource: Callable[[str], Any],
+    update: Callable[[str], str],
+) -> None:
+    resources = [make_resource(name) for name in ("u-0", "u-1")]
+    operator = make_release(*OLD)
+    await operator.start()
+    for resource in resources:
+        fleet.coordinator(resource.name)
+        await resource.create(replicas=2)
+    for resource in resources:
+        await resource.settled("Running")
+        await resource.until(lambda status: "plan" not in status)
+    before = [await images(api, resource) for resource in resources]
+    assert update("u-0") == "u-0: is up to date\n"
+
+    assert operator.stop() == 0
+    operator = make_release(*NEW)
+    await operator.start()
+    for resource in resources:
+        await resource.until(lambda status: condition(status, "UpdateAvailable")["status"] == "True")
+    await operator.passed(await operator.passes() + 6)
+    assert [await images(api, resource) for resource in resources] == before
+    assert operator.lines("signal sent") == []
+
+    for resource in resources:
+        update(resource.name)
+    seen: list[tuple[str, str]] = []
+    while True:
+        statuses = [await resource.status() for resource in resources]
+        phases = (phase(statuses[0]), phase(statuses[1]))
+        if not seen or seen[-1] != phases:
+            seen.append(phases)
+        if phases == ("", ""):
+            break
+        await asyncio.sleep(0.1)
+    assert ("Running", "Running") not in seen
+    assert {"Running", "Waiting"} <= {phase for phases in seen for phase in phases}
+    for resource in resources:
+        status = await resource.until(lambda status: "plan" not in status)
+        assert (status["ready"], status["updatedReplicas"]) == ("2/2", 2)
+        assert status["release"]["runtimeImage"] == "registry.example/runtime:2"
+        found = set().union(*(await images(api, resource)).values())
+        assert found == {"registry.example/runtime:2", "registry.example/operator:2"}
+
+
+async def test_one_replica_with_a_surge_engine_is_replaced_without_an_outage(
+    fleet: InProcessFleet, make_release: Callable[..., Any], resource: Any
+) -> None:
+    await make_release(*OLD).start()
+    fleet.coordinator(resource.name)
+    await resource.create(replicas=1, rollout={"maxSurge": 1})
+    first = await resource.settled("Running")
+    await resource.patch(engine={"batching": {"maxRequests": 7}})
+    served: set[int] = set()
+    done = asyncio.create_task(
+        resource.until(lambda status: status["revision"] != first["revision"] and "plan" not in status)
+    )
+    while not done.done():
+        engines = (await fleet.ask(resource.name)).engines
+        served.add(sum(engine.serving and not engine.draining for engine in engines))
+        await asyncio.sleep(0.02)
+    status = await done
+    assert served == {1, 2}
+    assert [engine["name"] for engine in status["engines"]] == ["demo-engine-0"]
+    assert status["engines"][0]["canary"] == "Passed"
+    assert not [name for name in await resource.children() if name.endswith("engine-1")]
+    reasons = [event["reason"] for event in await resource.events()]
+    assert {"EngineAdded", "EngineReplaced", "EngineRemoved"} <= set(reasons)
