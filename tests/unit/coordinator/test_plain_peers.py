@@ -254,6 +254,7 @@ async def test_plain_control_messages_wait_as_far_as_there_is_room(stage, client
 
 
 async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> None:
+    await stage.engine()  # it has no tokenizer
     for number, items in enumerate(([[1], "params"], [[-1], PARAMS], ["text", PARAMS], [[1], PARAMS, {"image": 1}])):
         client.say(Header.SUBMIT_REQUEST, number, *items)
         header, answered, reply = await client.hear()
@@ -334,6 +335,31 @@ async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, pl
     await stage.engine()
     stage.closers.pop(0)()
     assert (await client.hear())[2]["generated_tokens"] == echo_answer([1, 2], 4)
+
+
+async def test_a_text_prompt_is_forwarded_to_an_engine_that_tokenizes(stage, plain, client) -> None:
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", PARAMS)
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    message = await engine.hear()
+    assert message[2] == "some text"
+    engine.say(*answer_as_engine(message, tokens=[9]))
+    assert (await client.hear())[2]["generated_tokens"] == [9]
+
+
+async def test_a_lost_text_prompt_with_tokens_is_not_continued_by_a_plain_engine(stage, plain, client) -> None:
+    first, second = plain(Role.ENGINE, identity=b"mp-coord-0"), plain(Role.ENGINE, identity=b"mp-coord-1")
+    first.say()
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", {**PARAMS, "streaming": True})
+    message = await first.hear()
+    first.say(Header.ENGINE_REPLY_PARTIAL, [{"request_id": message[1], "new_tokens": [5]}])
+    assert (await client.hear())[2]["new_tokens"] == [5]
+    second.say()
+    await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 2)
+    first.say(Header.DISCONNECT)
+    reply = (await client.hear())[2]
+    assert reply["status"] == "FAILED"
+    assert "cannot continue a text prompt" in reply["events"][0]["payload"]["message"]
 
 
 @dataclass

@@ -343,7 +343,13 @@ class CoordinatorCore:
     def _plain_submit(self, client: Client, items: list[Any]) -> None:
         try:
             number, prompt, params = plain_protocol.read_submit(items)
-            tokens = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            is_text = False
+            if isinstance(prompt, list):
+                body = tokens_to_bytes(prompt)
+            elif self.tokenizer is None and len(prompt) <= MAX_TEXT_CHARACTERS:
+                body, is_text = prompt.encode("utf-8", "replace"), True  # an engine tokenizes it
+            else:
+                body = tokens_to_bytes(self._tokenize(prompt))
         except MalformedMessageError as error:
             self.counters.rejected["malformed"] += 1
             if len(items) > 1 and isinstance(items[1], int):
@@ -353,8 +359,8 @@ class CoordinatorCore:
         randbits = self.context.randbits
         uid = randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
         client.plain_ids[number] = uid
-        meta = plain_protocol.meta_of(params, default_seed=randbits(64))
-        self._accept(client, Submit(uid, meta, tokens_to_bytes(tokens), b"", pack(params)), plain_id=number)
+        meta = plain_protocol.meta_of(params, default_seed=randbits(64))._replace(text=is_text)
+        self._accept(client, Submit(uid, meta, body, b"", pack(params)), plain_id=number)
         if uid not in client.open:
             client.plain_ids.pop(number, None)
 

@@ -250,7 +250,7 @@ class Membership:
             logger.warning("plain engine %s rejected: %d engines are registered already", name, len(self._engines))
             return
         engine = Engine(name, peer, 0, next(self._engines.indices), self._context.now, plain=True)
-        engine.serving, engine.state = True, EngineState.RUNNING
+        engine.serving, engine.state, engine.tokenizes = True, EngineState.RUNNING, True
         self._engines.add(engine)
         logger.info("plain engine %s registered", name)
         self._context.needs_pump = True

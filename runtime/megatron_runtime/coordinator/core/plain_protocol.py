@@ -166,14 +166,26 @@ def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
 
 
 def submit_frames(dispatch: Dispatch) -> Frames:
-    """A dispatch for a plain engine: tokens generated before become part of the prompt and leave the budget."""
-    params = unpack(dispatch.params, PARAMETERS)
+    """A dispatch for a plain engine: tokens generated before become part of the prompt and leave the budget.
+
+    Raises MalformedMessageError for parameters that cannot be read, and for a text prompt with generated tokens.
+    """
+    try:
+        params = unpack(dispatch.params, PARAMETERS)
+    except MalformedMessageError as error:
+        raise MalformedMessageError(f"sampling parameters: {error}") from error
     params = dict(params) if isinstance(params, dict) else {}
     generated = tokens_from_bytes(dispatch.generated).tolist()
     budget = params.get("num_tokens_to_generate")
     if isinstance(budget, int):
         params["num_tokens_to_generate"] = max(1, budget - len(generated))
-    prompt = tokens_from_bytes(dispatch.prompt).tolist() + generated
+    if dispatch.meta.text and generated:
+        raise MalformedMessageError("an engine of Megatron-Core cannot continue a text prompt: send token ids")
+    prompt: str | list[int]
+    if dispatch.meta.text:
+        prompt = dispatch.prompt.decode("utf-8", "replace")
+    else:
+        prompt = tokens_from_bytes(dispatch.prompt).tolist() + generated
     return [pack([int(Header.SUBMIT_REQUEST), dispatch.dispatch_id, prompt, params, None])]
 
 

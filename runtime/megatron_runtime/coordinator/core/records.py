@@ -106,6 +106,7 @@ class Engine:
     knows_adapters: its release has adapters.
     draining:  gets no new work until it registers again.
     digest:    digest of its weights; empty: not reported.
+    tokenizes: it accepts text prompts.
     full:      its connection accepted no more; cleared at the next heartbeat.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
@@ -137,6 +138,7 @@ class Engine:
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
     knows_adapters: bool = False
     digest: str = ""
+    tokenizes: bool = False
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
     busy_until: float = 0.0
