@@ -195,6 +195,23 @@ def _distributed() -> Any | None:
     return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
+def share_failure(failure: Exception | None) -> str | None:
+    """Return the failure of rank 0 as text, on every rank of the process group; None if there was none.
+
+    Every rank must call this. It returns when all ranks have called it.
+    """
+    distributed = _distributed()
+    if distributed is None or distributed.get_world_size() == 1:
+        return None
+    distributed.barrier()
+    text = (
+        ""
+        if failure is None
+        else (str(failure) or type(failure).__name__).encode()[:MAX_ADDRESS_BYTES].decode(errors="ignore")
+    )
+    return _broadcast_text(distributed, text) or None
+
+
 def _broadcast_text(distributed: Any, text: str) -> str:
     """Return the text of rank 0. Every rank of the process group must call this."""
     torch = sys.modules["torch"]

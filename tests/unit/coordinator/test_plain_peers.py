@@ -1,17 +1,20 @@
 """Clients and engines that speak the plain protocol only."""
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 import zmq
 from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
-from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.transport.event_socket import EventSocket
 
+RECONNECTS_AT_ONCE = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, recovery=0.0, plain_reconnect=0.2)
 PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}
 
 
@@ -59,6 +62,16 @@ async def client(stage, plain) -> PlainPeer:
 
 def answer_as_engine(message: list, *, tokens: list[int]) -> list:
     return [Header.ENGINE_REPLY, [{"request_id": message[1], "generated_tokens": tokens, "status": "COMPLETED"}]]
+
+
+@pytest.mark.parametrize("single_port", [True, False])
+async def test_a_connect_with_a_version_registers_nothing(stage, plain, single_port) -> None:
+    """Such a client continues with HELLO."""
+    coordinator = stage.coordinator(single_port=single_port)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT, PROTOCOL_VERSION)
+    assert await client.hear() == [Header.CONNECT_ACK, PROTOCOL_VERSION]
+    assert not len(coordinator.core.clients)
 
 
 async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> None:
@@ -241,11 +254,15 @@ async def test_plain_control_messages_wait_as_far_as_there_is_room(stage, client
 
 
 async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> None:
+    await stage.engine()  # it has no tokenizer
     for number, items in enumerate(([[1], "params"], [[-1], PARAMS], ["text", PARAMS], [[1], PARAMS, {"image": 1}])):
         client.say(Header.SUBMIT_REQUEST, number, *items)
         header, answered, reply = await client.hear()
         assert (header, answered, reply["status"]) == (Header.ENGINE_REPLY, number, "FAILED")
-        assert reply["error"]["code"] == 400
+        error, failed = reply["events"]
+        assert (error["type"], failed["type"]) == ("ERROR_NONTRANSIENT", "FAIL")
+        assert error["payload"]["is_transient"] is False
+        assert error["payload"]["message"]
 
 
 async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -> None:
@@ -303,3 +320,78 @@ async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage,
     assert header == Header.ENGINE_REPLY
     assert reply["generated_tokens"] == [5, 6, 7, 8]
     assert coordinator.core.counters.engines_lost == 0
+
+
+async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, plain) -> None:
+    """No message is sent to it that could fail."""
+    coordinator = stage.coordinator(single_port=True, timing=RECONNECTS_AT_ONCE)
+    plain(Role.ENGINE, identity=b"mp-coord-0").say()
+    await stage.until(lambda: len(coordinator.core.engines) == 1)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
+    await stage.until(lambda: coordinator.core.engines.in_flight() == 1)
+    await stage.engine()
+    stage.closers.pop(0)()
+    assert (await client.hear())[2]["generated_tokens"] == echo_answer([1, 2], 4)
+
+
+async def test_a_text_prompt_is_forwarded_to_an_engine_that_tokenizes(stage, plain, client) -> None:
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", PARAMS)
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    message = await engine.hear()
+    assert message[2] == "some text"
+    engine.say(*answer_as_engine(message, tokens=[9]))
+    assert (await client.hear())[2]["generated_tokens"] == [9]
+
+
+async def test_a_lost_text_prompt_with_tokens_is_not_continued_by_a_plain_engine(stage, plain, client) -> None:
+    first, second = plain(Role.ENGINE, identity=b"mp-coord-0"), plain(Role.ENGINE, identity=b"mp-coord-1")
+    first.say()
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", {**PARAMS, "streaming": True})
+    message = await first.hear()
+    first.say(Header.ENGINE_REPLY_PARTIAL, [{"request_id": message[1], "new_tokens": [5]}])
+    assert (await client.hear())[2]["new_tokens"] == [5]
+    second.say()
+    await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 2)
+    first.say(Header.DISCONNECT)
+    reply = (await client.hear())[2]
+    assert reply["status"] == "FAILED"
+    assert "cannot continue a text prompt" in reply["events"][0]["payload"]["message"]
+
+
+@dataclass
+class Tokenizer:
+    """Raises, or returns no tokens, for some texts and answers."""
+
+    detokenizes: bool = False
+
+    def tokenize(self, text: str) -> list:
+        if text == "raises":
+            raise RuntimeError("no tokens for this text")
+        return ["a"] if text == "wrong" else [1, 2]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if not self.detokenizes:
+            raise RuntimeError("no text for these tokens")
+        return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("detokenizes", [True, False])
+async def test_a_tokenizer_that_raises_answers_the_sender(stage, plain, detokenizes) -> None:
+    stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes))
+    await stage.engine()
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    for number, text in enumerate(("raises", "wrong")):
+        client.say(Header.SUBMIT_REQUEST, number, text, PARAMS)
+        _, answered, reply = await client.hear()
+        assert (answered, reply["status"]) == (number, "FAILED")
+        assert "cannot be tokenized" in reply["events"][0]["payload"]["message"]
+    client.say(Header.SUBMIT_REQUEST, 2, "text", PARAMS)
+    reply = (await client.hear())[2]
+    assert reply["generated_tokens"] == echo_answer([1, 2], 4)
+    assert reply.get("generated_text") == (" ".join(map(str, reply["generated_tokens"])) if detokenizes else None)

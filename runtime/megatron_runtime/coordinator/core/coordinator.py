@@ -251,6 +251,8 @@ class CoordinatorCore:
         match message:
             case Plain(items=[]) if is_shared:
                 self.membership.plain_engine(peer)
+            case Plain(items=[Header.CONNECT, int(), *_]) if is_shared or peer[0] == Role.CLIENT:
+                self.membership.extended_client(peer)
             case Plain(items=[Header.CONNECT, *_]) if is_shared:
                 self.membership.plain_client(peer)
             case _ if not self._late(peer, message, frames):
@@ -300,7 +302,9 @@ class CoordinatorCore:
                 "send token ids"
             )
         try:
-            return list(self.tokenizer.tokenize(text))
+            tokens = list(map(int, self.tokenizer.tokenize(text)))
+            tokens_to_bytes(tokens)
+            return tokens
         except BaseException as error:  # a panic of the tokenizers library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -327,6 +331,8 @@ class CoordinatorCore:
             case [Header.SHUTDOWN, *_] if client.peer[0] == SHARED_PORT:
                 logger.info("a client requests the shutdown")
                 self.context.close(COORDINATOR)
+            case [Header.CONNECT, int(), *_] if client.role is Role.CLIENT:
+                self.membership.extended_client(client.peer)
             case [Header.CONNECT, *_] if client.plain:
                 self.membership.plain_client(client.peer)
             case [Header.SUBMIT_REQUEST, *_] if client.plain:
@@ -337,7 +343,13 @@ class CoordinatorCore:
     def _plain_submit(self, client: Client, items: list[Any]) -> None:
         try:
             number, prompt, params = plain_protocol.read_submit(items)
-            tokens = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            is_text = False
+            if isinstance(prompt, list):
+                body = tokens_to_bytes(prompt)
+            elif self.tokenizer is None and len(prompt) <= MAX_TEXT_CHARACTERS:
+                body, is_text = prompt.encode("utf-8", "replace"), True  # an engine tokenizes it
+            else:
+                body = tokens_to_bytes(self._tokenize(prompt))
         except MalformedMessageError as error:
             self.counters.rejected["malformed"] += 1
             if len(items) > 1 and isinstance(items[1], int):
@@ -347,8 +359,8 @@ class CoordinatorCore:
         randbits = self.context.randbits
         uid = randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
         client.plain_ids[number] = uid
-        meta = plain_protocol.meta_of(params, default_seed=randbits(64))
-        self._accept(client, Submit(uid, meta, tokens_to_bytes(tokens), b"", pack(params)), plain_id=number)
+        meta = plain_protocol.meta_of(params, default_seed=randbits(64))._replace(text=is_text)
+        self._accept(client, Submit(uid, meta, body, b"", pack(params)), plain_id=number)
         if uid not in client.open:
             client.plain_ids.pop(number, None)
 

@@ -106,6 +106,7 @@ class Engine:
     knows_adapters: its release has adapters.
     draining:  gets no new work until it registers again.
     digest:    digest of its weights; empty: not reported.
+    tokenizes: it accepts text prompts.
     full:      its connection accepted no more; cleared at the next heartbeat.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
@@ -115,7 +116,8 @@ class Engine:
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
     unsettled: it was sent an abort, and has not reported since that it runs nothing.
-    was_cut:   its side ended the connection; for a plain engine, which is kept until a send fails.
+    was_cut:   its side ended the connection; for a plain engine, which may reconnect.
+    cut_at:    when the connection of a plain engine ended; None while it is connected.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Engine:
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
     knows_adapters: bool = False
     digest: str = ""
+    tokenizes: bool = False
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
     busy_until: float = 0.0
@@ -148,6 +151,7 @@ class Engine:
     in_flight: dict[int, Entry] = field(default_factory=dict)
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
+    cut_at: float | None = None
     unsettled: bool = False
     was_cut: bool = False
 
