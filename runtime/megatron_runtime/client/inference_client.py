@@ -236,6 +236,29 @@ class InferenceClient:
         self._at_home(lambda: self._submit(request))
         return request.stream
 
+    def add_request_with_kv_handoff(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> asyncio.Future[Any]:
+        """Return a future that raises UnsupportedByBackendError: no backend reads the KV cache of another engine.
+
+        The arguments are those of Megatron-Core, whose decode engines read the KV of a prefill engine.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.set_exception(_no_kv_handoff())
+        return future
+
+    def add_request_with_kv_handoff_streaming(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> AsyncStream:
+        """Return a stream that raises UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        stream = AsyncStream(self.next_request_id, self.abort_request)
+        stream.finish(_no_kv_handoff())
+        return stream
+
+    def release_handoff(self, request_id: int) -> None:
+        """Raise UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        raise _no_kv_handoff()
+
     def abort_request(self, request_id: int) -> None:
         """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
 
@@ -431,3 +454,10 @@ class InferenceClient:
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
+
+
+def _no_kv_handoff() -> Exception:
+    message = (
+        "UnsupportedByBackend: no backend hands KV to another engine: use add_request(), which computes the prompt"
+    )
+    return rejection(ErrorCode.UNSUPPORTED, message)

@@ -12,7 +12,7 @@ import copy
 import importlib
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partialmethod
@@ -331,11 +331,25 @@ class DynamicInferenceRequest(InferenceRequest):
         self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Return whether the request had no permanent error."""
-        return all(event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events)
+        """Return whether the request had no permanent error and was not answered with a failure."""
+        return self.status is not Status.FAILED and all(
+            event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events
+        )
 
     def failed(self) -> bool:
         return not self.succeeded()
+
+    def __len__(self) -> int:
+        """Return 1: code written for a list of answers also accepts the answer to one prompt."""
+        return 1
+
+    def __iter__(self) -> Iterator[Self]:
+        """Yield this request: see __len__()."""
+        yield self
+
+    def __getitem__(self, index: int) -> Self:
+        """Return this request for the index 0 or -1: see __len__()."""
+        return [self][index]
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -69,7 +70,10 @@ class SamplingParams:
     seed:                  64-bit seed; None: the client chooses a random one.
     return_log_probs:      return the log-probability of each generated token; see InferenceConfig.logprobs_mode.
     top_n_logprobs:        also return the log-probabilities of the n likeliest tokens at each position.
-    skip_prompt_log_probs: return no log-probabilities of prompt tokens.
+    skip_prompt_log_probs: return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the
+                           prefix cache is not used for it.
+    return_prompt_top_n_logprobs: former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set
+                           from these two.
     return_prompt_tokens:  return the prompt's tokens.
     return_segments:       return the text of each token.
     add_BOS:               put the begin-of-sequence token before a string prompt.
@@ -98,7 +102,8 @@ class SamplingParams:
     seed: int | None = None
     return_log_probs: bool = False
     top_n_logprobs: int = 0
-    skip_prompt_log_probs: bool = True
+    skip_prompt_log_probs: bool = False
+    return_prompt_top_n_logprobs: bool = False
     return_prompt_tokens: bool = False
     return_segments: bool = False
     add_BOS: bool = False
@@ -108,6 +113,16 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        if self.return_prompt_top_n_logprobs is True:
+            warnings.warn(
+                "return_prompt_top_n_logprobs is deprecated: use skip_prompt_log_probs=False with top_n_logprobs",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            if self.skip_prompt_log_probs:
+                raise InvalidSamplingParamsError(
+                    "return_prompt_top_n_logprobs", True, "skip_prompt_log_probs=False with it"
+                )
         self.validate()
 
     def validate(self) -> None:
@@ -120,6 +135,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
             )
+        self.return_prompt_top_n_logprobs = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
 
     @property
     def has_penalties(self) -> bool:

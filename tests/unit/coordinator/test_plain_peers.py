@@ -303,3 +303,12 @@ async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage,
     assert header == Header.ENGINE_REPLY
     assert reply["generated_tokens"] == [5, 6, 7, 8]
     assert coordinator.core.counters.engines_lost == 0
+
+
+@pytest.mark.parametrize("header", [Header.SUBMIT_REQUEST_WITH_KV, Header.RELEASE_KV])
+async def test_kv_handoff_is_answered_as_unsupported(client, header: Header) -> None:
+    client.say(header, 3, [1, 2], PARAMS, {}, [0])
+    kind, number, reply = await client.hear()
+    assert (kind, number, reply["status"]) == (Header.ENGINE_REPLY, 3, "FAILED")
+    assert (reply["error"]["code"], reply["error"]["is_transient"]) == (501, False)
+    assert "UnsupportedByBackend" in reply["error"]["message"]

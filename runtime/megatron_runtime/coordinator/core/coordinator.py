@@ -331,6 +331,9 @@ class CoordinatorCore:
                 self.membership.plain_client(client.peer)
             case [Header.SUBMIT_REQUEST, *_] if client.plain:
                 self._plain_submit(client, message.items)
+            case [Header.SUBMIT_REQUEST_WITH_KV | Header.RELEASE_KV, int(number), *_] if client.plain:
+                text = "UnsupportedByBackend: no engine reads the KV of another: send SUBMIT_REQUEST"
+                self.context.answer(client, plain_protocol.failed_reply(number, ErrorCode.UNSUPPORTED, text))
             case _:
                 self._misplaced(client, message, frames)
 

@@ -89,7 +89,7 @@ def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frame
 def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
     name = "MODEL_CHANGED" if code is ErrorCode.MODEL_CHANGED else code.name  # the name of 409 is that of verbs
     error: dict[str, Any] = {"code": int(code), "type": name, "message": message}
-    if code is ErrorCode.ENGINE_FAILED:
+    if code in (ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED):
         error["is_transient"] = False
     reply = {"request_id": number, "status": "FAILED", "finish_reason": "error", "generated_tokens": [], "error": error}
     return [pack([int(Header.ENGINE_REPLY), number, reply])]

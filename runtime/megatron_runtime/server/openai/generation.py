@@ -67,8 +67,13 @@ async def respond(
         sequence_limit=service.prompts.sequence_limit,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
-    generation = Generation(service, tenant, service.adapter_of(body.model), jobs, field_names)
-    base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    adapter = service.adapter_of(body.model)
+    generation = Generation(service, tenant, adapter, jobs, field_names)
+    base = {
+        "id": f"{body.answer_id}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": adapter or service.settings.served_name,
+    }
     if body.stream:
         events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
         return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)
