@@ -16,7 +16,8 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import psutil
 
-from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank
+from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, parallel_sizes
+from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
@@ -24,6 +25,7 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -80,6 +82,9 @@ class _MegatronLLMBase:
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
     dtype:     "auto", "float32" or "bfloat16".
     threads:   torch threads; None: torch's default.
+    tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: ranks of one engine by
+               dimension; None: those of a Megatron-Core model or of its parallel state, else 1. Start their product, or
+               a multiple of it, with torchrun. Consecutive ranks are an engine. Every rank constructs the object.
     """
 
     def __init__(
@@ -94,22 +99,32 @@ class _MegatronLLMBase:
         inference_wrapper_cls: type[GPTInferenceWrapper] | None = None,
         dtype: str = "auto",
         threads: int | None = None,
+        tensor_model_parallel_size: int | None = None,
+        pipeline_model_parallel_size: int | None = None,
+        expert_model_parallel_size: int | None = None,
     ) -> None:
         if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
             raise ValueError("coordinator_host/port require use_coordinator=True")
-        expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
-        if not use_coordinator and expert_ranks > 1:
+        sizes = parallel_sizes(
+            model,
+            tensor=tensor_model_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            expert=expert_model_parallel_size,
+        )
+        if not use_coordinator and sizes.world > 1:
+            dimension = next(name for name in ("expert", "pipeline", "tensor") if getattr(sizes, name) > 1)
             raise ValueError(
-                f"expert_model_parallel_size > 1 (it is {expert_ranks}) needs use_coordinator=True, which synchronises "
-                "the steps of expert ranks"
+                f"{dimension}_model_parallel_size > 1 (it is {getattr(sizes, dimension)}) needs use_coordinator=True, "
+                "which synchronises the steps of the ranks"
             )
         if isinstance(model, DynamicInferenceEngine):
             self._engine = model
         else:
             config = inference_config or default_config()
             self._engine = _make_engine(
-                model, tokenizer, config, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
+                model, tokenizer, config, sizes, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
             )
+        self._sizes = sizes
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
@@ -132,7 +147,11 @@ class _MegatronLLMBase:
         manager = _EventLoopManager()
         manager.start()
         runtime = _CoordinatorRuntime(
-            self._engine, is_primary=global_rank() == 0, coordinator_host=host, coordinator_port=port
+            self._engine,
+            name=f"engine-{global_rank() // self._sizes.world}",
+            is_primary=global_rank() == 0,
+            coordinator_host=host,
+            coordinator_port=port,
         )
         try:
             manager.run_sync(runtime.setup(loop=manager.loop))
@@ -411,6 +430,7 @@ def _make_engine(
     model: Any,
     tokenizer: Any,
     config: InferenceConfig,
+    sizes: ParallelSizes,
     *,
     dtype: str = "auto",
     threads: int | None = None,
@@ -418,7 +438,8 @@ def _make_engine(
 ) -> DynamicInferenceEngine:
     """Return the engine of a model; its weights are not loaded yet.
 
-    model: a model reference, which has a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    model: a model reference, which may have a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    sizes: ranks of the engine.
     dtype, threads, wrapper_class: options of the executor; see MegatronLLM.
 
     Raises ModelSourceError, UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be used.
@@ -426,18 +447,19 @@ def _make_engine(
     source: ModelSource
     text: Tokenizer | Callable[[], Tokenizer]
     if isinstance(model, str):
-        source, text = resolve(model), lambda: load_tokenizer(model)
+        source = resolve(model)
+        text = (lambda: load_tokenizer(model)) if tokenizer is None else _own_tokenizer(tokenizer)
     else:
         source, text = model_in_memory(model), _own_tokenizer(tokenizer)
-    executor = select_executor(
-        source,
-        ModelText(text),
-        config,
-        dtype=dtype,
-        kv_cache_memory=config.buffer_bytes,
-        threads=threads,
-        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
-    )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_cache_memory": config.buffer_bytes,
+        "threads": threads,
+        "make_forward": None if wrapper_class is None else wrapper_class.forward_of,
+    }
+    if sizes.world > 1:
+        return engine_of_ranks(source, ModelText(text), config, sizes, **options)
+    executor = select_executor(source, ModelText(text), config, local_rank=local_rank(), **options)
     return DynamicInferenceEngine(executor, config)
 
 
