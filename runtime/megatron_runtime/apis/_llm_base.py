@@ -161,6 +161,7 @@ class _MegatronLLMBase:
         self._loop_manager, self._coord_runtime = manager, runtime
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: self._engine.state_events.times(state) for state in WAITABLE_STATES}
+        manager.run_sync(runtime.wait_for_all())
 
     # --- state ------------------------------------------------------------------------------------------------
 

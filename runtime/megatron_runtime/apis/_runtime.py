@@ -166,12 +166,20 @@ class _CoordinatorRuntime:
 
     async def _share(self) -> None:
         """Send the coordinator's address from the primary to every rank, if several ranks run and no port is set."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or self._port is not None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # On the host, because the GPUs of other ranks may be in a step.
+            self._all_ranks = await asyncio.to_thread(dist.new_group, backend="gloo")
+        if self._all_ranks is None or self._port is not None:
             return
-        address = await asyncio.to_thread(_broadcast_text, self.coord_addr or "")
+        address = await asyncio.to_thread(_broadcast_text, self.coord_addr or "", self._all_ranks)
         if not self._is_primary:
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             self._host, self._port = host, int(port)
+
+    async def wait_for_all(self) -> None:
+        """Wait until every rank of torch.distributed has set up its engine, so that no rank misses a signal."""
+        if self._all_ranks is not None:
+            await asyncio.to_thread(dist.barrier, group=self._all_ranks)
 
     async def teardown(self) -> None:
         """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
@@ -181,12 +189,11 @@ class _CoordinatorRuntime:
         await self._engine.stop_listening()
 
 
-def _broadcast_text(text: str) -> str:
-    """Return the text of rank 0. Every rank of torch.distributed must call this."""
+def _broadcast_text(text: str, ranks: dist.ProcessGroup) -> str:
+    """Return the text of rank 0. Every rank of the group must call this."""
     data = text.encode().ljust(MAX_ADDRESS_BYTES, b"\0")
     if len(data) > MAX_ADDRESS_BYTES:
         raise ValueError(f"address of {len(data)} bytes: at most {MAX_ADDRESS_BYTES}")
     tensor = torch.tensor(list(data), dtype=torch.uint8)
-    # On the host, because the GPUs of the other ranks may be in a step.
-    dist.broadcast(tensor, src=0, group=dist.new_group(backend="gloo"))
+    dist.broadcast(tensor, src=0, group=ranks)
     return bytes(tensor.tolist()).rstrip(b"\0").decode()
