@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import psutil
 
@@ -23,7 +23,7 @@ from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -75,7 +75,8 @@ class _MegatronLLMBase:
     In direct mode every rank is primary, and generate() runs the engine in the calling thread. Lifecycle methods need
     coordinator mode, where a background event loop runs the engine's connection and, on global rank 0, the client.
 
-    model:     a causal language model of transformers in eval mode, or a DecoderModel. Its weights are copied.
+    model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
+               weights are copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
     coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
@@ -322,6 +323,33 @@ class _MegatronLLMBase:
     async def _resume_impl(self) -> None:
         await self._verb("resume_engines", reached=EngineState.RESUMED)
 
+    async def _update_weights_impl(self, source: Any, epoch: int | None) -> None:
+        """Switch every engine to the weights of `source`, a model reference or a model in memory, as `epoch`.
+
+        With a model in memory, every rank of the program makes this call, and each of its engines reads its own rank's
+        model. The call returns when all engines have copied the weights.
+        """
+        if isinstance(source, str | Path):
+            await self._verb("update_weights", str(source), self._next_epoch(epoch))
+            return
+        runtime, executor = self._coord_runtime, cast("Any", self._engine.executor)
+        assert runtime is not None
+        executor.use_memory(model_in_memory(source, ends=executor.eos_ids))
+        await runtime.share_failure(None)  # every rank has its model
+        failure: Exception | None = None
+        try:
+            await self._verb("update_weights", IN_MEMORY, self._next_epoch(epoch))
+        except Exception as error:
+            failure = error
+        cause = await runtime.share_failure(failure)  # every engine has copied the weights
+        if failure is not None:
+            raise failure
+        if cause is not None:
+            raise RuntimeError(f"the weights were not updated: {cause}")
+
+    def _next_epoch(self, epoch: int | None) -> int:
+        return self._engine.epoch + 1 if epoch is None else epoch
+
     async def _verb(self, name: str, *arguments: Any, reached: EngineState | None = None) -> None:
         """Send a control signal from the primary rank. A worker rank waits until its engine has reached a state."""
         if self.is_primary_rank:
@@ -451,7 +479,8 @@ def _make_engine(
         source = resolve(model)
         text = (lambda: load_tokenizer(model)) if tokenizer is None else _own_tokenizer(tokenizer)
     else:
-        source, text = model_in_memory(model), _own_tokenizer(tokenizer)
+        text = _own_tokenizer(tokenizer)
+        source = model_in_memory(model, ends=text.eos_ids)
     options: dict[str, Any] = {
         "dtype": dtype,
         "kv_cache_memory": config.buffer_bytes,

@@ -181,6 +181,18 @@ class _CoordinatorRuntime:
         if self._all_ranks is not None:
             await asyncio.to_thread(dist.barrier, group=self._all_ranks)
 
+    async def share_failure(self, failure: Exception | None) -> str | None:
+        """Return the failure of rank 0 as text, on every rank of the program; None if there was none.
+
+        Every rank must call this. It returns when all ranks have called it.
+        """
+        if self._all_ranks is None:
+            return None
+        await self.wait_for_all()
+        text = "" if failure is None else str(failure) or type(failure).__name__
+        text = text.encode()[:MAX_ADDRESS_BYTES].decode(errors="ignore")
+        return await asyncio.to_thread(_broadcast_text, text, self._all_ranks) or None
+
     async def teardown(self) -> None:
         """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
         client, self.client = self.client, None

@@ -71,9 +71,14 @@ class MegatronLLM(_MegatronLLMBase):
         """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
         self._manager().run_sync(self._resume_impl())
 
-    def update_weights(self, source: str, epoch: int) -> None:
-        """Switch to the weights at `source`, a model reference, labelled `epoch`. Allowed when running or paused."""
-        self._manager().run_sync(self._verb("update_weights", source, epoch))
+    def update_weights(self, source: Any, epoch: int | None = None) -> None:
+        """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
+
+        source: a model reference, or a model in memory as in `model=`. The engines copy the present weights of a model
+                in memory; every rank makes the call, and may train on when it returns.
+        epoch:  None: one more than the present epoch.
+        """
+        self._manager().run_sync(self._update_weights_impl(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""

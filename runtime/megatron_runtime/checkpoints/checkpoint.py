@@ -41,7 +41,7 @@ class UnusableWeightsError(ValueError):
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. Raises UnsupportedModelError and the errors of the format."""
     if isinstance(source, ModelInMemory):
-        checkpoint: Checkpoint = source.checkpoint
+        checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
         return checkpoint
     return _FORMATS[source.format](source.path)
 

@@ -1,4 +1,4 @@
-"""Models in the memory of the program as checkpoints: of transformers, or a DecoderModel."""
+"""Models in the memory of the program as checkpoints: of Megatron-Core, of transformers, or a DecoderModel."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from typing import Any
 import torch
 
 from megatron_runtime.checkpoints.source import ModelInMemory
+from megatron_runtime.checkpoints.torch_dist.live_model import LiveModelCheckpoint, is_megatron_model, unwrapped
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderModel, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES, config_from_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 
-def model_in_memory(model: Any) -> ModelInMemory:
+def model_in_memory(model: Any, *, ends: tuple[int, ...] = ()) -> ModelInMemory:
     """Return `model` as a source of weights. The engine copies the weights; do not change them while it loads.
 
-    model: a causal language model of transformers in eval mode, a complete DecoderModel, or a Checkpoint.
+    model: a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, a complete DecoderModel,
+           or a Checkpoint.
+    ends:  token ids that end an answer of a GPTModel, whose configuration has none; other models have their own.
 
     Raises UnsupportedModelError for anything else.
     """
+    if is_megatron_model(model):
+        return ModelInMemory(
+            LiveModelCheckpoint(model, ends=ends),
+            name=f"a {type(unwrapped(model)).__name__}",
+            reopen=lambda: LiveModelCheckpoint(model, ends=ends),
+        )
     if isinstance(model, DecoderModel):
         return ModelInMemory(TensorsInMemory(model.config, dict(_own_tensors(model))), name="a DecoderModel")
     if isinstance(getattr(model, "config", None), ModelConfig) and callable(getattr(model, "read", None)):
@@ -28,8 +37,8 @@ def model_in_memory(model: Any) -> ModelInMemory:
     if isinstance(model, torch.nn.Module) and hasattr(model, "config") and hasattr(model.config, "to_dict"):
         return ModelInMemory(_of_transformers(model), name=f"a {type(model).__name__}")
     raise UnsupportedModelError(
-        f"model is {type(model).__module__}.{type(model).__name__}: want a causal language model of transformers "
-        "or a DecoderModel, or use from_pretrained() with a model reference"
+        f"model is {type(model).__module__}.{type(model).__name__}: want a GPTModel of Megatron-Core, a causal "
+        "language model of transformers or a DecoderModel, or use from_pretrained() with a model reference"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,6 +12,9 @@ from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.protocol.text import shown
 
+IN_MEMORY = "memory:"
+"""The reference of the model that the program has in memory, as `source` of a weight update. Only the engines of that
+program can read it."""
 BUILTIN_PREFIX = "builtin:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -45,10 +49,14 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model in the memory of the program: a Checkpoint, and its name in messages."""
+    """A model in the memory of the program: a Checkpoint, and its name in messages.
+
+    reopen: of a model that the program may train meanwhile, returns a Checkpoint of its present weights.
+    """
 
     checkpoint: Any  # servers import this module, and the protocol's module names torch in its types
     name: str
+    reopen: Callable[[], Any] | None = None
     format: ClassVar[str] = "memory"
 
     @property
@@ -67,6 +75,10 @@ def resolve(model: str) -> StoredModel:
 
     Raises ModelSourceError, ModelFileError, and for a hub HubError and HubUnavailableError.
     """
+    if model == IN_MEMORY:
+        raise ModelSourceError(
+            f"model {model!r} is in the memory of another program: give a path that every engine can read"
+        )
     if model.startswith(BUILTIN_PREFIX):
         name = model.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTINS:

@@ -19,6 +19,7 @@ LAYOUTS = [
     Layout(numbered_experts=True),
     Layout(split_gate=True),
     Layout(separate_norms=True),
+    Layout(mixture_norm_in_mlp=True),
 ]
 
 

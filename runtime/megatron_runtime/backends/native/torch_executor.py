@@ -15,7 +15,7 @@ from megatron_runtime.backends.native.memory import KVPool, require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut, merge
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderWeights
@@ -226,6 +226,10 @@ class TorchExecutor(ABC):
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._pool.release(keep_pages)
         self._trim_memory()
+
+    def use_memory(self, model: ModelInMemory) -> None:
+        """Make the reference IN_MEMORY name `model` from now on."""
+        self._store.in_memory = model
 
     def use_source(self, source: str) -> None:
         self._store.use_source(source)

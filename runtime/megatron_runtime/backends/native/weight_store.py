@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.checkpoint import (
     require_same_model,
     with_progress,
 )
-from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.cpu import NativeLinears
@@ -48,6 +48,8 @@ class WeightStore:
     ) -> None:
         self.config = open_checkpoint(source).config
         self.source = source
+        self.in_memory = source if isinstance(source, ModelInMemory) else None
+        """The model that the reference IN_MEMORY names. The program may set another one of the same architecture."""
         self.weights: DecoderWeights | None = None
         self._dtype = dtype
         self._linears = linears or LinearFactory
@@ -69,14 +71,16 @@ class WeightStore:
         return self._signature.digest if self._signature is not None else None
 
     def load(self) -> None:
-        """Read the weights if they are not loaded. After release(), the files must still hold the same weights.
+        """Read the weights if they are not loaded. After release(), the files must still hold the same weights; a model
+        that the program trains may have others.
 
         Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
             return
         weights, signature = self._read(self.source, self._signature, what="loading the weights")
-        if self._signature is not None and signature.digest != self._signature.digest:
+        is_trained = isinstance(self.source, ModelInMemory) and self.source.reopen is not None
+        if self._signature is not None and signature.digest != self._signature.digest and not is_trained:
             raise UnusableWeightsError(
                 f"the weights at {self.source} have digest {signature.digest[:12]}, the released weights had "
                 f"{self._signature.digest[:12]}: restore the files, or update the weights under a new epoch"
@@ -91,13 +95,13 @@ class WeightStore:
     def use_source(self, source: str) -> None:
         """Make load() read these weights from now on. Only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
-        self.source = resolve(source)
+        self.source = self._resolve(source)
         self._signature = None
 
     def stage(self, source: str) -> None:
         """Read and verify other weights of the same model, and keep those in use. Raises the errors of load()."""
         self._staged = None
-        resolved = resolve(source)
+        resolved = self._resolve(source)
         self._staged = resolved, *self._read(resolved, self._signature, what="staging the new weights")
 
     def swap(self) -> None:
@@ -109,6 +113,9 @@ class WeightStore:
 
     def drop_staged(self) -> None:
         self._staged = None
+
+    def _resolve(self, source: str) -> ModelSource:
+        return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     @torch.inference_mode()
     def _read(self, source: ModelSource, like: Signature | None, *, what: str) -> tuple[DecoderWeights, Signature]:

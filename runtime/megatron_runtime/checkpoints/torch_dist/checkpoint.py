@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, product
+from collections.abc import Callable
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,33 +13,20 @@ import torch
 
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.source import LATEST_FILE, RELEASE
+from megatron_runtime.checkpoints.torch_dist.chunked import ChunkedCheckpoint
 from megatron_runtime.checkpoints.torch_dist.configuration import COMMON_FILE, arguments_of, read_config
-from megatron_runtime.checkpoints.torch_dist.names import (
-    EMBEDDING,
-    HEAD,
-    Stored,
-    find_layout,
-    layout_for,
-    pieces,
-    stored_tensors,
-)
+from megatron_runtime.checkpoints.torch_dist.names import layout_for, pieces, stored_tensors
 from megatron_runtime.checkpoints.torch_dist.saved_files import (
     METADATA_FILE,
-    Chunk,
+    SavedChunk,
     SavedTensor,
-    TensorIndex,
     find_tensor,
     read_index,
 )
-from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
-from megatron_runtime.protocol.text import escaped, shown
+from megatron_runtime.models.tensors import Checkpoint
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
-_MAX_PLACES = 1 << 20
-"""Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
-
 _DATA_FILE = "__0_0.distcp"
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -52,7 +38,7 @@ _CHECKPOINT_VERSION = 3.0
 _DCP_VERSION = "1.0.0"
 
 
-class TorchDistCheckpoint(Checkpoint):
+class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
     """The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
 
     directory: has `.metadata`.
@@ -61,54 +47,17 @@ class TorchDistCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         index, self._files = read_index(directory)
-        weights = {key for key in index if not key.startswith(_TRAINING_PREFIXES) and not key.endswith("._extra_state")}
-        layout = find_layout(weights)
-        self.config = read_config(directory)
-        stored = stored_tensors(self.config, layout)
-        if self.config.tie_embeddings:
-            # Some programs save a head although it is tied to the embedding.
-            weights.discard(layout.prefix + HEAD)
-        _require_fit(stored, index, weights, directory)
-        hf_name = FAMILIES[self.config.family].hf_name
-        self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
-        self._chunks = {key: _chunks_by_place(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
-        self._saved: dict[Chunk, SavedTensor] = {}
-        self.kinds = {name: TensorKind(piece.shape, index[piece.key].dtype) for name, piece in self._pieces.items()}
+        weights = {
+            key: tensor
+            for key, tensor in index.items()
+            if not key.startswith(_TRAINING_PREFIXES) and not key.endswith("._extra_state")
+        }
+        self._saved: dict[SavedChunk, SavedTensor] = {}
+        remedy = "correct config.json or the arguments, or save the model again"
+        super().__init__(read_config(directory), weights, where=str(directory), remedy=remedy)
 
-    def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a copy of the tensor, or of a part of it."""
-        piece, dtype = self._pieces[name], self.kinds[name].dtype
-        cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
-        wanted = [range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True)]
-        out = torch.empty(*map(len, wanted), dtype=dtype)
-        out_bytes = out.view(torch.uint8).view(*out.shape, dtype.itemsize)
-        filled = at = 0
-        for first, count in piece.rows:
-            # In the stored tensor, these rows of the piece begin `shift` rows later.
-            shift, rows = first - at, _overlap(wanted[0], range(at, at + count))
-            at += count
-            box = (range(rows.start + shift, rows.stop + shift), *wanted[1:])
-            origin = (wanted[0].start + shift, *(axis.start for axis in wanted[1:]))
-            for chunk in self._chunks[piece.key].get(piece.index, ()) if rows else ():
-                held = chunk.box[len(piece.index) :]
-                common = [_overlap(axis, other) for axis, other in zip(box, held, strict=True)]
-                if all(common):
-                    source = self._values(chunk, piece.index, dtype)[_slices(common, [axis.start for axis in held])]
-                    out_bytes[_slices(common, origin)] = source
-                    filled += source.numel()
-        if filled != out.nbytes:
-            raise ModelFileError(
-                f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
-            )
-        return out
-
-    def _values(self, chunk: Chunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes, a last axis for those of each value.
-
-        Raises ModelFileError for another type.
-        """
+    def _values(self, chunk: SavedChunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         file = self._files[chunk.file]
         if chunk not in self._saved:
             saved = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
@@ -122,56 +71,8 @@ class TorchDistCheckpoint(Checkpoint):
         place = tuple(at - axis.start for at, axis in zip(index, chunk.box, strict=False))
         return self._saved[chunk].bytes_in(file)[place]
 
-
-def _overlap(one: range, other: range) -> range:
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
-
-
-def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select `box` in a tensor whose first value is at `origin`."""
-    return tuple(slice(axis.start - first, axis.stop - first) for axis, first in zip(box, origin, strict=True))
-
-
-def _chunks_by_place(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
-    """Return the chunks of a stored tensor by index on the leading axes; a chunk may span several indices."""
-    found: dict[tuple[int, ...], list[Chunk]] = {}
-    count = 0
-    for chunk in index.chunks:
-        count += math.prod(map(len, chunk.box[:axes]))
-        if count > _MAX_PLACES:
-            raise ModelFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
-        for place in product(*chunk.box[:axes]):
-            found.setdefault(place, []).append(chunk)
-    return found
-
-
-def _require_fit(
-    stored: Mapping[str, Stored], index: Mapping[str, TensorIndex], weights: set[str], directory: Path
-) -> None:
-    missing, extra = sorted(set(stored) - weights), sorted(weights - set(stored))
-    if missing or extra:
-        lists = [
-            f"{what} {len(keys)}: {', '.join(map(escaped, keys[:6]))}"
-            for what, keys in (("lacks", missing), ("has", extra))
-            if keys
-        ]
-        raise UnsupportedModelError(
-            f"{directory} does not hold the model its configuration describes; of its {len(stored)} tensors it "
-            f"{'; beside them it '.join(lists)}: correct config.json or the arguments, or save the model again"
-        )
-    for key, wanted in stored.items():
-        shape = index[key].shape
-        is_padded = key.endswith((EMBEDDING, HEAD)) and len(shape) == 2 and shape[0] > wanted.shape[0]
-        if shape != wanted.shape and not (is_padded and shape[1] == wanted.shape[1]):
-            raise UnsupportedModelError(
-                f"tensor {shown(key)} of {directory} has shape {shape}: "
-                f"the model's configuration asks for {wanted.shape}"
-            )
-        if not index[key].dtype.is_floating_point:
-            raise UnsupportedModelError(
-                f"tensor {key!r} of {directory} has type {index[key].dtype}: want floating point"
-            )
+    def _incomplete(self, name: str, *, held: int, wanted: int) -> ModelFileError:
+        return ModelFileError(f"{self._where} holds {held} of the {wanted} bytes of {name!r}: a part was not saved")
 
 
 def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:

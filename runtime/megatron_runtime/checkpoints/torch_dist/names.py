@@ -41,13 +41,18 @@ _SPLIT_GATE = {"gate": "mlp.linear_fc1.weight_w", "up": "mlp.linear_fc1.weight_v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The naming scheme of a set of files. The default is that of Megatron-Core if all layers are equal."""
+    """The naming scheme of a set of tensors. The default is that of Megatron-Core if all layers are equal.
+
+    mixture_norm_in_mlp: the norm before a mixture of experts has the key of the norm before a dense feed-forward.
+                         Megatron's local layer spec, which does without Transformer Engine, stores it like this.
+    """
 
     prefix: str = ""
     numbered_layers: bool = False
     numbered_experts: bool = False
     split_gate: bool = False
     separate_norms: bool = False
+    mixture_norm_in_mlp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ def find_layout(keys: Collection[str]) -> Layout:
         numbered_experts=any(name[:1].isdigit() for name in experts),
         split_gate=any(name.endswith("linear_fc1.weight_w") for name in layers),
         separate_norms="input_layernorm.weight" in layers,
+        mixture_norm_in_mlp=bool(experts) and _SEPARATE_NORMS["mlp_norm"] not in layers,
     )
 
 
@@ -119,7 +125,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
         if own not in keys:
             continue
         key = keys[own]
-        if own == "mlp_norm" and config.is_mixture(int(layer)):
+        if own == "mlp_norm" and config.is_mixture(int(layer)) and not at.mixture_norm_in_mlp:
             key = _SEPARATE_NORMS[own]
         if expert:
             key = key.replace("mlp.", _EXPERTS + (f"{expert}." if at.numbered_experts else ""))

@@ -32,6 +32,7 @@ from megatron_runtime.checkpoints.model_files import (
     size_of,
 )
 from megatron_runtime.checkpoints.safe_unpickler import Opaque, UnsafePickleError, ordered_dict, read_pickle
+from megatron_runtime.checkpoints.torch_dist.chunked import TensorIndex
 from megatron_runtime.protocol.text import shown
 
 METADATA_FILE = ".metadata"
@@ -201,7 +202,7 @@ _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SavedChunk:
     """A box of a tensor, as one range per axis, and its place in a file."""
 
     box: tuple[range, ...]
@@ -210,16 +211,7 @@ class Chunk:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorIndex:
-    """A stored tensor: its whole shape, and its chunks."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-def read_index(directory: Path) -> tuple[dict[str, TensorIndex], dict[str, MappedFile]]:
+def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
     """Return every tensor in `directory`, by key, and the files of their chunks, by name.
 
     Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if a chunk of a tensor is in no
@@ -267,7 +259,9 @@ def read_index(directory: Path) -> tuple[dict[str, TensorIndex], dict[str, Mappe
     return index, files
 
 
-def _tensor(key: str, entry: _TensorEntry, places: Mapping[tuple[str, str], _Place], path: Path) -> TensorIndex:
+def _tensor(
+    key: str, entry: _TensorEntry, places: Mapping[tuple[str, str], _Place], path: Path
+) -> TensorIndex[SavedChunk]:
     shape, named = size_of(entry.size), shown(key)
     chunks = []
     for chunk in entry.chunks:
@@ -281,7 +275,7 @@ def _tensor(key: str, entry: _TensorEntry, places: Mapping[tuple[str, str], _Pla
         ):
             raise ModelFileError(f"{path} has a part of {named} at {start} of {extent}: its shape is {shape}")
         if all(extent):
-            chunks.append(Chunk(box, place.relative_path, place.offset, place.length))
+            chunks.append(SavedChunk(box, place.relative_path, place.offset, place.length))
     held = sum(math.prod(axis.stop - axis.start for axis in chunk.box) for chunk in chunks)
     if held != math.prod(shape):
         raise ModelFileError(

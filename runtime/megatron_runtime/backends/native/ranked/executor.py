@@ -27,7 +27,7 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResul
 from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
-from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.distributed.errors import RankError, RendezvousError
 from megatron_runtime.distributed.groups import GroupError, Groups
 from megatron_runtime.distributed.rendezvous import LOOPBACK, Meeting, open_store, prepare_together
@@ -175,6 +175,10 @@ class RankedExecutor(Ranks):
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._everywhere("release_kv", keep_pages)
+
+    def use_memory(self, model: ModelInMemory) -> None:
+        """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""
+        self._local.use_memory(model)
 
     def use_source(self, source: str) -> None:
         self._everywhere("use_source", source)

@@ -1,0 +1,238 @@
+"""A GPTModel of Megatron-Core in this process as a checkpoint: its configuration, and the tensors that this rank holds.
+
+Megatron describes the tensors of a rank itself: `sharded_state_dict()` returns each local tensor with its name in a
+distributed checkpoint, its whole shape and its offset. Only attributes of the model are used: nothing is imported from
+Megatron-Core, and no tensor is sent to another rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from megatron_runtime.checkpoints.torch_dist.chunked import ChunkedCheckpoint, TensorIndex
+from megatron_runtime.checkpoints.torch_dist.configuration import config_json_of
+from megatron_runtime.distributed.shard import ParallelSizes, Shard
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.families import config_from_hf
+from megatron_runtime.models.layers.paged_attention import inverse_frequencies
+from megatron_runtime.protocol.text import shown
+
+_WHERE = "the GPTModel"
+
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "layernorm_epsilon",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "multi_latent_attention",
+    "rotary_interleaved",
+    "window_size",
+    "mtp_num_layers",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+)
+"""Fields of TransformerConfig that have the name of the argument of Megatron-LM."""
+
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "no_rope_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "heterogeneous_block_specs": (False,),
+    "moe_router_topk_scaling_factor": (None,),
+    "moe_router_num_groups": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_expert_capacity_factor": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+    "virtual_pipeline_model_parallel_size": (None,),
+}
+"""Fields of TransformerConfig that change the computation or the place of layers, with their supported values."""
+
+_FREQUENCY_TOLERANCE = 1e-3
+"""Relative; Megatron's frequencies are computed in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveChunk:
+    """The part of a stored tensor that a parameter of this rank is: its box, one range per axis, and its values.
+
+    values: without the leading axes of layers and experts, on any device.
+    """
+
+    box: tuple[range, ...]
+    values: torch.Tensor
+
+
+class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
+    """The weights of a GPTModel, read from its parameters at each read().
+
+    model: a GPTModel of megatron.core, possibly wrapped (Float16Module, DistributedDataParallel). With an initialised
+           parallel state it holds this rank's part: read() returns only values of that part.
+    ends:  token ids that end an answer: the configuration of the model has none.
+
+    Raises UnsupportedModelError naming the field, its value and the supported value.
+    """
+
+    def __init__(self, model: Any, *, ends: tuple[int, ...] = ()) -> None:
+        gpt = unwrapped(model)
+        self.shard = _shard_of(gpt.config)
+        found: dict[str, TensorIndex[LiveChunk]] = {}
+        for tensor in _sharded_tensors(gpt.sharded_state_dict()):
+            leading = tensor.prepend_axis_num
+            extents = (*[1] * leading, *tensor.local_shape)
+            box = tuple(
+                range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
+            )
+            before = found[tensor.key].chunks if tensor.key in found else ()
+            chunk = LiveChunk(box, tensor.data)
+            found[tensor.key] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
+        super().__init__(
+            _config_of(gpt, ends),
+            found,
+            where=_WHERE,
+            remedy="build it with a layer spec that has these tensors, as for a Llama, Qwen or Mixtral model",
+            absent=gpt.config.params_dtype if self.shard.sizes.pipeline > 1 else None,
+        )
+
+    def _values(self, chunk: LiveChunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        values = chunk.values.detach()
+        return values.contiguous().view(torch.uint8).view(*values.shape, dtype.itemsize)
+
+    def _incomplete(self, name: str, *, held: int, wanted: int) -> UnsupportedModelError:
+        sizes = self.shard.sizes
+        return UnsupportedModelError(
+            f"{_WHERE} of this rank holds {held} of the {wanted} bytes of {name!r} that the engine's rank needs: it "
+            f"was built with tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} parallel ranks; "
+            "give the engine the same sizes, and every pipeline stage as many layers"
+        )
+
+
+def is_megatron_model(model: Any) -> bool:
+    """Return whether `model` has the shape of a GPTModel of Megatron-Core, possibly wrapped."""
+    inner = unwrapped(model)
+    config = getattr(inner, "config", None)
+    return callable(getattr(inner, "sharded_state_dict", None)) and all(
+        hasattr(config, name) for name in ("num_query_groups", "kv_channels", "tensor_model_parallel_size")
+    )
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside of Megatron's wrappers, which have it as `module`."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def _sharded_tensors(entries: Any) -> Iterator[Any]:
+    """Yield the ShardedTensors of a sharded state dict; a factory describes gate and up as two tensors."""
+    if isinstance(entries, Mapping):
+        entries = entries.values()
+    for entry in entries:
+        if isinstance(entry, Mapping | list | tuple):
+            yield from _sharded_tensors(entry)
+        elif hasattr(entry, "build"):
+            built = entry.build()
+            yield from _sharded_tensors(built if isinstance(built, Mapping | list | tuple) else [built])
+        elif isinstance(entry.data, torch.Tensor) and not entry.key.endswith("._extra_state"):
+            yield entry
+
+
+def _shard_of(config: Any) -> Shard:
+    """Return the part of the model that this rank holds. Raises UnsupportedModelError for sizes that engines lack."""
+    sizes = ParallelSizes(
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        expert=config.expert_model_parallel_size,
+    )
+    if config.context_parallel_size != 1:
+        raise UnsupportedModelError(
+            f"{_WHERE} has context_parallel_size {config.context_parallel_size}: supported is 1"
+        )
+    expert_tensor = getattr(config, "expert_tensor_parallel_size", None)
+    if config.num_moe_experts and expert_tensor not in (None, sizes.tensor):
+        raise UnsupportedModelError(
+            f"{_WHERE} has expert_tensor_parallel_size {expert_tensor}: supported is tensor_model_parallel_size, "
+            f"here {sizes.tensor}"
+        )
+    if sizes.world == 1:
+        return Shard()
+    state = sys.modules["megatron.core.parallel_state"]
+    return Shard(
+        sizes=sizes,
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        pipeline_rank=state.get_pipeline_model_parallel_rank(),
+        expert_rank=state.get_expert_model_parallel_rank() if sizes.expert > 1 else 0,
+    )
+
+
+def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
+    """Return the configuration of a GPTModel from its attributes and its TransformerConfig."""
+    config = gpt.config
+    for name, allowed in _ONLY.items():
+        if (value := getattr(config, name, allowed[0])) not in allowed:
+            raise UnsupportedModelError(
+                f"{_WHERE} has {name} {shown(value)}: supported is {' or '.join(map(repr, allowed))}"
+            )
+    if config.gated_linear_unit and config.activation_func is not silu:
+        name = getattr(config.activation_func, "__name__", config.activation_func)
+        raise UnsupportedModelError(
+            f"{_WHERE} has activation_func {shown(name)}: supported is torch.nn.functional.silu"
+        )
+    arguments = {
+        **{name: getattr(config, name) for name in _SAME_NAME if hasattr(config, name)},
+        "group_query_attention": True,
+        "num_experts": config.num_moe_experts,
+        "swiglu": config.gated_linear_unit,
+        "apply_layernorm_1p": config.layernorm_zero_centered_gamma,
+        "vocab_size": gpt.vocab_size,
+        "max_position_embeddings": gpt.max_sequence_length,
+        "position_embedding_type": gpt.position_embedding_type,
+        "rotary_percent": getattr(gpt, "rotary_percent", 1.0),
+        "rotary_base": getattr(gpt, "rotary_base", 10000),
+        "untie_embeddings_and_output_weights": not gpt.share_embeddings_and_output_weights,
+    }
+    values = config_json_of(arguments, where=_WHERE)
+    rotary = gpt.rotary_pos_emb
+    theirs = rotary.inv_freq.detach().double().cpu()
+    if getattr(gpt, "rotary_scaling", False):
+        # The factor is not kept. It divides the lowest frequency, whose wavelength is the longest.
+        factor = round(values["rope_theta"] ** (-(len(theirs) - 1) / len(theirs)) / float(theirs[-1]), 3)
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
+        values = config_json_of(arguments, where=_WHERE)
+    if rotary.seq_len_interpolation_factor is not None:
+        values["rope_scaling"] = {"rope_type": "linear", "factor": float(rotary.seq_len_interpolation_factor)}
+    found = config_from_hf(values, ends=ends, where=_WHERE)
+    ours = inverse_frequencies(head_dim=found.head_dim, theta=found.rope_theta, scaling=found.rope_scaling).double()
+    if rotary.seq_len_interpolation_factor is not None:
+        theirs = theirs / rotary.seq_len_interpolation_factor
+    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_FREQUENCY_TOLERANCE, atol=0.0):
+        raise UnsupportedModelError(
+            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {found.rope_theta:g} with "
+            f"{found.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
+        )
+    return found

@@ -1,0 +1,120 @@
+"""GPTModels of megatron.core on the CPU, with random weights that do not depend on how ranks divide them.
+
+Megatron-Core needs three patches to run on the CPU without Transformer Engine; each names what it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_runtime.checkpoints.torch_dist.live_model import _sharded_tensors
+from megatron_runtime.distributed.shard import ParallelSizes
+
+VOCAB, LENGTH = 320, 128
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied, scaled": {"tied": True, "rope_scaling": True},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3, tied": {"qk_layernorm": True, "tied": True},
+    "mixtral": _EXPERTS,
+    "qwen3_moe, a dense layer": {
+        **_EXPERTS,
+        "qk_layernorm": True,
+        "moe_layer_freq": [1, 0, 1, 1],
+        "moe_router_pre_softmax": True,
+    },
+}
+
+
+def patch_for_cpu() -> None:
+    """Call in a process of its own: the patches last as long as the process."""
+    torch.cuda.current_device = lambda: "cpu"  # the device of scratch tensors
+    get_cuda_rng_tracker().fork = contextlib.nullcontext  # the CUDA generator of dropout, which is off
+    moe_utils.te_general_gemm = None  # named, but not defined, without Transformer Engine
+
+
+def make_gpt(case: str, *, sizes: ParallelSizes | None = None, seed: int = 0) -> GPTModel:
+    """Return this rank's part of a model in float32. Its values are those of the whole model of the same seed."""
+    sizes = sizes or ParallelSizes()
+    traits = dict(CASES[case])
+    tied, scaled = traits.pop("tied", False), traits.pop("rope_scaling", False)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        expert_model_parallel_size=sizes.expert,
+        **traits,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        rope_scaling=scaled,
+    )
+    fill(model, seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: GPTModel, seed: int) -> None:
+    """Give each tensor the values that its name and the seed determine, on this rank its part of them."""
+    for tensor in _sharded_tensors(model.sharded_state_dict()):
+        digest = hashlib.sha256(f"{seed} {tensor.key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+        whole = torch.randn(tensor.global_shape, generator=generator).mul_(0.2)
+        if "norm" in tensor.key:
+            whole += 1.0
+        extents = (*[1] * tensor.prepend_axis_num, *tensor.local_shape)
+        box = tuple(slice(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True))
+        tensor.data.copy_(whole[box].view(tensor.local_shape))
+
+
+def logits_of(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Return Megatron's logits [T, V] of a sequence, from a whole model."""
+    length = len(tokens)
+    hides = torch.ones(1, 1, length, length).tril() < 0.5
+    return model(torch.tensor([list(tokens)]), torch.arange(length)[None], hides)[0]
