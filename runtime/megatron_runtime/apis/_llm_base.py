@@ -34,7 +34,7 @@ from megatron_runtime.requests.request import DynamicInferenceRequest, answered_
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron_runtime.tokenization import ChatTemplate, Tokenizer, load_tokenizer
+from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
@@ -77,7 +77,8 @@ class _MegatronLLMBase:
 
     model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
                weights are copied.
-    tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
+    tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
+               `tokenize` and `detokenize`), or a model reference that has one. None: that of the model reference.
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
     coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
@@ -477,9 +478,9 @@ def _make_engine(
     text: Tokenizer | Callable[[], Tokenizer]
     if isinstance(model, str):
         source = resolve(model)
-        text = (lambda: load_tokenizer(model)) if tokenizer is None else _own_tokenizer(tokenizer)
+        text = (lambda: load_tokenizer(model)) if tokenizer is None else tokenizer_of(tokenizer)
     else:
-        text = _own_tokenizer(tokenizer)
+        text = tokenizer_of(tokenizer)
         source = model_in_memory(model, ends=text.eos_ids)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -491,27 +492,3 @@ def _make_engine(
         return engine_of_ranks(source, ModelText(text), config, sizes, **options)
     executor = select_executor(source, ModelText(text), config, local_rank=local_rank(), **options)
     return DynamicInferenceEngine(executor, config)
-
-
-def _own_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return `tokenizer`, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as a Tokenizer."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if isinstance(tokenizer, str | Path):
-        return load_tokenizer(str(tokenizer))
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if type(backend).__module__.partition(".")[0] != "tokenizers":
-        raise TypeError(
-            f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of "
-            "megatron_runtime, a fast tokenizer of transformers, or a model reference"
-        )
-    eos = getattr(tokenizer, "eos_token_id", None)
-    template = getattr(tokenizer, "chat_template", None)
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
-    return Tokenizer(
-        backend,
-        bos_id=getattr(tokenizer, "bos_token_id", None),
-        eos_ids=() if eos is None else (eos,),
-        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
-    )

@@ -8,15 +8,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import Follower, RankedExecutor
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -31,6 +34,7 @@ from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial,
 from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.tokenization import tokenizer_of
 
 __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "EngineFailedError"]
 
@@ -49,17 +53,23 @@ class DynamicInferenceEngine(EngineCore):
     It generates in the calling thread (generate(), generate_stream(), or add_request() and step()), or serves a
     coordinator on an event loop (start_listening_to_data_parallel_coordinator()).
 
+    controller: an Executor, or Megatron-Core's TextGenerationController: a model in `inference_wrapped_model.model` and
+                a `tokenizer`.
+    context:    the InferenceConfig, or Megatron-Core's DynamicInferenceContext, from which the limits are taken.
     follower: for another rank of an engine than its first, which runs the requests: `executor` is this rank's part.
     """
 
     def __init__(
         self,
-        executor: Executor,
-        config: InferenceConfig,
+        controller: Executor | Any,
+        context: InferenceConfig | Any,
         *,
         clock: Callable[[], float] = time.monotonic,
         follower: Follower | None = None,
     ) -> None:
+        config = context if isinstance(context, InferenceConfig) else _config_of(context)
+        wrapped = getattr(controller, "inference_wrapped_model", None)
+        executor = controller if wrapped is None else _executor_of(wrapped.model, controller.tokenizer, config)
         super().__init__(executor, config, clock=clock)
         self._in_use = threading.Lock()
         self._following = _Following(follower) if follower is not None else None
@@ -223,6 +233,23 @@ class DynamicInferenceEngine(EngineCore):
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
             )
         return self._service
+
+
+def _config_of(context: Any) -> InferenceConfig:
+    """Return the configuration with which a context of Megatron-Core was built."""
+    source = getattr(context, "config", context)
+    names = (field.name for field in fields(InferenceConfig))
+    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
+
+
+def _executor_of(model: Any, tokenizer: Any, config: InferenceConfig) -> Executor:
+    """Return the executor of a model in memory, with its weights loaded, in the type of its parameters."""
+    text = tokenizer_of(tokenizer)
+    executor = select_executor(
+        model_in_memory(model, ends=text.eos_ids), ModelText(text), config, kv_cache_memory=config.buffer_bytes
+    )
+    executor.load()
+    return executor
 
 
 class _OfflineRun:
