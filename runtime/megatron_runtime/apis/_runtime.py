@@ -127,10 +127,10 @@ class _CoordinatorRuntime:
         self,
         engine: DynamicInferenceEngine,
         *,
-        name: str,
         is_primary: bool,
         coordinator_host: str | None,
         coordinator_port: int | None,
+        name: str = "engine-0",
     ) -> None:
         self.client: InferenceClient | None = None
         """On the primary rank; None on workers."""
@@ -141,6 +141,8 @@ class _CoordinatorRuntime:
         self._is_primary = is_primary
         self._host = coordinator_host
         self._port = coordinator_port
+        self._all_ranks: dist.ProcessGroup | None = None
+        """All ranks of the program, if there are several."""
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
         """Start coordinator and client. After a failure neither is left running."""
@@ -148,7 +150,7 @@ class _CoordinatorRuntime:
             if self._is_primary:
                 self.coord_addr = await self._listen(loop, launch=True)
                 await self._share()
-                self.client = InferenceClient(self.coord_addr, deserialize=False)
+                self.client = InferenceClient(self.coord_addr, deserialize=False, records=True)
                 await self.client.start()
             else:
                 await self._share()

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
 
-from megatron_runtime.client.pending import PendingRequest, partial_frames, running_loop
+from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -72,6 +72,7 @@ class InferenceClient:
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
+    records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
     model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
@@ -82,6 +83,7 @@ class InferenceClient:
         inference_coordinator_port: int | str,
         *,
         deserialize: bool | None = None,
+        records: bool | None = None,
         keys: PeerKeys | None = None,
         name: str | None = None,
         model: str = "",
@@ -89,6 +91,7 @@ class InferenceClient:
         self.next_request_id = 0
         self.listener_task: asyncio.Task[None] | None = None
         self._deserialize = deserialize
+        self._records = deserialize is not False if records is None else records
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._open: dict[bytes, PendingRequest] = {}
         self._by_id: dict[int, PendingRequest] = {}
@@ -206,22 +209,23 @@ class InferenceClient:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
         """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
 
-        prompt:  token ids, shape [n]; text only if the coordinator has a tokenizer.
+        prompt:  token ids, shape [n], or text, which the engine tokenizes.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
         options: see RequestOptions.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=False, **options))
+        request = self._new_request(prompt, sampling_params, streaming=False, **options)
         request.future = future
         future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
         self._at_home(lambda: self._submit(request))
         return future
 
     def add_request_streaming(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
         """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
@@ -229,8 +233,9 @@ class InferenceClient:
         "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
         aborts the request. The arguments are those of add_request().
         """
-        sampling_params.streaming = True
-        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=True, **options))
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params.streaming = True
+        request = self._new_request(prompt, sampling_params, streaming=True, **options)
         reader = running_loop() if self._other_loop() is not None else None
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
@@ -271,7 +276,10 @@ class InferenceClient:
 
         self._at_home(abort)
 
-    def _new_request(self, request: PendingRequest) -> PendingRequest:
+    def _new_request(
+        self, prompt: str | Sequence[int], params: Serializable, *, streaming: bool, **options: Unpack[RequestOptions]
+    ) -> PendingRequest:
+        request = PendingRequest.make(prompt, params, streaming=streaming, record=self._records, **options)
         with self._ids:
             request.request_id = self.next_request_id
             self.next_request_id += 1

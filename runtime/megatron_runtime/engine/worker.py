@@ -44,6 +44,7 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Message,
     Plain,
+    tokens_to_bytes,
     unpack,
 )
 from megatron_runtime.requests.hashing import hash_of_digest
@@ -162,6 +163,7 @@ class EngineWorker:
             adapter_errors=self.lifecycle.adapters.errors or None,
             fence=self.lifecycle.fence,
             ranks=info.ranks,
+            tokenizes=Capability.TEXT in info.capabilities,
             model=settings.model_hash,
             revision=settings.revision,
             max_requests=settings.max_requests,
@@ -329,6 +331,9 @@ class EngineWorker:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
+            if dispatch.meta.text:
+                tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
+                dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
             request = EngineRequest.of_dispatch(dispatch, params, adapter=adapter)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except (ValueError, TypeError, AttributeError) as error:

@@ -279,7 +279,7 @@ class _OfflineRun:
         """Dispatch id and request, by uid."""
         for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             params.validate()
-            request = PendingRequest.make(prompt, params, streaming=streaming)
+            request = PendingRequest.make(prompt, params, streaming=streaming, record=True)
             request.request_id = number
             self._queue.append(request)
         self._stage = OutputStage(

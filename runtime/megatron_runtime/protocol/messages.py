@@ -103,6 +103,8 @@ class Hello(ControlMessage):
     of a release without adapters."""
     adapter_errors: Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)] | None = None
     """Engines: by name, why an adapter of the list is not loaded."""
+    tokenizes: bool = False
+    """Engines: a DISPATCH may have a text prompt."""
 
 
 class HelloAck(ControlMessage):
@@ -348,7 +350,7 @@ class RequestMeta(NamedTuple):
     deadline_ms: int | None = None
     """Time left when the message is sent; None means no deadline."""
     text: bool = False
-    """The prompt is UTF-8 text, not tokens. Only a coordinator with a tokenizer accepts it."""
+    """The prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, else an engine that has one."""
     priority: int = 0
     """Of waiting requests, the lowest number is dispatched first."""
     cache_salt: str = ""
@@ -525,8 +527,10 @@ def _decode_submit(items: list[Any]) -> Submit:
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
     _, number, uid, route, meta, prompt, generated, params = items[:8]
-    bodies = _array("prompt", prompt, 4), _array("generated", generated, 4), _body("params", params)
-    return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
+    request = RequestMeta.from_list(meta)
+    bodies = _array("prompt", prompt, 1 if request.text else 4), _array("generated", generated, 4)
+    head = _u64("dispatch id", number), _uid(uid), _u64("route", route)
+    return Dispatch(*head, request, *bodies, _body("params", params))
 
 
 def _decode_partial(items: list[Any]) -> Partial:

@@ -19,6 +19,7 @@ from functools import partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_runtime.requests.errors import deserialize_error
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
@@ -163,7 +164,8 @@ class DynamicInferenceRequest(InferenceRequest):
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in every segment of a record.
     policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens and computed their KV.
-    policy_staleness, kv_cache_staleness: training steps since then, one count per token.
+    policy_staleness, kv_cache_staleness: epochs since then of each token of prompt and answer, int32 [n]: a tensor from
+                            MegatronLLM, an array from InferenceClient, which imports no torch.
     precomputed_block_hashes: of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
@@ -404,9 +406,15 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_reply(cls, reply: dict[str, Any]) -> Self:
-        """Return the record of a client's reply map. Its `error` becomes an event, so that failed() is true."""
+        """Return the record of a client's reply map. Its `error` becomes an event.
+
+        The staleness of a token is the number of epochs from its own to the last one of the answer.
+        """
         request = DynamicInferenceRequest.deserialize(reply)
         request.generated_tokens = list(reply.get("generated_tokens") or [])
+        total = request.prompt_length + len(request.generated_tokens)
+        request.policy_staleness = _staleness(request.policy_epoch, total)
+        request.kv_cache_staleness = _staleness(request.kv_cache_epoch, total)
         if request.error is not None:
             error = deserialize_error({"request_id": request.request_id, **request.error})
             add = request.add_event_error_transient if error.is_transient else request.add_event_error_nontransient
@@ -427,11 +435,11 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(
-        tensor: torch.Tensor | None, total_tokens: int, increment: bool = True
+        tensor: torch.Tensor | npt.NDArray[Any] | None, total_tokens: int, increment: bool = True
     ) -> torch.Tensor:
         """Return `tensor` padded with zeros to `total_tokens`, and incremented by one if `increment`."""
         torch = load_torch()
-        current = torch.zeros(0, dtype=torch.int32) if tensor is None else tensor
+        current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
         if missing > 0:
             current = torch.cat([current, torch.zeros(missing, dtype=current.dtype)])
@@ -508,6 +516,16 @@ class DynamicInferenceRequestRecord:
         return cls([kind.deserialize(one) for kind, one in zip(kinds, obj["requests"], strict=True)], obj["latency"])
 
 
+def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int32] | None:
+    """Return int32 [total_tokens]: the number of epochs from each token's to the last one; None without `spans`."""
+    if not spans:
+        return None
+    starts, epochs = np.array(spans, dtype=np.int64).T
+    starts[0] = 0
+    at = np.searchsorted(starts, np.arange(total_tokens), side="right") - 1
+    return (epochs[-1] - epochs[at]).astype(np.int32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequestRecord:
     """Statistics of a finished request, without tokens.
@@ -562,6 +580,9 @@ def answered_request(
     request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
     request.prompt_tokens = prompt_tokens
     request.prompt = prompt if isinstance(prompt, str) else None
+    for name in ("policy_staleness", "kv_cache_staleness"):
+        if (staleness := getattr(request, name)) is not None:
+            setattr(request, name, load_torch().from_numpy(staleness))
     if text is None:
         return request
     if request.prompt is None:

@@ -76,6 +76,8 @@ class SamplingParams:
                            from these two.
     return_prompt_tokens:  return the prompt's tokens.
     return_segments:       return the text of each token.
+    return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`).
+                           InferenceClient and MegatronLLM set it; a server that detokenizes itself does not need it.
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
     streaming_interval:    minimum number of tokens of a partial reply.
@@ -106,6 +108,7 @@ class SamplingParams:
     return_prompt_top_n_logprobs: bool = False
     return_prompt_tokens: bool = False
     return_segments: bool = False
+    return_record: bool = False
     add_BOS: bool = False
     streaming: bool = False
     streaming_interval: int = 1
@@ -176,7 +179,8 @@ class SamplingParams:
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> Self:
         known = {field.name for field in fields(cls)}
-        params = cls(**{name: value for name, value in data.items() if name in known})
+        derived = "return_prompt_top_n_logprobs"
+        params = cls(**{name: value for name, value in data.items() if name in known and name != derived})
         params.add_attributes({name: value for name, value in data.items() if name not in known})
         return params
 

@@ -95,7 +95,11 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture(scope="module")
 def mixture_directory(tiny_config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(
-        CONFIGS["mixtral"], vocab_size=tiny_config.vocab_size, num_layers=2, max_position_embeddings=512, eos_token_ids=()
+        CONFIGS["mixtral"],
+        vocab_size=tiny_config.vocab_size,
+        num_layers=2,
+        max_position_embeddings=512,
+        eos_token_ids=(),
     )
     return write_model(tmp_path_factory.mktemp("mixture"), config, random_tensors(config))
 

@@ -275,7 +275,7 @@ class CoordinatorCore:
     # --- messages of clients ------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
-        if message.meta.text:
+        if message.meta.text and (self.tokenizer is not None or len(message.prompt) > MAX_TEXT_CHARACTERS):
             try:
                 prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
             except MalformedMessageError as error:

@@ -286,6 +286,10 @@ class Dispatcher:
         if entry.hashes is None and len(candidates) > 1:
             entry.hashes = self._hashes_of(entry, candidates)
         engine = self._router.select(candidates, entry.hashes or ())
+        if entry.meta.text and not engine.tokenizes:
+            message = f"the prompt is text, and engine {engine.name} has no tokenizer: send token ids"
+            self.fail(entry, ErrorCode.INVALID_REQUEST, message)
+            return
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
         meta = entry.meta
@@ -322,6 +326,8 @@ class Dispatcher:
             self.deadlines.set(entry, entry.deadline)
 
     def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
+        if entry.meta.text:  # the engine tokenizes it
+            return []
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
         key = adapter.key if adapter is not None else ""
         return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt, adapter=key)

@@ -136,6 +136,7 @@ class Engine:
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
     knows_adapters: bool = False
     digest: str = ""
+    tokenizes: bool = False
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
     busy_until: float = 0.0
@@ -179,6 +180,7 @@ class Engine:
         self.adapters = frozenset(names - self.adapter_errors.keys())
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
+        self.tokenizes = hello.tokenizes
         if hello.state is not None:
             self.state = hello.state
 
