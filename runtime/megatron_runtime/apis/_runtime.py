@@ -170,7 +170,9 @@ class _CoordinatorRuntime:
         """Send the coordinator's address from the primary to every rank, if several ranks run and no port is set."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # On the host, because the GPUs of other ranks may be in a step.
-            self._all_ranks = await asyncio.to_thread(dist.new_group, backend="gloo")
+            group = await asyncio.to_thread(dist.new_group, backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "it has every rank"
+            self._all_ranks = group
         if self._all_ranks is None or self._port is not None:
             return
         address = await asyncio.to_thread(_broadcast_text, self.coord_addr or "", self._all_ranks)

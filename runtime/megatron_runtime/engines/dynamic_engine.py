@@ -40,6 +40,9 @@ __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "Engi
 
 LOOPBACK = "127.0.0.1"
 
+REGISTRATION_SECONDS = 300.0
+"""How long the engine of a program tries to reach its coordinator."""
+
 _dispatch_ids = count(1)
 
 
@@ -61,8 +64,8 @@ class DynamicInferenceEngine(EngineCore):
 
     def __init__(
         self,
-        controller: Executor | Any,
-        context: InferenceConfig | Any,
+        controller: Any,
+        context: Any,
         *,
         clock: Callable[[], float] = time.monotonic,
         follower: Follower | None = None,
@@ -350,7 +353,10 @@ class _Service:
                 self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
                 address = self.coordinator.address
             settings = EngineSettings(
-                coordinator=address, name=self._name, max_requests=self._engine.config.request_slots
+                coordinator=address,
+                name=self._name,
+                max_requests=self._engine.config.request_slots,
+                registration_seconds=REGISTRATION_SECONDS,
             )
             executor = self._engine.executor
             ranks = executor if isinstance(executor, RankedExecutor) else None

@@ -21,7 +21,7 @@ class AsyncStream:
     def __init__(
         self,
         request_id: Any,
-        cancel: Callable[[Any], object] | Callable[[], object],
+        cancel: Callable[..., object],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.request_id = request_id

@@ -127,7 +127,10 @@ def test_the_deprecated_field_of_prompt_log_probs(fields: dict[str, Any], expect
 def test_the_deprecated_field_may_be_set() -> None:
     with pytest.warns(DeprecationWarning, match="return_prompt_top_n_logprobs"):
         assert SamplingParams(return_prompt_top_n_logprobs=True, top_n_logprobs=1).wants_prompt_log_probs
-    with pytest.warns(DeprecationWarning, match="deprecated"), pytest.raises(ValueError, match="skip_prompt_log_probs=False"):
+    with (
+        pytest.warns(DeprecationWarning, match="deprecated"),
+        pytest.raises(ValueError, match="skip_prompt_log_probs=False"),
+    ):
         SamplingParams(return_prompt_top_n_logprobs=True, skip_prompt_log_probs=True)
 
 

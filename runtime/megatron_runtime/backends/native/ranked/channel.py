@@ -442,13 +442,14 @@ class FollowerChannel(_Channel):
         """Called on the channel's thread with the arguments of share_state()."""
         self._on_lost = on_lost
         self._is_leaving = self._has_said_leave = False
-        self._handlers |= {
+        handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.WELCOME: lambda _message: self._welcomed.set(),
             Kind.FAILED: lambda message: self._lose(*message.body),
             Kind.STATE: lambda message: self.on_state(*message.body),
             Kind.END: self._note_end,
             **dict.fromkeys((*STEPS, Kind.COMMAND), self._note_order),
         }
+        self._handlers |= handlers
 
     def start(self, *, timeout_seconds: float) -> None:
         """Send HELLO, and wait for WELCOME. Raises RendezvousError."""
