@@ -27,28 +27,34 @@ if "torch" not in sys.modules:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+_LARGE_PACKAGES = {"transformers": "transformers", "megatron": r"megatron\.core|gpt_models|gpt_program"}
+"""Packages whose import takes longer than most files, and the modules that import them."""
+
+
 @cache
-def _needs_transformers(file: Path) -> bool:
-    """Whether a test file, or what it has from its folder, imports transformers."""
-    found = [path for path in (file, file.with_name("conftest.py")) if path.exists()]
-    return any(re.search(r"^ *from transformers import", path.read_text(), re.MULTILINE) for path in found)
+def _large_package(file: Path) -> str | None:
+    """Return the large package that a test file, or what it has from its folder, imports; None if there is none."""
+    found = [path.read_text() for path in (file, file.with_name("conftest.py")) if path.exists()]
+    for name, modules in _LARGE_PACKAGES.items():
+        if any(re.search(rf"^ *from ({modules})\b.* import", text, re.MULTILINE) for text in found):
+            return name
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests come first: what is begun last must not keep one process busy while others are done."""
     long = {item.path for item in items if item.get_closest_marker("long") is not None}
-    items.sort(key=lambda item: (not _needs_transformers(item.path), item.path not in long))
+    items.sort(key=lambda item: (_large_package(item.path) is None, item.path not in long))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file belongs to one process, and all that need transformers to the same one: the imports behind one model of
-    it take longer than most files."""
+    """A file belongs to one process, and all that need the same large package to the same one."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFiles(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "transformers" if _needs_transformers(config.rootpath / file) else file
+            return _large_package(config.rootpath / file) or file
 
     return LoadFiles(config, log) if config.getoption("dist") == "loadfile" else None

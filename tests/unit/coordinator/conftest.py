@@ -19,7 +19,15 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
 
-PATIENT = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0, slow_client=60.0)
+PATIENT = Timing(
+    heartbeat=0.05,
+    suspect=30.0,
+    dead=60.0,
+    client_dead=60.0,
+    recovery=0.0,
+    slow_client=60.0,
+    plain_reconnect=60.0,
+)
 """No peer is removed for silence, because ZeroMQ's thread may be late by seconds. Tests of silence set other times."""
 
 
@@ -30,9 +38,9 @@ class Stage:
     coordinators: list[Coordinator] = field(default_factory=list)
     closers: list[Callable[[], Any]] = field(default_factory=list)
 
-    def coordinator(self, **settings: Any) -> Coordinator:
+    def coordinator(self, *, tokenizer: Any = None, **settings: Any) -> Coordinator:
         defaults = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": PATIENT}
-        coordinator = Coordinator(CoordinatorSettings(**{**defaults, **settings}))
+        coordinator = Coordinator(CoordinatorSettings(**{**defaults, **settings}), tokenizer=tokenizer)
         coordinator.start()
         self.coordinators.append(coordinator)
         return coordinator

@@ -1,17 +1,20 @@
 """Clients and engines that speak the plain protocol only."""
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 import zmq
 from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.transport.event_socket import EventSocket
 
+RECONNECTS_AT_ONCE = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, recovery=0.0, plain_reconnect=0.2)
 PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}
 
 
@@ -245,7 +248,10 @@ async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> N
         client.say(Header.SUBMIT_REQUEST, number, *items)
         header, answered, reply = await client.hear()
         assert (header, answered, reply["status"]) == (Header.ENGINE_REPLY, number, "FAILED")
-        assert reply["error"]["code"] == 400
+        error, failed = reply["events"]
+        assert (error["type"], failed["type"]) == ("ERROR_NONTRANSIENT", "FAIL")
+        assert error["payload"]["is_transient"] is False
+        assert error["payload"]["message"]
 
 
 async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -> None:
@@ -310,5 +316,56 @@ async def test_kv_handoff_is_answered_as_unsupported(client, header: Header) -> 
     client.say(header, 3, [1, 2], PARAMS, {}, [0])
     kind, number, reply = await client.hear()
     assert (kind, number, reply["status"]) == (Header.ENGINE_REPLY, 3, "FAILED")
-    assert (reply["error"]["code"], reply["error"]["is_transient"]) == (501, False)
-    assert "UnsupportedByBackend" in reply["error"]["message"]
+    event = reply["events"][0]
+    assert (event["type"], event["payload"]["is_transient"]) == ("ERROR_NONTRANSIENT", False)
+    assert "UnsupportedByBackend" in event["payload"]["message"]
+
+
+async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, plain) -> None:
+    """No message is sent to it that could fail."""
+    coordinator = stage.coordinator(single_port=True, timing=RECONNECTS_AT_ONCE)
+    plain(Role.ENGINE, identity=b"mp-coord-0").say()
+    await stage.until(lambda: len(coordinator.core.engines) == 1)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
+    await stage.until(lambda: coordinator.core.engines.in_flight() == 1)
+    await stage.engine()
+    stage.closers.pop(0)()
+    assert (await client.hear())[2]["generated_tokens"] == echo_answer([1, 2], 4)
+
+
+@dataclass
+class Tokenizer:
+    """Raises, or returns no tokens, for some texts and answers."""
+
+    detokenizes: bool = False
+
+    def tokenize(self, text: str) -> list:
+        if text == "raises":
+            raise RuntimeError("no tokens for this text")
+        return ["a"] if text == "wrong" else [1, 2]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if not self.detokenizes:
+            raise RuntimeError("no text for these tokens")
+        return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("detokenizes", [True, False])
+async def test_a_tokenizer_that_raises_answers_the_sender(stage, plain, detokenizes) -> None:
+    stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes))
+    await stage.engine()
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    for number, text in enumerate(("raises", "wrong")):
+        client.say(Header.SUBMIT_REQUEST, number, text, PARAMS)
+        _, answered, reply = await client.hear()
+        assert (answered, reply["status"]) == (number, "FAILED")
+        assert "cannot be tokenized" in reply["events"][0]["payload"]["message"]
+    client.say(Header.SUBMIT_REQUEST, 2, "text", PARAMS)
+    reply = (await client.hear())[2]
+    assert reply["generated_tokens"] == echo_answer([1, 2], 4)
+    assert reply.get("generated_text") == (" ".join(map(str, reply["generated_tokens"])) if detokenizes else None)

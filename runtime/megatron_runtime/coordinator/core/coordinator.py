@@ -300,7 +300,9 @@ class CoordinatorCore:
                 "send token ids"
             )
         try:
-            return list(self.tokenizer.tokenize(text))
+            tokens = list(map(int, self.tokenizer.tokenize(text)))
+            tokens_to_bytes(tokens)
+            return tokens
         except BaseException as error:  # a panic of the tokenizers library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

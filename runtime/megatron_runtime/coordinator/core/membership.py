@@ -45,7 +45,10 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 
 
 class Access:
-    """What the shell knows of keys. This is the access to a coordinator without encryption; the shell overrides it."""
+    """What the shell knows of keys and connections. This is the access without encryption; the shell overrides it."""
+
+    def is_connected(self, peer: PeerId) -> bool:
+        return False
 
     def key_of(self, peer: PeerId) -> bytes:
         """Return the public key that the connection was accepted with."""
@@ -316,20 +319,21 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """A connection ended. A live engine connects and registers again.
 
-        A plain engine would not: it is kept until a message to it cannot be sent. But if it runs a suspect alone, no
-        other message is sent to it, so it is removed at once. A client has `client_dead` seconds to register again.
+        A plain engine connects again without registering: it has `plain_reconnect` seconds, unless a message to it
+        cannot be sent before. If it runs a suspect alone, it is removed at once. A client has `client_dead` seconds to
+        register again.
 
         by_peer: the other side ended it, as the system does when a process ends.
         """
         engine = self._engines.at(peer)
         if engine is None:
             return
-        engine.was_cut = by_peer
+        engine.was_cut, engine.cut_at = by_peer, self._context.now
         if not engine.plain or engine.reserved:
             self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
 
     def lose_unreachable(self, engine: Engine) -> None:
-        """Remove an engine to which nothing can be sent. Only this shows the end of a plain engine's connection."""
+        """Remove an engine to which nothing can be sent."""
         crash = CrashEvidence.CERTAIN if engine.was_cut else CrashEvidence.NONE
         self.lose_engine(engine, "its connection is gone", crash)
 
@@ -398,6 +402,10 @@ class Membership:
     def _check_engine(self, engine: Engine, now: float, heartbeat: Frames) -> None:
         engine.full = False
         if engine.plain:
+            if self._access.is_connected(engine.peer):
+                engine.cut_at = None
+            elif engine.cut_at is not None and now - engine.cut_at > self._timing.plain_reconnect:
+                self.lose_unreachable(engine)
             return
         silent = now - engine.heard
         engine.suspect = silent > self._timing.suspect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -25,6 +26,8 @@ from megatron_runtime.protocol.messages import (
     unpack,
 )
 from megatron_runtime.protocol.text import shown
+
+logger = logging.getLogger(__name__)
 
 _MAX_TOKEN = (1 << 31) - 1
 
@@ -63,17 +66,89 @@ def _check_tokens(tokens: list[Any]) -> None:
             raise MalformedMessageError(f"token {shown(token)}: want an integer from 0 to {_MAX_TOKEN}")
 
 
+_FIELDS = (
+    "generated_text",
+    "generated_length",
+    "generated_log_probs",
+    "generated_top_n_logprobs",
+    "prompt_log_probs",
+    "prompt_top_n_logprobs",
+    "tpot",
+)
+"""Fields of an engine's reply that every version of Megatron-Core's request class has. It rejects unknown ones."""
+_EPOCHS = ("policy_epoch", "kv_cache_epoch")
+"""Fields that only newer versions have: sent once an epoch has been set, which needs such a version."""
+
+
 def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
     """ENGINE_REPLY to a plain client. The text is added here if the engine sent none."""
     try:
         reply = unpack(final.reply, PLAIN)
     except MalformedMessageError as error:
         return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
+    reply = reply if isinstance(reply, dict) else {}
     tokens = tokens_from_bytes(final.tokens).tolist()
-    reply = {**(reply if isinstance(reply, dict) else {}), "request_id": number, "generated_tokens": tokens}
-    if detokenize is not None and reply.get("generated_text") is None:
-        reply["generated_text"] = detokenize(tokens)
+    fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
+    fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
+    if detokenize is not None and "generated_text" not in fields:
+        try:
+            fields["generated_text"] = detokenize(tokens)
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            logger.warning("an answer of %d tokens has no text: %r", len(tokens), error)
+    error, events = reply.get("error"), []
+    if isinstance(error, dict):
+        is_transient = error.get("is_transient")
+        events = _error_events(number, error.get("code"), str(error.get("message")), is_transient=is_transient)
+    return _reply(number, str(reply.get("status")), tokens, events, fields)
+
+
+def _reply(
+    number: int, status: str, tokens: list[int], events: list[dict[str, Any]], fields: dict[str, Any] | None = None
+) -> Frames:
+    """ENGINE_REPLY to a plain client, with the fields that Megatron-Core's deserialize() reads in any case."""
+    reply = {
+        "request_id": number,
+        "status": status,
+        "generated_tokens": tokens,
+        "sampling_params": None,
+        "inference_parameters": None,
+        "events": events,
+        **(fields or {}),
+    }
     return [pack([int(Header.ENGINE_REPLY), number, reply])]
+
+
+def _has_epoch(spans: Any) -> bool:
+    return isinstance(spans, list) and any(isinstance(span, list) and span[1:] != [0] for span in spans)
+
+
+_ERROR_CLASSES = {
+    ErrorCode.QUEUE_FULL: "RequestOverflowError",
+    ErrorCode.TOO_LARGE: "MaxSequenceLengthOverflowError",
+}
+_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
+
+
+def _error_events(number: int, code: Any, message: str, *, is_transient: bool | None = None) -> list[dict[str, Any]]:
+    """An error as the events of a plain request. A client sets the time of an event without one.
+
+    is_transient: None: determined by the code.
+    """
+    if is_transient is None:
+        is_transient = code not in _PERMANENT
+    payload = {
+        "type": _ERROR_CLASSES.get(code, "ContextOverflowError"),
+        "request_id": number,
+        "message": message,
+        "is_transient": is_transient,
+    }
+    kind = "ERROR_TRANSIENT" if is_transient else "ERROR_NONTRANSIENT"
+    return [
+        {"timestamp": None, "type": kind, "payload": payload},
+        {"timestamp": None, "type": "FAIL", "payload": None},
+    ]
 
 
 _NEW = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
@@ -87,12 +162,7 @@ def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frame
 
 
 def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
-    name = "MODEL_CHANGED" if code is ErrorCode.MODEL_CHANGED else code.name  # the name of 409 is that of verbs
-    error: dict[str, Any] = {"code": int(code), "type": name, "message": message}
-    if code in (ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED):
-        error["is_transient"] = False
-    reply = {"request_id": number, "status": "FAILED", "finish_reason": "error", "generated_tokens": [], "error": error}
-    return [pack([int(Header.ENGINE_REPLY), number, reply])]
+    return _reply(number, "FAILED", [], _error_events(number, code, message))
 
 
 def submit_frames(dispatch: Dispatch) -> Frames:
@@ -170,8 +240,20 @@ def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Fina
     reply = {key: source[key] for key in _REPLY_KEYS if source.get(key) is not None}
     reply.setdefault("status", "COMPLETED")
     reply.setdefault("finish_reason", "error" if reply["status"] == "FAILED" else "stop")
+    if reply["status"] == "FAILED" and "error" not in reply:
+        reply["error"] = _error_of(source.get("events"))
     tokens = bytes(entry.generated[:generated_bytes]) + output.tokens
     reply["generated_length"] = len(tokens) // TOKEN_BYTES
     if generated_bytes and "generated_log_probs" in reply:
         reply["log_probs_from"] = generated_bytes // TOKEN_BYTES
     return Final(output.dispatch_id, entry.uid, tokens, pack(reply))
+
+
+def _error_of(events: Any) -> dict[str, Any]:
+    """Return the last error among the events of a plain engine's request, as `error` of a reply."""
+    payloads = [event.get("payload") for event in events or () if isinstance(event, dict)]
+    last = next((payload for payload in reversed(payloads) if isinstance(payload, dict)), {})
+    is_transient = bool(last.get("is_transient"))
+    code = ErrorCode.ENGINE_FAILED if is_transient else ErrorCode.INVALID_REQUEST
+    message = str(last.get("message", "the engine gave no reason"))
+    return {"code": int(code), "type": code.name, "message": message, "is_transient": is_transient}

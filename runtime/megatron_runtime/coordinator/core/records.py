@@ -115,7 +115,8 @@ class Engine:
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
     unsettled: it was sent an abort, and has not reported since that it runs nothing.
-    was_cut:   its side ended the connection; for a plain engine, which is kept until a send fails.
+    was_cut:   its side ended the connection; for a plain engine, which may reconnect.
+    cut_at:    when the connection of a plain engine ended; None while it is connected.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Engine:
     in_flight: dict[int, Entry] = field(default_factory=dict)
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
+    cut_at: float | None = None
     unsettled: bool = False
     was_cut: bool = False
 

@@ -28,6 +28,8 @@ class Timing:
     """A client whose buffer has been full for this long is removed."""
     key_check: float = 2.0
     """Interval at which the key files are checked for changes."""
+    plain_reconnect: float = 5.0
+    """A plain engine whose connection ended is removed if it has not reconnected within this time."""
     connection_check: float = 5.0
     """A connection that was cut off, or whose host is gone, is closed within three times this long."""
 

@@ -49,6 +49,7 @@ def patch_for_cpu() -> None:
     """Call in a process of its own: the patches last as long as the process."""
     torch.cuda.current_device = lambda: "cpu"  # the device of scratch tensors
     get_cuda_rng_tracker().fork = contextlib.nullcontext  # the CUDA generator of dropout, which is off
+    torch.Tensor.cuda = lambda tensor: tensor  # before a tied embedding is shared between pipeline stages
     moe_utils.te_general_gemm = None  # named, but not defined, without Transformer Engine
 
 

@@ -1,0 +1,184 @@
+"""Ranks of Megatron-Core: each builds its part of a GPTModel and runs its rank of an engine on it.
+
+The ranks are forked from the tests' process, because the import of Megatron-Core takes six seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from eventually import LONG_SECONDS
+from gpt_models import fill, logits_of, make_gpt, patch_for_cpu
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from rank_program import answers
+
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.ranked.executor import follow, lead
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource
+from megatron_runtime.distributed.groups import Groups
+from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.tokenization import load_tokenizer
+
+PROMPTS = [[5, 9, 200, 31, 7], [17], list(range(40, 80))]
+OPTIONS: dict[str, Any] = {
+    "prompts": PROMPTS,
+    "sampling": [{"temperature": 0.0, "return_log_probs": True, "skip_prompt_log_probs": False}] * len(PROMPTS),
+}
+KV_CACHE_MEMORY = 4 << 20
+Send = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine of `sizes` ranks for a case of gpt_models.CASES, before and after the model has new weights."""
+
+    case: str
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+
+
+@dataclass
+class Result:
+    """The answers with the weights of seed 0 and then of seed 1. logits: Megatron's, for each prompt with its answer.
+
+    logits are those of one rank only.
+    """
+
+    answers: list[dict[int, dict[str, list[Any]]]]
+    logits: list[list[npt.NDArray[Any]]]
+
+
+def run_ranks(job: Job) -> Result:
+    """Run `job`, each rank in a process, and return the result of rank 0."""
+    return in_processes(job.sizes.world, _be_rank, job)
+
+
+def in_processes(world: int, work: Callable[..., None], *arguments: Any) -> Any:
+    """Call work(rank, port, send, *arguments) in `world` processes, and return what the first send() sends.
+
+    port: a free one for the rendezvous. All processes must end without an error.
+    """
+    assert not dist.is_initialized(), "a process group does not survive a fork"
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [fork.Process(target=_begin, args=(work, rank, port, sender.send, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        assert receiver.poll(LONG_SECONDS), "no process sends a result"
+        result = receiver.recv()
+        for process in ranks:
+            process.join(LONG_SECONDS)
+        assert [process.exitcode for process in ranks] == [0] * world
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return result
+
+
+def _begin(work: Callable[..., None], rank: int, port: int, *arguments: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    patch_for_cpu()
+    torch.set_num_threads(1)
+    work(rank, port, *arguments)
+
+
+def begin_single_rank(port: int) -> None:
+    """Initialise torch.distributed and Megatron's parallel state for one rank."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def _be_rank(rank: int, port: int, send: Send, job: Job) -> None:
+    if job.sizes.world == 1:
+        begin_single_rank(port)
+        send(_one_rank(make_gpt(job.case)))
+    else:
+        _several_ranks(job, rank, port, send)
+
+
+def _make_part(job: Job) -> GPTModel:
+    sizes = job.sizes
+    parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, expert_model_parallel_size=sizes.expert)
+    return make_gpt(job.case, sizes=sizes)
+
+
+def _executor(source: ModelSource, groups: Groups | None = None) -> CpuExecutor:
+    text = ModelText(lambda: load_tokenizer("builtin:smollm2-135m"))
+    return CpuExecutor(source, text, dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups)
+
+
+@torch.inference_mode()
+def _megatron_logits(model: GPTModel, found: dict[int, dict[str, list[Any]]]) -> list[npt.NDArray[Any]]:
+    return [logits_of(model, [*prompt, *found[at]["tokens"]]).numpy() for at, prompt in enumerate(PROMPTS)]
+
+
+def _one_rank(model: GPTModel) -> Result:
+    executor = _executor(model_in_memory(model))
+    executor.load()
+    before = answers(executor, OPTIONS)
+    logits = [_megatron_logits(model, before)]
+    fill(model, seed=1)
+    after = _update(executor)
+    return Result([before, after], [*logits, _megatron_logits(model, after)])
+
+
+def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
+    """Run one rank of an engine, which initialises torch.distributed; Megatron's groups are then of the same ranks."""
+    sizes, models = job.sizes, []
+    identity = RankIdentity(
+        rank=rank, world=sizes.world, local_rank=rank, local_world=sizes.world, address="127.0.0.1", port=port
+    )
+    settings = EngineSettings(
+        coordinator="tcp://127.0.0.1:1", name="engine-0", dtype="float32", threads=1, parallel=sizes
+    )
+
+    def make_executor(_source: ModelSource, groups: Groups) -> CpuExecutor:
+        models.append(_make_part(job))
+        if rank != 0:
+            threading.Thread(target=_train, args=models).start()
+        return _executor(model_in_memory(models[0]), groups)
+
+    def no_files() -> ModelSource:
+        return ModelInMemory(None, "a model that is made later")
+
+    if rank != 0:
+        follow(settings, identity, no_files, make_executor)
+        return
+    executor = lead(settings, identity, no_files, make_executor)
+    executor.load()
+    before = answers(executor, OPTIONS)
+    _train(models[0])
+    send(Result([before, _update(executor)], []))
+    executor.end(None)
+
+
+def _train(model: GPTModel) -> None:
+    """Change the weights when every rank has its first answers, and return when all ranks have changed theirs."""
+    dist.barrier()
+    fill(model, seed=1)
+    dist.barrier()
+
+
+def _update(executor: Executor) -> dict[int, dict[str, list[Any]]]:
+    executor.stage_weights(IN_MEMORY)
+    executor.swap_weights()
+    return answers(executor, OPTIONS)
