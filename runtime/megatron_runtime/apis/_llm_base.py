@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import psutil
 
-from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, parallel_sizes
+from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, local_world, parallel_sizes
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
@@ -450,9 +450,9 @@ class _MegatronLLMBase:
 
 
 def default_config() -> InferenceConfig:
-    """Return Megatron-Core's defaults, with a KV cache that fits this host."""
+    """Return Megatron-Core's defaults, with a KV cache that fits this host beside its other ranks."""
     wanted = InferenceConfig()
-    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / (1 << 30)
+    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30)
     return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
 
 
@@ -484,11 +484,12 @@ def _make_engine(
         source = model_in_memory(model, ends=text.eos_ids)
     options: dict[str, Any] = {
         "dtype": dtype,
-        "kv_cache_memory": config.buffer_bytes,
         "threads": threads,
         "make_forward": None if wrapper_class is None else wrapper_class.forward_of,
     }
     if sizes.world > 1:
         return engine_of_ranks(source, ModelText(text), config, sizes, **options)
-    executor = select_executor(source, ModelText(text), config, local_rank=local_rank(), **options)
+    executor = select_executor(
+        source, ModelText(text), config, local_rank=local_rank(), kv_cache_memory=config.buffer_bytes, **options
+    )
     return DynamicInferenceEngine(executor, config)

@@ -14,7 +14,7 @@ from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.ranked.executor import join, lead
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
-from megatron_runtime.distributed.rendezvous import LOOPBACK
+from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -52,6 +52,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world() -> int:
+    """Return the number of processes of the program on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -72,7 +77,7 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
         rank=rank,
         world=sizes.world,
         local_rank=local_rank(),
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_world=local_world(),
         address=os.environ.get("MASTER_ADDR", LOOPBACK),
         port=int(os.environ.get("MASTER_PORT", RENDEZVOUS_PORT)),
         engine=engine,
@@ -86,9 +91,10 @@ def engine_of_ranks(
 ) -> DynamicInferenceEngine:
     """Return the engine of several ranks, as this rank sees it. Every rank of the program calls this.
 
+    The KV cache of every rank has the smallest `buffer_size_gb` of all ranks, because the default depends on the host.
     Initialises torch.distributed if the program has not.
 
-    options: of select_executor().
+    options: of select_executor(), without those of the ranks and the KV cache.
 
     Raises IndivisibleError, RankError.
     """
@@ -104,6 +110,10 @@ def engine_of_ranks(
         max_tokens=config.step_tokens,
         parallel=sizes,
     )
+    store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    store.set(f"buffer_size_gb/{identity.rank}", str(config.buffer_size_gb))
+    config = config.for_engine()
+    config.buffer_size_gb = min(float(store.get(f"buffer_size_gb/{rank}")) for rank in range(identity.world))
     make_part = partial(_part, text=text, config=config, local_rank=identity.local_rank, **options)
     # Without a watchdog, because the program's own code may hold the interpreter.
     if identity.rank == 0:
@@ -113,4 +123,4 @@ def engine_of_ranks(
 
 
 def _part(source: ModelSource, groups: Any, *, text: ModelText, config: InferenceConfig, **options: Any) -> Any:
-    return select_executor(source, text, config, groups=groups, **options)
+    return select_executor(source, text, config, groups=groups, kv_cache_memory=config.buffer_bytes, **options)
