@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import psutil
+import torch
 
 from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, local_world, parallel_sizes
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
@@ -24,6 +25,7 @@ from megatron_runtime.backends.native.kv.dynamic_context import DynamicInference
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
+from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -51,6 +53,9 @@ SHUTDOWN_SECONDS = 30.0
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Share of the free memory for the KV cache of an engine without a configuration."""
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Types of a GPTModel's parameters that every device computes with."""
 
 WAITABLE_STATES = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
 
@@ -82,7 +87,8 @@ class _MegatronLLMBase:
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
     coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
-    dtype:     "auto", "float32" or "bfloat16".
+    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel; of other models, bfloat16 if
+               the device computes with it.
     threads:   torch threads; None: torch's default.
     tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: ranks of one engine by
                dimension; None: those of a Megatron-Core model or of its parallel state, else 1. Start their product, or
@@ -108,7 +114,7 @@ class _MegatronLLMBase:
         if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
             raise ValueError("coordinator_host/port require use_coordinator=True")
         sizes = parallel_sizes(
-            model,
+            unwrapped(model) if is_megatron_model(model) else model,
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
             expert=expert_model_parallel_size,
@@ -482,6 +488,8 @@ def _make_engine(
     else:
         text = tokenizer_of(tokenizer)
         source = model_in_memory(model, ends=text.eos_ids)
+    if dtype == "auto" and is_megatron_model(model):
+        dtype = _DTYPES.get(unwrapped(model).config.params_dtype, dtype)
     options: dict[str, Any] = {
         "dtype": dtype,
         "threads": threads,
