@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
-from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -70,6 +70,8 @@ def _control(kind: Header, **fields: object) -> Control:
 VECTORS: dict[str, Vector] = {
     "CONNECT": _PlainFrames(Header.CONNECT),
     "CONNECT_ACK": _PlainFrames(Header.CONNECT_ACK),
+    "CONNECT of a client of this runtime": _PlainFrames(Header.CONNECT, PROTOCOL_VERSION),
+    "CONNECT_ACK to it": _PlainFrames(Header.CONNECT_ACK, PROTOCOL_VERSION),
     "registration of a plain engine": _EmptyFrame(),
     "SUBMIT_REQUEST": _PlainFrames(Header.SUBMIT_REQUEST, 0, [1, 2, 3], _PLAIN_PARAMS, None),
     "ENGINE_REPLY, to a plain client": _PlainFrames(Header.ENGINE_REPLY, 0, {"generated_tokens": [4]}),

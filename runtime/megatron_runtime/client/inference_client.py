@@ -12,11 +12,13 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
 
+from megatron_runtime.client import megatron_protocol
 from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
     Control,
@@ -29,13 +31,14 @@ from megatron_runtime.protocol.messages import (
     MalformedMessageError,
     Message,
     Partial,
+    Plain,
     StatusReply,
     pack,
 )
 from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.control_calls import ControlCalls
+from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
 from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
 
@@ -99,7 +102,9 @@ class InferenceClient:
             coordinator_address(inference_coordinator_port),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.CLIENT, name=self._name, incarnation=incarnation, model=model),
+            greets=True,
             on_ack=self._on_ack,
+            on_plain=self._on_plain,
             on_message=self._on_message,
         )
         self.adapters = AdapterList()
@@ -137,6 +142,8 @@ class InferenceClient:
 
     async def start(self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0) -> None:
         """Connect and register. With a timeout of 0 it returns at once and connects in the background.
+
+        A coordinator of Megatron-Core is served in its own protocol: it confirms no signal, and sends no heartbeat.
 
         loop: the loop of the connection; None: the loop of the caller.
 
@@ -271,7 +278,7 @@ class InferenceClient:
             request = self._by_id.get(request_id)
             if request is not None:
                 self._forget(request)
-                self._link.send(Abort(request.uid).to_frames())
+                self._send_abort(request)
                 request.end()
 
         self._at_home(abort)
@@ -302,11 +309,19 @@ class InferenceClient:
             if request.deadline is not None:
                 seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
                 request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
-            self._link.send(request.submit().to_frames())
+            self._send_submit(request)
+
+    def _send_submit(self, request: PendingRequest) -> None:
+        plain = self._link.is_plain
+        self._link.send(megatron_protocol.submit_frames(request) if plain else request.submit().to_frames())
+
+    def _send_abort(self, request: PendingRequest) -> None:
+        plain = self._link.is_plain
+        self._link.send(megatron_protocol.abort_frames(request) if plain else Abort(request.uid).to_frames())
 
     def _expire(self, request: PendingRequest) -> None:
         """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
-        self._link.send(Abort(request.uid).to_frames())
+        self._send_abort(request)
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))
 
@@ -333,12 +348,36 @@ class InferenceClient:
             self.adapters = ack.adapters
         if forgotten or not self._ever_registered:
             for request in list(self._open.values()):
-                self._link.send(request.submit().to_frames())
+                self._send_submit(request)
             self._calls.resend()
         self._ever_registered = True
 
+    def _on_plain(self) -> None:
+        """The coordinator is one of Megatron-Core: requests that were added before are submitted to it."""
+        self._ever_registered = True
+        for request in list(self._open.values()):
+            self._send_submit(request)
+
+    def _on_plain_message(self, items: list[Any]) -> None:
+        match items:
+            case [Header.ENGINE_REPLY | Header.ENGINE_REPLY_PARTIAL as kind, number, content, *_]:
+                request = self._by_id.get(number) if isinstance(number, int) else None
+                if request is None:
+                    return
+                try:
+                    if kind == Header.ENGINE_REPLY:
+                        self._on_message(megatron_protocol.read_final(request, content))
+                    else:
+                        self._on_message(megatron_protocol.read_partial(request, content))
+                except MalformedMessageError as error:
+                    self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
+            case _:
+                logger.debug("ignored a message of a coordinator of Megatron-Core: %.120r", items)
+
     def _on_message(self, message: Message) -> None:
         match message:
+            case Plain(items=items) if self._link.is_plain:
+                self._on_plain_message(items)
             case Partial():
                 for request, frame in partial_frames(message, self._open.get):
                     if request.stream is not None:
@@ -449,7 +488,21 @@ class InferenceClient:
         if signal not in CONTROLS:
             raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
         control = Control(kind=Header(signal), **options)
-        return self._call(lambda: self._calls.control(control))
+        return self._call(lambda: self._send_plain(control) if self._link.is_plain else self._calls.control(control))
+
+    def _send_plain(self, control: Control) -> asyncio.Future[ControlAck]:
+        """Send a signal to a coordinator of Megatron-Core. The future is done at once: nothing confirms the signal."""
+        future: asyncio.Future[ControlAck] = asyncio.get_running_loop().create_future()
+        if control.kind in megatron_protocol.SIGNALS:
+            self._link.send(megatron_protocol.signal_frames(control.kind, control.epoch))
+            transition = TRANSITIONS.get(control.kind)
+            state = transition.lands_in if transition is not None else EngineState.RUNNING
+            future.set_result(ControlAck(operation_id=control.operation_id or "-", ok=True, state=state))
+        else:
+            message = f"{control.kind.name}: a coordinator of Megatron-Core has no such message"
+            future.set_exception(ControlRejectedError(int(ErrorCode.UNSUPPORTED), message))
+            future.exception()  # the caller may ignore it
+        return future
 
     def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
         loop = self._other_loop()

@@ -12,8 +12,10 @@ from typing import TypeAlias
 import zmq
 
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header
 from megatron_runtime.protocol.messages import (
+    CONTROL,
+    PLAIN,
     Disconnect,
     Error,
     Frames,
@@ -22,7 +24,9 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     MalformedMessageError,
     Message,
+    Plain,
     decode,
+    pack,
 )
 from megatron_runtime.protocol.text import printable
 from megatron_runtime.transport.event_socket import EventSocket
@@ -90,7 +94,10 @@ class PeerLink:
 
     keys:         those in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
+    greets:       begin with CONNECT. A coordinator of Megatron-Core answers it without a protocol version: the link is
+                  then registered in the plain protocol. Else HELLO follows.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
+    on_plain:     called when a coordinator of Megatron-Core has answered CONNECT.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
@@ -107,6 +114,8 @@ class PeerLink:
     hello: Callable[[int], Hello]
     on_ack: Callable[[HelloAck, bool], None]
     on_message: Callable[[Message], object]
+    greets: bool = False
+    on_plain: Callable[[], None] = lambda: None
     heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation)
     on_lost: Callable[[str], None] = lambda reason: None
     on_malformed: Callable[[MalformedMessageError], None] = _log_malformed
@@ -117,6 +126,8 @@ class PeerLink:
 
     def __post_init__(self) -> None:
         self.registered = False
+        self.is_plain = False
+        """Whether the coordinator is one of Megatron-Core, which sends no heartbeats and confirms no signals."""
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
         self.coordinator_incarnation = 0
@@ -134,6 +145,7 @@ class PeerLink:
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
+        self._knows_hello = not self.greets
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
@@ -187,7 +199,7 @@ class PeerLink:
         if self._acknowledged is not None:
             self._acknowledged.cancel()
         if self._socket is not None:
-            if self.registered:
+            if self.registered and not self.is_plain:
                 self._socket.send(Disconnect(reason=reason).to_frames())
             self._socket.close(linger_ms=GOODBYE_LINGER_MS if self.registered else 0)
             self._socket = None
@@ -214,9 +226,10 @@ class PeerLink:
             self.send(self.heartbeat(self._incarnation).to_frames())
 
     def say_hello(self) -> None:
-        """Send HELLO, to register or after its content has changed."""
+        """Send HELLO, to register or after its content has changed; CONNECT while it is unknown who answers."""
         if self._socket is not None:
-            self._socket.send(self.hello(self._incarnation).to_frames())
+            connect = [pack([int(Header.CONNECT), PROTOCOL_VERSION])]
+            self._socket.send(self.hello(self._incarnation).to_frames() if self._knows_hello else connect)
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
         """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
@@ -238,6 +251,7 @@ class PeerLink:
             self.keys = self.keys.refreshed()
             keys = self.keys.for_attempt(self._attempts)
         self._attempts += 1
+        self._knows_hello = not self.greets
         self._incarnation = random.SystemRandom().getrandbits(64)
         self._socket = (self.connect or self._connect_libzmq)(keys)
         self.say_hello()
@@ -274,6 +288,8 @@ class PeerLink:
         now = self._now()
         self._heard = min(now, self._heard + max(0.0, now - self._due))
         self._schedule_tick()
+        if self.is_plain:
+            return
         if self._socket is None:
             self._open()
         elif now - self._heard > self._patience():
@@ -310,13 +326,20 @@ class PeerLink:
         """Handle a message from the socket."""
         self._heard = self._now()
         try:
-            message = decode(frames)
+            message = decode(frames, plain=PLAIN if self.greets else CONTROL)
         except MalformedMessageError as error:
             self.on_malformed(error)
             return
         match message:
             case HelloAck():
                 self._register(message)
+            case Plain(items=[Header.CONNECT_ACK, *rest]) if not self.registered and self.greets:
+                if rest:
+                    self._use_hello()
+                else:
+                    self._register_plain()
+            case Error(code=ErrorCode.UNKNOWN_PEER) if not self._knows_hello:
+                self._use_hello()  # a coordinator of the previous release
             case Error(code=ErrorCode.UNKNOWN_PEER):
                 if self.registered:
                     self._lose("the coordinator does not know this connection")
@@ -333,6 +356,20 @@ class PeerLink:
             case _:
                 self.on_message(message)
 
+    def _use_hello(self) -> None:
+        if not self._knows_hello:
+            self._knows_hello = True
+            self.say_hello()
+
+    def _register_plain(self) -> None:
+        self.registered = self.is_plain = True
+        self._confirm()
+        self.on_plain()
+
+    def _confirm(self) -> None:
+        if self._acknowledged is not None and not self._acknowledged.done():
+            self._acknowledged.set_result(None)
+
     def _register(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
@@ -341,8 +378,7 @@ class PeerLink:
         self.max_message_bytes = ack.max_message_bytes
         self._lost = False
         self.registered = True
-        if self._acknowledged is not None and not self._acknowledged.done():
-            self._acknowledged.set_result(None)
+        self._confirm()
         self.on_ack(ack, forgotten)
 
     def _reject(self, what: str) -> None:

@@ -341,7 +341,7 @@ class TestHandshake:
 
     async def test_any_other_answer_raises_an_assertion_error(self, impostor) -> None:
         port, answer, _ = impostor
-        answer[:] = [b"\x91\x01"]  # CONNECT_ACK, of another protocol
+        answer[:] = [b"\x91\x14"]  # SUBMIT_REQUEST, which no coordinator sends
         client = InferenceClient(port)
         with pytest.raises(HandshakeRejectedError, match=f"127.0.0.1:{port}") as rejected:
             await client.start(connect_timeout_seconds=LONG_SECONDS)

@@ -10,7 +10,7 @@ from eventually import LONG_SECONDS
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
-from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.transport.event_socket import EventSocket
 
@@ -62,6 +62,16 @@ async def client(stage, plain) -> PlainPeer:
 
 def answer_as_engine(message: list, *, tokens: list[int]) -> list:
     return [Header.ENGINE_REPLY, [{"request_id": message[1], "generated_tokens": tokens, "status": "COMPLETED"}]]
+
+
+@pytest.mark.parametrize("single_port", [True, False])
+async def test_a_connect_with_a_version_registers_nothing(stage, plain, single_port) -> None:
+    """Such a client continues with HELLO."""
+    coordinator = stage.coordinator(single_port=single_port)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT, PROTOCOL_VERSION)
+    assert await client.hear() == [Header.CONNECT_ACK, PROTOCOL_VERSION]
+    assert not len(coordinator.core.clients)
 
 
 async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> None:

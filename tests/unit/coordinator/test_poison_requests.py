@@ -547,7 +547,7 @@ async def test_a_plain_client_gets_a_failed_reply_that_is_not_transient() -> Non
     fleet.until(lambda: len(heard) > 1)
     _, number, reply = heard[-1].items
     assert (number, reply["status"]) == (5, "FAILED")
-    assert (reply["error"]["code"], reply["error"]["is_transient"]) == (500, False)
+    assert reply["events"][0]["payload"]["is_transient"] is False
 
 
 async def test_a_bounded_number_of_failures_is_reported(fleet) -> None:

@@ -251,6 +251,8 @@ class CoordinatorCore:
         match message:
             case Plain(items=[]) if is_shared:
                 self.membership.plain_engine(peer)
+            case Plain(items=[Header.CONNECT, int(), *_]) if is_shared or peer[0] == Role.CLIENT:
+                self.membership.extended_client(peer)
             case Plain(items=[Header.CONNECT, *_]) if is_shared:
                 self.membership.plain_client(peer)
             case _ if not self._late(peer, message, frames):
@@ -329,6 +331,8 @@ class CoordinatorCore:
             case [Header.SHUTDOWN, *_] if client.peer[0] == SHARED_PORT:
                 logger.info("a client requests the shutdown")
                 self.context.close(COORDINATOR)
+            case [Header.CONNECT, int(), *_] if client.role is Role.CLIENT:
+                self.membership.extended_client(client.peer)
             case [Header.CONNECT, *_] if client.plain:
                 self.membership.plain_client(client.peer)
             case [Header.SUBMIT_REQUEST, *_] if client.plain:

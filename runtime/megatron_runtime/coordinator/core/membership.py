@@ -289,6 +289,10 @@ class Membership:
         client.heard = self._context.now
         self._context.send(peer, [pack([int(Header.CONNECT_ACK)])])
 
+    def extended_client(self, peer: PeerId) -> None:
+        """Answer a CONNECT with a protocol version: such a client continues with HELLO."""
+        self._context.send(peer, [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])])
+
     def _has_room_for_client(self, peer: PeerId) -> bool:
         """If there is none, `peer` is sent an error."""
         if len(self._clients) < self._context.settings.max_clients:

@@ -1,0 +1,161 @@
+"""The wire protocol with classes of Megatron-Core 0.16.1: its client, its coordinator, its request class.
+
+That release numbers its messages otherwise than the documented protocol, and its replies are records. The tests give
+its modules the documented numbers, and its client the documented reply; everything else is Megatron's own code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator
+from enum import Enum
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import zmq
+from eventually import LONG_SECONDS
+from megatron.core.inference import headers, inference_client
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
+from scripted_engine import ScriptedEngine
+
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.spawn import spawn_coordinator
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import pack, unpack
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.transport.control_calls import ControlRejectedError
+from megatron_runtime.transport.event_socket import EventSocket
+
+_UNDOCUMENTED = {"PAUSE_ACK": 90, "STOP_ACK": 91}
+DOCUMENTED = Enum(  # type: ignore[misc]
+    "Headers",
+    {
+        name: int(Header[name]) if name in Header.__members__ else _UNDOCUMENTED[name]
+        for name in headers.Headers.__members__
+    },
+)
+
+
+# --- Megatron's client, our coordinator and engine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def coordinator() -> Iterator[str]:
+    timing = Timing(recovery=0.0)
+    process = spawn_coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True, timing=timing))
+    yield process.address
+    process.stop()
+
+
+async def test_the_client_of_megatron_is_served(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_client, "Headers", DOCUMENTED)
+    monkeypatch.setattr(inference_client, "DynamicInferenceRequestRecord", DynamicInferenceRequest)
+    engine = await ScriptedEngine(coordinator).start()
+    client = inference_client.InferenceClient(coordinator)
+    await client.start()
+    try:
+        params = MegatronSamplingParams(num_tokens_to_generate=4)
+        requests = await asyncio.gather(*(client.add_request([number, 1], params) for number in range(8)))
+        for number, request in enumerate(requests):
+            assert request.generated_tokens == echo_answer([number, 1], 4)
+            assert request.succeeded()
+        failed = await client.add_request([-1], params)
+        assert failed.failed()
+        assert "token -1" in failed.events[0].payload.message
+
+        client._send_signal_to_engines(DOCUMENTED.PAUSE)
+        client._send_signal_to_engines(DOCUMENTED.SUSPEND)
+        client.resume_engines()
+        signals = dict.fromkeys((Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE), 1)
+        await engine.until(lambda: engine.acted == signals)
+        assert (await client.add_request([5], params)).generated_tokens == echo_answer([5], 4)
+    finally:
+        client.stop()
+        engine.close()
+
+
+# --- our client, Megatron's coordinator, an engine of its protocol ----------------------------------------------------
+
+
+class Tokenizer:
+    def detokenize(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def _be_coordinator(address: Connection) -> None:
+    from megatron.core.inference import data_parallel_inference_coordinator as module
+
+    module.Headers = DOCUMENTED
+    module.socket.gethostname = lambda: "127.0.0.1"
+    module.DataParallelInferenceCoordinator(address, 1, Tokenizer()).start()
+
+
+class Engine:
+    """Answers as an engine of Megatron-Core 0.16.1 does."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, b"mp-coord-0")
+        dealer.connect(address)
+        self.heard: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self.socket = EventSocket(dealer, lambda frames: self.heard.put_nowait(unpack(frames[0])))
+        self.socket.send([b""])
+
+    async def hear(self) -> list[Any]:
+        return await asyncio.wait_for(self.heard.get(), LONG_SECONDS)
+
+    def answer(self, number: int, prompt: Any, tokens: list[int]) -> None:
+        request = {"request_id": number, "prompt": prompt, "status": "COMPLETED", "generated_tokens": tokens}
+        self.socket.send([pack([int(Header.ENGINE_REPLY), [{"requests": [request], "latency": None}]])])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def megatron_coordinator() -> Iterator[str]:
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_be_coordinator, args=(sender,), daemon=True)
+    process.start()
+    sender.close()
+    assert receiver.poll(LONG_SECONDS)
+    yield receiver.recv()
+    process.kill()
+    process.join()
+
+
+async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: str) -> None:
+    engine = Engine(megatron_coordinator)
+    client = InferenceClient(megatron_coordinator, deserialize=False)
+    try:
+        # Sent before the registration; the engine must register first.
+        starting = asyncio.create_task(client.start(connect_timeout_seconds=LONG_SECONDS))
+        params = SamplingParams(num_tokens_to_generate=3)
+        await starting
+        for prompt in ([1, 2], "some text"):
+            future = client.add_request(prompt, params)
+            header, number, forwarded, sampling = await engine.hear()
+            assert (header, forwarded, sampling["num_tokens_to_generate"]) == (Header.SUBMIT_REQUEST, prompt, 3)
+            engine.answer(number, str(prompt), [7, 8, 9])
+            reply = await future
+            assert (reply["generated_tokens"], reply["generated_text"], reply["status"]) == (
+                [7, 8, 9],
+                "7 8 9",
+                "COMPLETED",
+            )
+        for verb in ("pause", "suspend", "resume", "unpause"):
+            await getattr(client, f"{verb}_engines")()
+            assert (await engine.hear())[0] == Header[verb.upper()]
+        with pytest.raises(ControlRejectedError, match="a coordinator of Megatron-Core has no such message"):
+            await client.update_weights("elsewhere", 1)
+    finally:
+        client.stop()
+        engine.close()
