@@ -1,15 +1,14 @@
 """A small reinforcement learning loop: generate, score, train, and update the weights of the engine in place.
 
-The policy is a transformers model that the program trains; the engine generates from a copy of its weights. After each
-training step the program pauses the engine, gives it the new weights under the next epoch, and unpauses it. Every
-answer lists the epoch that sampled each of its tokens. The reward prefers short words; it stands for a real one.
+The policy is a transformers model that the program trains (a GPTModel of Megatron-Core works the same way). The engine
+generates from a copy of its weights. After each training step, the engine copies the policy's new weights under the
+next epoch, while a request is in flight: its tokens of the old weights get older, which their staleness says. The
+reward prefers short words; it stands for a real one.
 
 python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
 """
 
 import argparse
-import tempfile
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -52,23 +51,27 @@ def main() -> None:
     policy = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=16, seed=1)
+    long = SamplingParams(temperature=1.0, num_tokens_to_generate=64, seed=2)
     tokenizer = arguments.tokenizer or arguments.model
 
-    with (
-        tempfile.TemporaryDirectory() as weights,
-        MegatronLLM(model=policy, tokenizer=tokenizer, use_coordinator=True, dtype="float32") as llm,
-    ):
+    with MegatronLLM(model=policy, tokenizer=tokenizer, use_coordinator=True, dtype="float32") as llm:
         for epoch in range(1, arguments.steps + 1):
             rollouts = llm.generate(PROMPTS, params)
             assert all(request.policy_epoch[-1][1] == epoch - 1 for request in rollouts)
             mean = train(policy, optimizer, rollouts)
-            directory = Path(weights) / f"epoch-{epoch}"
-            policy.save_pretrained(directory)
 
-            llm.pause()  # requests in flight would keep their tokens and continue with the new weights
-            llm.update_weights(str(directory), epoch=epoch)
+            in_flight = llm.generate_stream("A long story:", long)
+            next(in_flight)
+            llm.pause()  # optional: no token is sampled while the weights change
+            llm.update_weights(source=policy, epoch=epoch)
             llm.unpause()
-            print(f"epoch {epoch}: mean reward {mean:.3f} with the weights before", flush=True)
+            *_, last = in_flight
+            staleness = last.request.policy_staleness.tolist()
+            print(
+                f"epoch {epoch}: mean reward {mean:.3f} with the weights before; a request in flight has "
+                f"{staleness.count(1)} tokens of these and {staleness.count(0)} of the new ones",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from megatron_runtime.client.rejection import (
     RequestRejectedError,
     RequestTooLargeError,
     UnavailableError,
+    UnsupportedByBackendError,
 )
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRejectedError
@@ -29,4 +30,5 @@ __all__ = [
     "RequestRejectedError",
     "RequestTooLargeError",
     "UnavailableError",
+    "UnsupportedByBackendError",
 ]

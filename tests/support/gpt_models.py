@@ -119,3 +119,12 @@ def logits_of(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
     length = len(tokens)
     hides = torch.ones(1, 1, length, length).tril() < 0.5
     return model(torch.tensor([list(tokens)]), torch.arange(length)[None], hides)[0]
+
+
+def make_configured_gpt(case: str) -> GPTModel:
+    """Return this rank's part of a model under the initialised parallel state."""
+    sizes = ParallelSizes(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    return make_gpt(case, sizes=sizes)

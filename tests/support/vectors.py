@@ -81,6 +81,8 @@ VECTORS: dict[str, Vector] = {
     ),
     "ABORT_REQUEST, plain": Abort(0),
     "ABORT_REQUEST, by uid": Abort(UID),
+    "SUBMIT_REQUEST_WITH_KV": _PlainFrames(Header.SUBMIT_REQUEST_WITH_KV, 0, [1, 2, 3], _PLAIN_PARAMS, {}, [0]),
+    "RELEASE_KV": _PlainFrames(Header.RELEASE_KV, 0),
     "PAUSE, plain": _PlainFrames(Header.PAUSE),
     "PAUSE": _control(Header.PAUSE, expected_engines=2),
     "UNPAUSE": _control(Header.UNPAUSE),

@@ -4,5 +4,15 @@ from megatron_runtime.apis._llm_base import GenerationChunk
 from megatron_runtime.apis.async_llm import MegatronAsyncLLM
 from megatron_runtime.apis.llm import MegatronLLM
 from megatron_runtime.apis.serve import ServeConfig
+from megatron_runtime.requests.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["GenerationChunk", "MegatronAsyncLLM", "MegatronLLM", "ServeConfig"]
+__all__ = [
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "GenerationChunk",
+    "MegatronAsyncLLM",
+    "MegatronLLM",
+    "SamplingParams",
+    "ServeConfig",
+]

@@ -12,18 +12,22 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import psutil
+import torch
 
-from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank, share_failure
+from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, local_world, parallel_sizes
+from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
+from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -32,7 +36,7 @@ from megatron_runtime.requests.request import DynamicInferenceRequest, answered_
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron_runtime.tokenization import ChatTemplate, Tokenizer, load_tokenizer
+from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
@@ -49,6 +53,9 @@ SHUTDOWN_SECONDS = 30.0
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Share of the free memory for the KV cache of an engine without a configuration."""
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Types of a GPTModel's parameters that every device computes with."""
 
 WAITABLE_STATES = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
 
@@ -75,12 +82,17 @@ class _MegatronLLMBase:
 
     model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
                weights are copied.
-    tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
+    tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
+               `tokenize` and `detokenize`), or a model reference that has one. None: that of the model reference.
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
     coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
-    dtype:     "auto", "float32" or "bfloat16".
+    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel; of other models, bfloat16 if
+               the device computes with it.
     threads:   torch threads; None: torch's default.
+    tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: ranks of one engine by
+               dimension; None: those of a Megatron-Core model or of its parallel state, else 1. Start their product, or
+               a multiple of it, with torchrun. Consecutive ranks are an engine. Every rank constructs the object.
     """
 
     def __init__(
@@ -95,22 +107,32 @@ class _MegatronLLMBase:
         inference_wrapper_cls: type[GPTInferenceWrapper] | None = None,
         dtype: str = "auto",
         threads: int | None = None,
+        tensor_model_parallel_size: int | None = None,
+        pipeline_model_parallel_size: int | None = None,
+        expert_model_parallel_size: int | None = None,
     ) -> None:
         if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
             raise ValueError("coordinator_host/port require use_coordinator=True")
-        expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
-        if not use_coordinator and expert_ranks > 1:
+        sizes = parallel_sizes(
+            unwrapped(model) if is_megatron_model(model) else model,
+            tensor=tensor_model_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            expert=expert_model_parallel_size,
+        )
+        if not use_coordinator and sizes.world > 1:
+            dimension = next(name for name in ("expert", "pipeline", "tensor") if getattr(sizes, name) > 1)
             raise ValueError(
-                f"expert_model_parallel_size > 1 (it is {expert_ranks}) needs use_coordinator=True, which synchronises "
-                "the steps of expert ranks"
+                f"{dimension}_model_parallel_size > 1 (it is {getattr(sizes, dimension)}) needs use_coordinator=True, "
+                "which synchronises the steps of the ranks"
             )
         if isinstance(model, DynamicInferenceEngine):
             self._engine = model
         else:
             config = inference_config or default_config()
             self._engine = _make_engine(
-                model, tokenizer, config, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
+                model, tokenizer, config, sizes, dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls
             )
+        self._sizes = sizes
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
@@ -133,7 +155,11 @@ class _MegatronLLMBase:
         manager = _EventLoopManager()
         manager.start()
         runtime = _CoordinatorRuntime(
-            self._engine, is_primary=global_rank() == 0, coordinator_host=host, coordinator_port=port
+            self._engine,
+            name=f"engine-{global_rank() // self._sizes.world}",
+            is_primary=global_rank() == 0,
+            coordinator_host=host,
+            coordinator_port=port,
         )
         try:
             manager.run_sync(runtime.setup(loop=manager.loop))
@@ -143,6 +169,7 @@ class _MegatronLLMBase:
         self._loop_manager, self._coord_runtime = manager, runtime
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: self._engine.state_events.times(state) for state in WAITABLE_STATES}
+        manager.run_sync(runtime.wait_for_all())
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -312,15 +339,16 @@ class _MegatronLLMBase:
         if isinstance(source, str | Path):
             await self._verb("update_weights", str(source), self._next_epoch(epoch))
             return
-        executor: Any = self._engine.executor
+        runtime, executor = self._coord_runtime, cast("Any", self._engine.executor)
+        assert runtime is not None
         executor.use_memory(model_in_memory(source, ends=executor.eos_ids))
-        await asyncio.to_thread(share_failure, None)  # every rank has its model
+        await runtime.share_failure(None)  # every rank has its model
         failure: Exception | None = None
         try:
             await self._verb("update_weights", IN_MEMORY, self._next_epoch(epoch))
         except Exception as error:
             failure = error
-        cause = await asyncio.to_thread(share_failure, failure)  # every engine has copied the weights
+        cause = await runtime.share_failure(failure)  # every engine has copied the weights
         if failure is not None:
             raise failure
         if cause is not None:
@@ -428,9 +456,9 @@ class _MegatronLLMBase:
 
 
 def default_config() -> InferenceConfig:
-    """Return Megatron-Core's defaults, with a KV cache that fits this host."""
+    """Return Megatron-Core's defaults, with a KV cache that fits this host beside its other ranks."""
     wanted = InferenceConfig()
-    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / (1 << 30)
+    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30)
     return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
 
 
@@ -438,6 +466,7 @@ def _make_engine(
     model: Any,
     tokenizer: Any,
     config: InferenceConfig,
+    sizes: ParallelSizes,
     *,
     dtype: str = "auto",
     threads: int | None = None,
@@ -445,7 +474,8 @@ def _make_engine(
 ) -> DynamicInferenceEngine:
     """Return the engine of a model; its weights are not loaded yet.
 
-    model: a model reference, which has a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    model: a model reference, which may have a tokenizer of its own, or a model in memory, which needs `tokenizer`.
+    sizes: ranks of the engine.
     dtype, threads, wrapper_class: options of the executor; see MegatronLLM.
 
     Raises ModelSourceError, UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be used.
@@ -453,41 +483,21 @@ def _make_engine(
     source: ModelSource
     text: Tokenizer | Callable[[], Tokenizer]
     if isinstance(model, str):
-        source, text = resolve(model), lambda: load_tokenizer(model)
+        source = resolve(model)
+        text = (lambda: load_tokenizer(model)) if tokenizer is None else tokenizer_of(tokenizer)
     else:
-        text = _own_tokenizer(tokenizer)
+        text = tokenizer_of(tokenizer)
         source = model_in_memory(model, ends=text.eos_ids)
+    if dtype == "auto" and is_megatron_model(model):
+        dtype = _DTYPES.get(unwrapped(model).config.params_dtype, dtype)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "threads": threads,
+        "make_forward": None if wrapper_class is None else wrapper_class.forward_of,
+    }
+    if sizes.world > 1:
+        return engine_of_ranks(source, ModelText(text), config, sizes, **options)
     executor = select_executor(
-        source,
-        ModelText(text),
-        config,
-        dtype=dtype,
-        kv_cache_memory=config.buffer_bytes,
-        threads=threads,
-        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
+        source, ModelText(text), config, local_rank=local_rank(), kv_cache_memory=config.buffer_bytes, **options
     )
     return DynamicInferenceEngine(executor, config)
-
-
-def _own_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return `tokenizer`, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as a Tokenizer."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if isinstance(tokenizer, str | Path):
-        return load_tokenizer(str(tokenizer))
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if type(backend).__module__.partition(".")[0] != "tokenizers":
-        raise TypeError(
-            f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of "
-            "megatron_runtime, a fast tokenizer of transformers, or a model reference"
-        )
-    eos = getattr(tokenizer, "eos_token_id", None)
-    template = getattr(tokenizer, "chat_template", None)
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
-    return Tokenizer(
-        backend,
-        bos_id=getattr(tokenizer, "bos_token_id", None),
-        eos_ids=() if eos is None else (eos,),
-        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
-    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
-import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -35,8 +36,7 @@ class _EventLoopManager:
             if self._thread is not None:
                 return
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-            torch = sys.modules.get("torch")
-            device = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else None
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._thread = threading.Thread(
                 target=_run_loop, args=(device, ready), name="megatron-llm-loop", daemon=True
             )
@@ -107,7 +107,7 @@ def _run_loop(device: int | None, ready: concurrent.futures.Future[asyncio.Abstr
     with asyncio.Runner() as runner:
         try:
             if device is not None:
-                sys.modules["torch"].cuda.set_device(device)
+                torch.cuda.set_device(device)
         except BaseException as error:
             ready.set_exception(error)
             return
@@ -130,15 +130,19 @@ class _CoordinatorRuntime:
         is_primary: bool,
         coordinator_host: str | None,
         coordinator_port: int | None,
+        name: str = "engine-0",
     ) -> None:
         self.client: InferenceClient | None = None
         """On the primary rank; None on workers."""
         self.coord_addr: str | None = None
         """ "tcp://host:port", once set up."""
         self._engine = engine
+        self._name = name
         self._is_primary = is_primary
         self._host = coordinator_host
         self._port = coordinator_port
+        self._all_ranks: dist.ProcessGroup | None = None
+        """All ranks of the program, if there are several."""
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
         """Start coordinator and client. After a failure neither is left running."""
@@ -146,7 +150,7 @@ class _CoordinatorRuntime:
             if self._is_primary:
                 self.coord_addr = await self._listen(loop, launch=True)
                 await self._share()
-                self.client = InferenceClient(self.coord_addr, deserialize=False)
+                self.client = InferenceClient(self.coord_addr, deserialize=False, records=True)
                 await self.client.start()
             else:
                 await self._share()
@@ -159,18 +163,39 @@ class _CoordinatorRuntime:
         """Connect the engine. Without a host and a port it binds a free port."""
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
         return await self._engine.start_listening_to_data_parallel_coordinator(
-            self._port, launch, loop=loop, name=f"engine-{global_rank()}", **where
+            self._port, launch, loop=loop, name=self._name, **where
         )
 
     async def _share(self) -> None:
         """Send the coordinator's address from the primary to every rank, if several ranks run and no port is set."""
-        distributed = _distributed()
-        if distributed is None or distributed.get_world_size() == 1 or self._port is not None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # On the host, because the GPUs of other ranks may be in a step.
+            group = await asyncio.to_thread(dist.new_group, backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "it has every rank"
+            self._all_ranks = group
+        if self._all_ranks is None or self._port is not None:
             return
-        address = await asyncio.to_thread(_broadcast_text, distributed, self.coord_addr or "")
+        address = await asyncio.to_thread(_broadcast_text, self.coord_addr or "", self._all_ranks)
         if not self._is_primary:
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             self._host, self._port = host, int(port)
+
+    async def wait_for_all(self) -> None:
+        """Wait until every rank of torch.distributed has set up its engine, so that no rank misses a signal."""
+        if self._all_ranks is not None:
+            await asyncio.to_thread(dist.barrier, group=self._all_ranks)
+
+    async def share_failure(self, failure: Exception | None) -> str | None:
+        """Return the failure of rank 0 as text, on every rank of the program; None if there was none.
+
+        Every rank must call this. It returns when all ranks have called it.
+        """
+        if self._all_ranks is None:
+            return None
+        await self.wait_for_all()
+        text = "" if failure is None else str(failure) or type(failure).__name__
+        text = text.encode()[:MAX_ADDRESS_BYTES].decode(errors="ignore")
+        return await asyncio.to_thread(_broadcast_text, text, self._all_ranks) or None
 
     async def teardown(self) -> None:
         """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
@@ -180,45 +205,11 @@ class _CoordinatorRuntime:
         await self._engine.stop_listening()
 
 
-# --- ranks of torch.distributed ---------------------------------------------------------------------------------------
-
-
-def global_rank() -> int:
-    """Return the global rank of this process; 0 without torch.distributed."""
-    distributed = _distributed()
-    return int(distributed.get_rank() if distributed is not None else os.environ.get("RANK", "0"))
-
-
-def _distributed() -> Any | None:
-    """Return torch.distributed if it is imported and a process group is initialised."""
-    module = sys.modules.get("torch.distributed")
-    return module if module is not None and module.is_available() and module.is_initialized() else None
-
-
-def share_failure(failure: Exception | None) -> str | None:
-    """Return the failure of rank 0 as text, on every rank of the process group; None if there was none.
-
-    Every rank must call this. It returns when all ranks have called it.
-    """
-    distributed = _distributed()
-    if distributed is None or distributed.get_world_size() == 1:
-        return None
-    distributed.barrier()
-    text = (
-        ""
-        if failure is None
-        else (str(failure) or type(failure).__name__).encode()[:MAX_ADDRESS_BYTES].decode(errors="ignore")
-    )
-    return _broadcast_text(distributed, text) or None
-
-
-def _broadcast_text(distributed: Any, text: str) -> str:
-    """Return the text of rank 0. Every rank of the process group must call this."""
-    torch = sys.modules["torch"]
+def _broadcast_text(text: str, ranks: dist.ProcessGroup) -> str:
+    """Return the text of rank 0. Every rank of the group must call this."""
     data = text.encode().ljust(MAX_ADDRESS_BYTES, b"\0")
     if len(data) > MAX_ADDRESS_BYTES:
         raise ValueError(f"address of {len(data)} bytes: at most {MAX_ADDRESS_BYTES}")
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    distributed.broadcast(tensor, src=0)
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+    dist.broadcast(tensor, src=0, group=ranks)
     return bytes(tensor.tolist()).rstrip(b"\0").decode()

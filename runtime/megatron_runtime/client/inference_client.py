@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import zmq
 
 from megatron_runtime.client import megatron_protocol
-from megatron_runtime.client.pending import PendingRequest, partial_frames, running_loop
+from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -75,6 +75,7 @@ class InferenceClient:
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
+    records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
     model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
@@ -85,6 +86,7 @@ class InferenceClient:
         inference_coordinator_port: int | str,
         *,
         deserialize: bool | None = None,
+        records: bool | None = None,
         keys: PeerKeys | None = None,
         name: str | None = None,
         model: str = "",
@@ -92,6 +94,7 @@ class InferenceClient:
         self.next_request_id = 0
         self.listener_task: asyncio.Task[None] | None = None
         self._deserialize = deserialize
+        self._records = deserialize is not False if records is None else records
         self._name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._open: dict[bytes, PendingRequest] = {}
         self._by_id: dict[int, PendingRequest] = {}
@@ -213,22 +216,23 @@ class InferenceClient:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
         """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
 
-        prompt:  token ids, shape [n]; text only if the coordinator has a tokenizer.
+        prompt:  token ids, shape [n], or text, which the engine tokenizes.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
         options: see RequestOptions.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=False, **options))
+        request = self._new_request(prompt, sampling_params, streaming=False, **options)
         request.future = future
         future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
         self._at_home(lambda: self._submit(request))
         return future
 
     def add_request_streaming(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
         """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
@@ -236,12 +240,36 @@ class InferenceClient:
         "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
         aborts the request. The arguments are those of add_request().
         """
-        sampling_params.streaming = True
-        request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=True, **options))
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params.streaming = True
+        request = self._new_request(prompt, sampling_params, streaming=True, **options)
         reader = running_loop() if self._other_loop() is not None else None
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
         return request.stream
+
+    def add_request_with_kv_handoff(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> asyncio.Future[Any]:
+        """Return a future that raises UnsupportedByBackendError: no backend reads the KV cache of another engine.
+
+        The arguments are those of Megatron-Core, whose decode engines read the KV of a prefill engine.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.set_exception(_no_kv_handoff())
+        return future
+
+    def add_request_with_kv_handoff_streaming(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> AsyncStream:
+        """Return a stream that raises UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        stream = AsyncStream(self.next_request_id, self.abort_request)
+        stream.finish(_no_kv_handoff())
+        return stream
+
+    def release_handoff(self, request_id: int) -> None:
+        """Raise UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        raise _no_kv_handoff()
 
     def abort_request(self, request_id: int) -> None:
         """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
@@ -255,7 +283,10 @@ class InferenceClient:
 
         self._at_home(abort)
 
-    def _new_request(self, request: PendingRequest) -> PendingRequest:
+    def _new_request(
+        self, prompt: str | Sequence[int], params: Serializable, *, streaming: bool, **options: Unpack[RequestOptions]
+    ) -> PendingRequest:
+        request = PendingRequest.make(prompt, params, streaming=streaming, record=self._records, **options)
         with self._ids:
             request.request_id = self.next_request_id
             self.next_request_id += 1
@@ -484,3 +515,10 @@ class InferenceClient:
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
+
+
+def _no_kv_handoff() -> Exception:
+    message = (
+        "UnsupportedByBackend: no backend hands KV to another engine: use add_request(), which computes the prompt"
+    )
+    return rejection(ErrorCode.UNSUPPORTED, message)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import (
@@ -28,6 +28,13 @@ from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+class Serializable(Protocol):
+    """Sampling parameters of any class."""
+
+    def serialize(self) -> dict[str, Any]: ...
+
 
 TOKEN_BYTES = 4
 
@@ -72,16 +79,25 @@ class PendingRequest:
     def make(
         cls,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: Serializable,
         *,
         streaming: bool,
+        record: bool = False,
         deadline_seconds: float | None = None,
         engine: str = "",
         tenant: str = "",
         adapter: str = "",
     ) -> Self:
-        """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none."""
+        """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
+
+        params: SamplingParams, or another object whose serialize() returns fields of them.
+        record: ask for the answer's text and times; see SamplingParams.return_record.
+
+        Raises InvalidSamplingParamsError.
+        """
         now = time.perf_counter()
+        params = copy.copy(params) if isinstance(params, SamplingParams) else _params_of(params.serialize())
+        params.return_record |= record
         return cls(
             request_id=0,
             uid=secrets.token_bytes(limits.UID_BYTES),
@@ -97,7 +113,7 @@ class PendingRequest:
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),
-            sampling_params=copy.copy(params),
+            sampling_params=params,
             submitted=now,
             deadline=now + deadline_seconds if deadline_seconds is not None else None,
         )
@@ -240,6 +256,11 @@ def partial_frames(
             frame = request.take_partial(entry.offset, tokens, own)
             if frame is not None:
                 yield request, frame
+
+
+def _params_of(fields: dict[str, Any]) -> SamplingParams:
+    """Return sampling parameters of these fields; None and absent fields have their default."""
+    return SamplingParams.deserialize({name: value for name, value in fields.items() if value is not None})
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

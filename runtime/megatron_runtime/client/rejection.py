@@ -9,7 +9,7 @@ class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
     code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends
-          engines, 503 unavailable, 504 deadline exceeded.
+          engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
     is_transient: whether the same request may succeed later.
     """
 
@@ -25,6 +25,8 @@ class RequestRejectedError(Exception):
 class InvalidRequestError(RequestRejectedError):
     """The request is invalid."""
 
+    is_transient = False
+
 
 class AdapterNotFoundError(RequestRejectedError):
     """The engines have no adapter of the name that the request has."""
@@ -35,9 +37,13 @@ class AdapterNotFoundError(RequestRejectedError):
 class ModelChangedError(RequestRejectedError):
     """The engines run another model than the request names."""
 
+    is_transient = False
+
 
 class RequestTooLargeError(RequestRejectedError):
     """The request is larger than the size limit of a message."""
+
+    is_transient = False
 
 
 class QueueFullError(RequestRejectedError):
@@ -58,6 +64,12 @@ class EngineFailedError(RequestRejectedError):
     is_transient = False
 
 
+class UnsupportedByBackendError(RequestRejectedError):
+    """The request needs a feature that no backend of this runtime has."""
+
+    is_transient = False
+
+
 _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.INVALID_REQUEST: InvalidRequestError,
     ErrorCode.ADAPTER_NOT_FOUND: AdapterNotFoundError,
@@ -65,6 +77,7 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.TOO_LARGE: RequestTooLargeError,
     ErrorCode.QUEUE_FULL: QueueFullError,
     ErrorCode.ENGINE_FAILED: EngineFailedError,
+    ErrorCode.UNSUPPORTED: UnsupportedByBackendError,
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE: DeadlineExceededError,
 }

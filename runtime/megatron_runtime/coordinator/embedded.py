@@ -25,6 +25,7 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.requests.hashing import frame_hashes
 from megatron_runtime.transport.zmtp.router import Router
 
 
@@ -62,7 +63,7 @@ class DataParallelInferenceCoordinator:
         prefix_caching_routing_alpha: float = 0.5,
     ) -> None:
         prefixes = enable_prefix_caching and block_size_tokens is not None
-        policy = prefix_caching_coordinator_policy if prefixes else RoutingPolicy.LOAD_BALANCED
+        policy = RoutingPolicy(prefix_caching_coordinator_policy) if prefixes else RoutingPolicy.LOAD_BALANCED
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=inference_coordinator_port or 0,
@@ -76,6 +77,7 @@ class DataParallelInferenceCoordinator:
         )
         self.data_parallel_size = data_parallel_size
         self.tokenizer = tokenizer
+        self._block_size_tokens = block_size_tokens if prefixes else None
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._coordinator = self._runner.run(self._open(settings))
         self._core = self._coordinator.core
@@ -146,10 +148,11 @@ class DataParallelInferenceCoordinator:
         return self._core.router.next_in_turn(self._candidates()).peer[1]
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Block hashes of a prompt; none when prefix caching is off or the prompt is shorter than a block."""
+        """Hashes of all complete blocks of a prompt, for every routing policy; none if prefix caching is disabled."""
+        if self._block_size_tokens is None:
+            return []
         tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
-        frame = tokens_to_bytes(list(tokens))
-        return self._core.router.hashes_of(frame, self._core.engines.serving())
+        return frame_hashes(tokens_to_bytes(list(tokens)), self._block_size_tokens)
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
         """The identity of the engine for a prompt with these block hashes."""

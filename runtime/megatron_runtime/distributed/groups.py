@@ -51,41 +51,55 @@ class GroupError(RuntimeError):
 class Groups(Collectives):
     """The process groups of this rank, which also send hidden states from one pipeline stage to the next.
 
-    All ranks construct it at the same time: the constructor waits for the others.
+    All ranks construct it at the same time: the constructor waits for the others. If the program has not initialised
+    torch.distributed, the constructor does.
 
+    rank:     number of this rank in its engine.
     device:   of this rank's tensors.
+    engine, engines: see RankIdentity.
     progress: of this rank's step.
     """
 
     def __init__(
-        self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: timedelta
+        self,
+        store: dist.Store,
+        sizes: ParallelSizes,
+        *,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        engine: int = 0,
+        engines: int = 1,
     ) -> None:
         self.shard = sizes.shard(rank)
         self.progress = StepProgress()
         self._tokens_of_experts: tuple[int, ...] = ()
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self.device = device
-        is_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=sizes.world,
-            timeout=timeout,
-            device_id=device if is_gpu else None,
-        )
-        numbers = torch.arange(sizes.world).view(sizes.pipeline, sizes.expert, sizes.tensor)  # as Shard.rank
+        self._first_rank = engine * sizes.world
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self._first_rank + rank,
+                world_size=engines * sizes.world,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
+        shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # as Shard.rank
+        numbers = torch.arange(engines * sizes.world).view(shape)
 
         def group(dimension: int) -> dist.ProcessGroup | None:
             """Create the groups of ranks along a dimension. Return this rank's group; None if it has no other rank."""
-            ranks = numbers.movedim(dimension, -1).flatten(0, 1).tolist()
+            ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:
                 return None
-            own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+            own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
             assert isinstance(own, dist.ProcessGroup), "every rank is in one group of each dimension"
             return own
 
-        self._pipeline, self._expert, self._tensor = map(group, range(3))
+        self._pipeline, self._expert, self._tensor = map(group, range(1, 4))
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
         """Begin a forward pass with these numbers of tokens on the expert ranks, which each rank has from the plan."""
@@ -170,4 +184,4 @@ class Groups(Collectives):
                 self._sending.pop(0)[0].wait()
 
     def _neighbour(self, step: int) -> int:
-        return self.shard.rank + step * self.shard.sizes.tensor * self.shard.sizes.expert
+        return self._first_rank + self.shard.rank + step * self.shard.sizes.tensor * self.shard.sizes.expert

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 import zmq
+from torch.distributed import distributed_c10d
 from zmq.auth.thread import ThreadAuthenticator
 
 from megatron_runtime.distributed.errors import RankError, RendezvousError
@@ -45,6 +46,9 @@ SILENCE_SECONDS = 3.0
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
     """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
+    prefix = f"megatron/{identity.attempt}/{identity.engine}"
+    if dist.is_initialized():  # a program that uses torch.distributed has a store already
+        return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
     # Under torchrun, the agent of the first node has opened the store already.
     is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -61,7 +65,7 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
             identity.rank,
             f"no rendezvous at {identity.address}:{identity.port} within {timeout_seconds:g} s: {error}",
         ) from error
-    return dist.PrefixStore("megatron", store)
+    return dist.PrefixStore(prefix, store)
 
 
 def prepare_together(

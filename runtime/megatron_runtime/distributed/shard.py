@@ -141,6 +141,9 @@ class RankIdentity:
 
     local_rank, local_world: the same on this host or pod.
     address, port:           where rank 0 listens.
+    engine, engines:         number of this engine, and of all engines, of a program that runs them side by side. All
+                             their ranks are in the program's torch.distributed, engine after engine.
+    attempt:                 number of engines that this program has constructed before.
     """
 
     rank: int
@@ -149,6 +152,9 @@ class RankIdentity:
     local_world: int
     address: str
     port: int
+    engine: int = 0
+    engines: int = 1
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class Capability(StrEnum):
     LOG_PROBS = "log-probabilities"
     PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
     PRIORITY = "priorities"
+    TEXT = "text prompts"
 
 
 class UnsupportedByBackendError(RuntimeError):
@@ -160,6 +161,7 @@ class Detokenizer(Protocol):
     """Incremental decoder of one token sequence. Incomplete characters are held back."""
 
     def feed(self, ids: Iterable[int]) -> str: ...
+    def finish(self) -> str: ...
 
 
 class EngineBackend(Protocol):
@@ -196,6 +198,13 @@ class EngineBackend(Protocol):
 
         cause: the error if the engine has failed.
         """
+
+    def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
+        """Return the token ids of a text prompt. Only of a backend that declares Capability.TEXT.
+
+        Raises ValueError if the text cannot be tokenized.
+        """
+        raise NotImplementedError
 
     def detokenizer(self) -> Detokenizer | None:
         """Return a new incremental decoder of the model's tokens; None if they have no text."""

@@ -59,6 +59,7 @@ class StateEvents:
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
+        self.on_enter: Callable[[EngineState], object] = lambda state: None
         self._resumed = False
         self._times = dict.fromkeys((*SET_IN, _S.RESUMED), 0)
         self._changed = asyncio.Event()
@@ -71,6 +72,7 @@ class StateEvents:
             self._times[landed] += 1
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_enter(state)
 
     def is_set(self, state: EngineState) -> bool:
         return self._resumed if self._check(state) is _S.RESUMED else self.state in SET_IN[state]

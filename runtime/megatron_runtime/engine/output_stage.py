@@ -6,8 +6,10 @@ Tokens that may be part of a stop text are held back, because a sent token canno
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_runtime.engine.backend import Detokenizer
@@ -120,6 +122,8 @@ class OpenRequest:
     sent: int
     matcher: StopMatcher | None
     details: LogProbDetails | None = None
+    times: list[float] | None = None
+    """If a record is requested: when the request was added, and when each new token arrived."""
 
 
 class OutputStage:
@@ -128,6 +132,7 @@ class OutputStage:
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend that a stop text has ended.
     on_forget:    called with the dispatch id of each request that ends.
+    clock:        returns monotonic seconds.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class OutputStage:
         finish_early: Callable[[int], object],
         detokenizer: Callable[[], Detokenizer | None],
         on_forget: Callable[[int], None] = lambda dispatch_id: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.open: dict[int, OpenRequest] = {}
         self.idle = asyncio.Event()
@@ -146,6 +152,7 @@ class OutputStage:
         self._finish_early = finish_early
         self._detokenizer = detokenizer
         self._on_forget = on_forget
+        self._clock = clock
 
     def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
         matcher = None
@@ -164,6 +171,7 @@ class OutputStage:
             sent=len(generated),
             matcher=matcher,
             details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
+            times=[self._clock()] if params.return_record else None,
         )
         self.idle.clear()
 
@@ -207,6 +215,8 @@ class OutputStage:
     def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
         if request.details is not None:
             request.details.take(output)
+        if request.times is not None and output.new_tokens:
+            request.times += [self._clock()] * len(output.new_tokens)
         for token in output.new_tokens:
             request.tokens.append(token)
             if request.matcher is not None:
@@ -228,6 +238,22 @@ class OutputStage:
             request.sent = upto
         self._send(Partial(route, entries, tokens_to_bytes(tokens), pack(extras) if extras else b"").to_frames())
 
+    def _record(self, request: OpenRequest, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
+
+        The times are those of this engine: after a failover there is no ttft.
+        """
+        assert request.times is not None
+        added, *arrived = request.times
+        record: dict[str, Any] = {"tpot": [round(after - before, 6) for before, after in pairwise(arrived)]}
+        if arrived and not request.dispatch.generated:
+            record["ttft"] = arrived[0] - added
+        detokenizer = self._detokenizer()
+        if detokenizer is not None:
+            tokens = request.tokens if output.stop_token is None else request.tokens[:-1]
+            record["generated_text"] = detokenizer.feed(tokens) + detokenizer.finish()
+        return record
+
     def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"
         reply: dict[str, Any] = {
@@ -240,6 +266,8 @@ class OutputStage:
         if output.summary is not None:
             reply.update((name, getattr(output.summary, name)) for name in RequestSummary.__slots__)
             reply["events"] = [event.serialize() for event in output.summary.events]
+        if request.times is not None:
+            reply.update(self._record(request, output))
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
             reply["generated_text"] = request.matcher.text[: found.end + keep]

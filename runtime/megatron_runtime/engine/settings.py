@@ -47,6 +47,8 @@ class EngineSettings:
     echo_step_seconds: duration of a step of the echo backend.
     echo_ranks:        simulated ranks of the echo backend; each acknowledges every verb.
     echo_faults:       injected faults of an echo engine; see backends/echo/faults.py.
+    registration_seconds: the engine ends if no coordinator has answered in this time after its start; None: it tries
+                       without end.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
     """
 
@@ -80,6 +82,7 @@ class EngineSettings:
     echo_step_seconds: float = 0.0
     echo_ranks: int = 1
     echo_faults: tuple[str, ...] = ()
+    registration_seconds: float | None = None
     drain_seconds: float = 60.0
 
     @property

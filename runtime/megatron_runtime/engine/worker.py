@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -45,11 +46,17 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Message,
     Plain,
+    tokens_to_bytes,
     unpack,
 )
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
+from megatron_runtime.transport.peer_link import (
+    CoordinatorUnreachableError,
+    PeerLink,
+    coordinator_address,
+    unreachable_cause,
+)
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)
@@ -58,6 +65,9 @@ MakeBackend = Callable[[EngineSettings], EngineBackend]
 MakeLink = Callable[..., PeerLink]
 """Takes the arguments of PeerLink."""
 
+FIRST_REPORT_SECONDS = 10.0
+REPORT_SECONDS = 30.0
+"""From the start to the first log message about a coordinator that does not answer, and between two messages."""
 LOAD_SILENCE_SECONDS = 600.0
 """Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
 
@@ -84,6 +94,7 @@ class EngineWorker:
         self._aborts_in_progress = 0
         self._weights_wanted = True
         self._coordinator_state: CoordinatorState | None = None
+        self._acknowledged = asyncio.Event()
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
@@ -114,11 +125,13 @@ class EngineWorker:
             health = HealthServer(missing=self._missing, registry=self._registry, port=self._settings.health_port)
             await health.start()
         controller = asyncio.create_task(self._control_loop())
+        registration = asyncio.create_task(self._report_until_registered())
         await self._link.start(connect_timeout_seconds=0)
         try:
             await self.ended.wait()
         finally:
             controller.cancel()
+            registration.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
             self._link.close(self._goodbye)
@@ -163,6 +176,7 @@ class EngineWorker:
             adapter_errors=self.lifecycle.adapters.errors or None,
             fence=self.lifecycle.fence,
             ranks=info.ranks,
+            tokenizes=Capability.TEXT in info.capabilities,
             model=settings.model_hash,
             revision=settings.revision,
             max_requests=settings.max_requests,
@@ -184,7 +198,28 @@ class EngineWorker:
             digest=stats.weights_digest,
         )
 
+    async def _report_until_registered(self) -> None:
+        """Log where the coordinator was tried and why it does not answer, until it does or the engine ends."""
+        limit = math.inf if self._settings.registration_seconds is None else self._settings.registration_seconds
+        waited, pause = 0.0, FIRST_REPORT_SECONDS
+        while True:
+            pause = min(pause, limit - waited)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._acknowledged.wait(), pause)
+                return
+            waited, pause = waited + pause, REPORT_SECONDS
+            address = self._link.address
+            message = (
+                f"engine {self._settings.name}: no coordinator answered at {address} for {waited:g} s: "
+                f"{await unreachable_cause(address)}"
+            )
+            if waited >= limit:
+                self.fail(CoordinatorUnreachableError(message), goodbye="no coordinator answered")
+                return
+            logger.warning("%s", message)
+
     def _on_ack(self, ack: HelloAck, given_away: bool) -> None:
+        self._acknowledged.set()
         if given_away:
             self._drop_all()
         self._coordinator_state = ack.state
@@ -330,6 +365,9 @@ class EngineWorker:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
+            if dispatch.meta.text:
+                tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
+                dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
             request = EngineRequest.of_dispatch(dispatch, params, adapter=adapter)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except (ValueError, TypeError, AttributeError) as error:

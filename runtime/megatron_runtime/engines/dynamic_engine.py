@@ -8,14 +8,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.ranked.executor import Follower, RankedExecutor
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -30,10 +34,14 @@ from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial,
 from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.tokenization import tokenizer_of
 
 __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "EngineFailedError"]
 
 LOOPBACK = "127.0.0.1"
+
+REGISTRATION_SECONDS = 300.0
+"""How long the engine of a program tries to reach its coordinator."""
 
 _dispatch_ids = count(1)
 
@@ -47,14 +55,28 @@ class DynamicInferenceEngine(EngineCore):
 
     It generates in the calling thread (generate(), generate_stream(), or add_request() and step()), or serves a
     coordinator on an event loop (start_listening_to_data_parallel_coordinator()).
+
+    controller: an Executor, or Megatron-Core's TextGenerationController: a model in `inference_wrapped_model.model` and
+                a `tokenizer`.
+    context:    the InferenceConfig, or Megatron-Core's DynamicInferenceContext, from which the limits are taken.
+    follower: for another rank of an engine than its first, which runs the requests: `executor` is this rank's part.
     """
 
     def __init__(
-        self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        controller: Any,
+        context: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        follower: Follower | None = None,
     ) -> None:
+        config = context if isinstance(context, InferenceConfig) else _config_of(context)
+        wrapped = getattr(controller, "inference_wrapped_model", None)
+        executor = controller if wrapped is None else _executor_of(wrapped.model, controller.tokenizer, config)
         super().__init__(executor, config, clock=clock)
         self._in_use = threading.Lock()
-        self._service: _Service | None = None
+        self._following = _Following(follower) if follower is not None else None
+        self._service: _Service | _Following | None = None
 
     @property
     def controller(self) -> ModelText:
@@ -115,6 +137,8 @@ class DynamicInferenceEngine(EngineCore):
         return self.controller.tokenize_prompt(prompt, params.add_BOS) if isinstance(prompt, str) else list(prompt)
 
     def _exclusive(self) -> threading.Lock:
+        if self._following is not None:
+            raise RuntimeError("only the first rank of an engine generates")
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
         return self._in_use
@@ -133,7 +157,8 @@ class DynamicInferenceEngine(EngineCore):
     ) -> str:
         """Serve a coordinator. Return its "tcp://host:port" when the engine is registered, with its weights loaded.
 
-        launch_inference_coordinator: start the coordinator as a child process, which ends with this process.
+        launch_inference_coordinator: start the coordinator as a child process, which ends with this process. Only the
+              first rank of an engine does.
         inference_coordinator_port, hostname: address of the coordinator; by default a free port on the loopback
               interface.
         loop: event loop of the engine's connection; None: the caller's loop.
@@ -144,6 +169,8 @@ class DynamicInferenceEngine(EngineCore):
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")
         launch = None
+        if self._following is not None:
+            launch_inference_coordinator = False
         if launch_inference_coordinator:
             by_prefix, path = self.config.enable_prefix_caching, coordinator_schedule_output_path
             launch = CoordinatorSettings(
@@ -159,7 +186,7 @@ class DynamicInferenceEngine(EngineCore):
             )
         elif inference_coordinator_port is None:
             raise ValueError("inference_coordinator_port is required if no coordinator is launched")
-        self._service = _Service(self, name=name)
+        self._service = self._following or _Service(self, name=name)
         starting = self._service.start(f"tcp://{hostname or LOOPBACK}:{inference_coordinator_port}", launch=launch)
         try:
             if loop is None or loop is asyncio.get_running_loop():
@@ -179,14 +206,12 @@ class DynamicInferenceEngine(EngineCore):
     @property
     def coordinator(self) -> CoordinatorProcess | None:
         """The coordinator process that this engine launched."""
-        return self._service.coordinator if self._service is not None else None
+        return self._service.coordinator if isinstance(self._service, _Service) else None
 
     @property
     def state_events(self) -> StateEvents:
         """The engine's states as events, for the event loop of the engine's connection."""
-        worker = self._serving().worker
-        assert worker is not None
-        return worker.lifecycle.events
+        return self._serving().events
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
         """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time).
@@ -194,7 +219,7 @@ class DynamicInferenceEngine(EngineCore):
         Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
         if not self.state_events.has_reached(state, times=times):
-            await self._serving().unless_ended(self.state_events.wait(state, times=times))
+            await unless_ended(self.state_events.wait(state, times=times), self.engine_loop_task)
 
     async def stop_listening(self) -> None:
         """Leave the coordinator, and stop it if this engine launched it. Idempotent.
@@ -205,12 +230,29 @@ class DynamicInferenceEngine(EngineCore):
             await self._service.stop()
             self._service = None
 
-    def _serving(self) -> _Service:
+    def _serving(self) -> _Service | _Following:
         if self._service is None:
             raise RuntimeError(
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
             )
         return self._service
+
+
+def _config_of(context: Any) -> InferenceConfig:
+    """Return the configuration with which a context of Megatron-Core was built."""
+    source = getattr(context, "config", context)
+    names = (field.name for field in fields(InferenceConfig))
+    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
+
+
+def _executor_of(model: Any, tokenizer: Any, config: InferenceConfig) -> Executor:
+    """Return the executor of a model in memory, with its weights loaded, in the type of its parameters."""
+    text = tokenizer_of(tokenizer)
+    executor = select_executor(
+        model_in_memory(model, ends=text.eos_ids), ModelText(text), config, kv_cache_memory=config.buffer_bytes
+    )
+    executor.load()
+    return executor
 
 
 class _OfflineRun:
@@ -240,7 +282,7 @@ class _OfflineRun:
         """Dispatch id and request, by uid."""
         for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             params.validate()
-            request = PendingRequest.make(prompt, params, streaming=streaming)
+            request = PendingRequest.make(prompt, params, streaming=streaming, record=True)
             request.request_id = number
             self._queue.append(request)
         self._stage = OutputStage(
@@ -299,6 +341,11 @@ class _Service:
         self._engine = engine
         self._name = name
 
+    @property
+    def events(self) -> StateEvents:
+        assert self.worker is not None
+        return self.worker.lifecycle.events
+
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
         """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
         try:
@@ -306,11 +353,20 @@ class _Service:
                 self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
                 address = self.coordinator.address
             settings = EngineSettings(
-                coordinator=address, name=self._name, max_requests=self._engine.config.request_slots
+                coordinator=address,
+                name=self._name,
+                max_requests=self._engine.config.request_slots,
+                registration_seconds=REGISTRATION_SECONDS,
             )
-            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._engine._text))
+            executor = self._engine.executor
+            ranks = executor if isinstance(executor, RankedExecutor) else None
+            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._engine._text, ranks=ranks))
+            if ranks is not None:
+                self.events.on_enter = ranks.share_state
             self.task = asyncio.create_task(self._serve(worker))
-            await self.unless_ended(worker.joined.wait())
+            await unless_ended(worker.joined.wait(), self.task)
+            if ranks is not None:
+                ranks.share_state(self.events.state, has_joined=True)
         except BaseException:
             await self.stop()
             raise
@@ -339,14 +395,74 @@ class _Service:
         if worker.failure is not None:
             raise EngineFailedError(f"engine {self._name} failed: {worker.failure}") from worker.failure
 
-    async def unless_ended(self, wait: Coroutine[Any, Any, object]) -> None:
-        """Await `wait`. Raises EngineFailedError if the engine ends first."""
-        assert self.task is not None
-        waiting = asyncio.create_task(wait)
+
+class _Following:
+    """Another rank of an engine than the first: performs its orders, and follows the states that it reports.
+
+    The orders are performed on a thread from the construction on.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.events = StateEvents(EngineState.PAUSED)
+        self._joined = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._early: list[Callable[[], object]] = []
+        """What happened before start()."""
+        self._follower = follower
+        follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
+        self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            await asyncio.wait({waiting, self.task}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                await asyncio.shield(self.task)
-                raise EngineFailedError(f"engine {self._name} has stopped")
+            self._follower.run()
         finally:
-            waiting.cancel()
+            self._call(self._ended.set)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        """Run `action` on the event loop of start()."""
+        with self._lock:
+            if self._loop is None:
+                self._early.append(action)
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(action)
+
+    def _enter(self, state: str, has_joined: bool) -> None:
+        if has_joined:
+            self._joined.set()
+        else:
+            self.events.enter(EngineState(state))
+
+    async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
+        """Wait until the first rank has registered the engine. Return the address of the coordinator."""
+        with self._lock:
+            self._loop, early = asyncio.get_running_loop(), self._early
+        for action in early:
+            action()
+        self.task = asyncio.create_task(self._wait_for_end())
+        await unless_ended(self._joined.wait(), self.task)
+        return address
+
+    async def _wait_for_end(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Ask the first rank to end the engine, if it runs, and wait for that."""
+        if self.task is not None:
+            self._follower.channel.leave()
+            await self.task
+
+
+async def unless_ended(wait: Coroutine[Any, Any, object], engine: asyncio.Task[None]) -> None:
+    """Await `wait`. Raises EngineFailedError if the engine, whose task is `engine`, ends first."""
+    waiting = asyncio.create_task(wait)
+    try:
+        await asyncio.wait({waiting, engine}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await asyncio.shield(engine)
+            raise EngineFailedError("the engine has stopped")
+    finally:
+        waiting.cancel()

@@ -20,6 +20,8 @@ class Header(IntEnum):
     ENGINE_REPLY = 21
     ENGINE_REPLY_PARTIAL = 22
     ABORT_REQUEST = 23
+    SUBMIT_REQUEST_WITH_KV = 24  # this and the next are answered as unsupported
+    RELEASE_KV = 25
     PAUSE = 40
     UNPAUSE = 41
     SUSPEND = 42
@@ -89,7 +91,7 @@ class ErrorCode(IntEnum):
     IN_PROGRESS = 423  # another operation is under way
     QUEUE_FULL = 429
     ENGINE_FAILED = 500
-    UNSUPPORTED = 501  # of a control message: an engine's backend has no such feature
+    UNSUPPORTED = 501  # the engine's backend has no such feature
     UNAVAILABLE = 503  # paused with Reject, or stopped
     DEADLINE = 504
     ENGINES_MISSING = 424  # fewer engines are registered than the sender expects

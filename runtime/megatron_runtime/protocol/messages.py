@@ -106,6 +106,8 @@ class Hello(ControlMessage):
     """Engines: by name, why an adapter of the list is not loaded."""
     term: U64 | None = None
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
+    tokenizes: bool = False
+    """Engines: a DISPATCH may have a text prompt."""
 
 
 class HelloAck(ControlMessage):
@@ -499,8 +501,10 @@ def _decode_submit(items: list[Any]) -> Submit:
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
     _, number, uid, route, meta, prompt, generated, params = items[:8]
-    bodies = _array("prompt", prompt, 4), _array("generated", generated, 4), _body("params", params)
-    return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
+    request = RequestMeta.from_list(meta)
+    bodies = _array("prompt", prompt, 1 if request.text else 4), _array("generated", generated, 4)
+    head = _u64("dispatch id", number), _uid(uid), _u64("route", route)
+    return Dispatch(*head, request, *bodies, _body("params", params))
 
 
 def _decode_partial(items: list[Any]) -> Partial:

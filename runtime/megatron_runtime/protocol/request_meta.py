@@ -18,7 +18,7 @@ class RequestMeta(NamedTuple):
     deadline_ms: int | None = None
     """Time left when the message is sent; None means no deadline."""
     text: bool = False
-    """The prompt is UTF-8 text, not tokens. Only a coordinator with a tokenizer accepts it."""
+    """The prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, else an engine that has one."""
     priority: int = 0
     """Of waiting requests, the lowest number is dispatched first."""
     cache_salt: str = ""

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Self
 
 
 class AsyncStream:
     """Yields the items in the order of put(), then ends, or raises the exception passed to finish().
 
-    cancel: called with the request id, at most once, if the reader closes the stream before its end.
+    cancel: called at most once, if the reader closes the stream before its end: with the request id if its signature
+            takes an argument.
     loop:   the reader's loop. If given, put() and finish() may be called from other threads.
     """
 
     def __init__(
-        self, request_id: Any, cancel: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        request_id: Any,
+        cancel: Callable[..., object],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.request_id = request_id
-        self._cancel = cancel
+        self._cancel = partial(cancel, request_id) if _takes_an_argument(cancel) else cancel
         self._loop = loop
         self._items: deque[Any] = deque()
         self._error: BaseException | type[BaseException] | None = None
@@ -79,7 +85,7 @@ class AsyncStream:
         self._error = None
         if not self._finished:
             self._finished = True
-            self._cancel(self.request_id)
+            self._cancel()
             self._wake()
 
     def _wake(self) -> None:
@@ -102,3 +108,13 @@ class AsyncStream:
             return asyncio.get_running_loop() is not self._loop
         except RuntimeError:
             return self._loop.is_running() or self._loop.is_closed()
+
+
+def _takes_an_argument(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True

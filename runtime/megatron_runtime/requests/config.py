@@ -1,11 +1,13 @@
-"""`InferenceConfig`: the frozen configuration of an engine, and its enumerations. No torch."""
+"""`InferenceConfig`: the configuration of an engine, and its enumerations. No torch."""
 
 from __future__ import annotations
 
+import copy
 import sys
+import warnings
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import Any, Literal, get_args
+from enum import Enum, StrEnum
+from typing import Any, Literal, Self, get_args
 
 from megatron_runtime.requests.rules import ABOVE_ZERO, Predicate, field_rules, int_in, number_in, optional
 
@@ -13,7 +15,16 @@ DEFAULT_MAX_REQUESTS = 64
 DEFAULT_MAX_TOKENS = 16_384
 
 
-class KVCacheManagementMode(StrEnum):
+class _Option(StrEnum):
+    """An enumeration that also accepts the name of a member in any case, and Megatron-Core's member of that name."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        name = value.name if isinstance(value, Enum) else value
+        return cls.__members__.get(name.upper()) if isinstance(name, str) else None
+
+
+class KVCacheManagementMode(_Option):
     """Effect of SUSPEND on the KV cache."""
 
     PERSIST = "persist"
@@ -24,7 +35,7 @@ class KVCacheManagementMode(StrEnum):
     """It is dropped. The KV of requests in flight is computed again after RESUME."""
 
 
-class PrefixCachingEvictionPolicy(StrEnum):
+class PrefixCachingEvictionPolicy(_Option):
     """Effect on a cached block when its last request ends."""
 
     REF_ZERO = "ref_zero"
@@ -33,7 +44,7 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """It stays cached until its memory is needed; the least recently used leaf is evicted first."""
 
 
-class RoutingPolicy(StrEnum):
+class RoutingPolicy(_Option):
     """Which engine the coordinator chooses for a request."""
 
     LOAD_BALANCED = "LoadBalanced"
@@ -60,9 +71,11 @@ class InvalidConfigError(ValueError):
         self.field = field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class InferenceConfig:
     """Limits and options of one engine, with Megatron-Core's names and defaults. An unknown name is a TypeError.
+
+    Fields can be assigned until an engine is constructed, which uses a copy.
 
     Memory and limits:
     block_size_tokens:     granularity of block hashes and of the prefix cache, in tokens.
@@ -113,6 +126,10 @@ class InferenceConfig:
     ep_consensus_interval: steps between consensus rounds of expert ranks under load.
     disable_ep_consensus:  no consensus rounds; only for one expert rank.
     use_synchronous_zmq_collectives: block in consensus rounds.
+
+    Without meaning here (accepted with a warning, because programs for Megatron-Core set them):
+    pg_collection, mamba_inference_state_config, mamba_memory_ratio, prefix_caching_mamba_gb, metrics_writer,
+    use_flashinfer_fused_rope, request_metadata_types, cuda_graph_sizing_distribution, cuda_graph_all_prefills, verbose.
     """
 
     block_size_tokens: int = 256
@@ -147,22 +164,44 @@ class InferenceConfig:
     ep_consensus_interval: int = 20
     disable_ep_consensus: bool = False
     use_synchronous_zmq_collectives: bool = False
+    pg_collection: Any = None
+    mamba_inference_state_config: Any = None
+    mamba_memory_ratio: Any = None
+    prefix_caching_mamba_gb: Any = None
+    metrics_writer: Any = None
+    use_flashinfer_fused_rope: Any = None
+    request_metadata_types: Any = None
+    cuda_graph_sizing_distribution: Any = None
+    cuda_graph_all_prefills: Any = None
+    verbose: Any = None
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            name, kind = item.name, type(item.default)
-            if not issubclass(kind, StrEnum):
-                continue
-            value = getattr(self, name)
+        self._check_limits()
+        _warn_of_ignored(*(name for name in _IGNORED if getattr(self, name)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field. Raises InvalidConfigError for a value out of range, AttributeError for an unknown name."""
+        if name in _OPTIONS:
             try:
-                object.__setattr__(self, name, kind(value))
+                value = _OPTIONS[name](value)
             except ValueError:
-                allowed = ", ".join(repr(member.value) for member in kind)
+                allowed = ", ".join(repr(member.value) for member in _OPTIONS[name])
                 raise InvalidConfigError(name, value, f"want one of {allowed}") from None
-        for name, is_valid, allowed in _RULES:
-            value = getattr(self, name)
+        elif name in _RULES:
+            is_valid, allowed = _RULES[name]
             if not is_valid(value):
                 raise InvalidConfigError(name, value, f"want {allowed}")
+        elif name in _IGNORED and value and hasattr(self, name):  # __post_init__ warns of those of the constructor
+            _warn_of_ignored(name)
+        object.__setattr__(self, name, value)
+
+    def for_engine(self) -> Self:
+        """Return a copy that later assignments do not change. Raises InvalidConfigError if fields contradict."""
+        config = copy.copy(self)
+        config._check_limits()
+        return config
+
+    def _check_limits(self) -> None:
         if self.step_tokens < self.request_slots:
             raise InvalidConfigError(
                 "max_tokens",
@@ -200,19 +239,45 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
     return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
 
-_RULES = field_rules(
-    InferenceConfig,
-    ("block_size_tokens max_waiting ep_consensus_interval", int_in(1), "an integer >= 1"),
-    ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", int_in(1), "an integer >= 1"),
-    ("max_requests max_tokens", optional(int_in(1)), "an integer >= 1, or None"),
-    ("max_sequence_length", optional(int_in(2)), "an integer >= 2, or None"),
-    ("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
-    ("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
-    ("unified_memory_level", int_in(0, 1), "0 or 1"),
-    ("buffer_size_gb", number_in(ABOVE_ZERO, sys.float_info.max), "a number > 0"),
-    ("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
-    ("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
-    ("sampling_backend", *_one_of(SamplingBackend)),
-    ("logprobs_mode", *_one_of(LogprobsMode)),
-    ("async_sched_mode", *_one_of(AsyncSchedMode)),
+_IGNORED = (
+    "pg_collection",
+    "mamba_inference_state_config",
+    "mamba_memory_ratio",
+    "prefix_caching_mamba_gb",
+    "metrics_writer",
+    "use_flashinfer_fused_rope",
+    "request_metadata_types",
+    "cuda_graph_sizing_distribution",
+    "cuda_graph_all_prefills",
+    "verbose",
 )
+
+
+def _warn_of_ignored(*names: str) -> None:
+    if names:
+        shown = ", ".join(f"InferenceConfig.{name}" for name in names)
+        warnings.warn(f"no effect here: {shown}: Megatron-Core's own engine uses it, leave it out", stacklevel=4)
+
+
+_OPTIONS: dict[str, type[_Option]] = {
+    item.name: type(item.default) for item in fields(InferenceConfig) if isinstance(item.default, _Option)
+}
+_RULES = {
+    name: (is_valid, allowed)
+    for name, is_valid, allowed in field_rules(
+        InferenceConfig,
+        ("block_size_tokens max_waiting ep_consensus_interval", int_in(1), "an integer >= 1"),
+        ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", int_in(1), "an integer >= 1"),
+        ("max_requests max_tokens", optional(int_in(1)), "an integer >= 1, or None"),
+        ("max_sequence_length", optional(int_in(2)), "an integer >= 2, or None"),
+        ("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
+        ("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
+        ("unified_memory_level", int_in(0, 1), "0 or 1"),
+        ("buffer_size_gb", number_in(ABOVE_ZERO, sys.float_info.max), "a number > 0"),
+        ("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
+        ("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
+        ("sampling_backend", *_one_of(SamplingBackend)),
+        ("logprobs_mode", *_one_of(LogprobsMode)),
+        ("async_sched_mode", *_one_of(AsyncSchedMode)),
+    )
+}

@@ -6,6 +6,8 @@ from typing import Any
 
 PERMANENT_CODES = range(400, 429)
 """Codes of errors in replies that are not transient."""
+_INVALID = (ValueError, TypeError)
+"""Errors of an invalid request, which stays invalid."""
 
 
 class RequestRejectedError(ValueError):
@@ -31,9 +33,13 @@ class RequestOverflowError(RequestRejectedError):
 class TokenOverflowError(RequestRejectedError):
     """The request needs more tokens in one step than max_tokens allows."""
 
+    is_transient = False
+
 
 class BlockOverflowError(RequestRejectedError):
     """The request needs more KV blocks than the engine has."""
+
+    is_transient = False
 
 
 class MaxSequenceLengthOverflowError(RequestRejectedError):
@@ -74,7 +80,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
         "type": error_name(error),
         "request_id": getattr(error, "request_id", None),
         "message": getattr(error, "message", None) or str(error),
-        "is_transient": getattr(error, "is_transient", True),
+        "is_transient": getattr(error, "is_transient", not isinstance(error, _INVALID)),
     }
 
 

@@ -12,13 +12,14 @@ import copy
 import importlib
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_runtime.requests.errors import deserialize_error
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
@@ -163,7 +164,8 @@ class DynamicInferenceRequest(InferenceRequest):
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in every segment of a record.
     policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens and computed their KV.
-    policy_staleness, kv_cache_staleness: training steps since then, one count per token.
+    policy_staleness, kv_cache_staleness: epochs since then of each token of prompt and answer, int32 [n]: a tensor from
+                            MegatronLLM, an array from InferenceClient, which imports no torch.
     precomputed_block_hashes: of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
@@ -331,11 +333,25 @@ class DynamicInferenceRequest(InferenceRequest):
         self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Return whether the request had no permanent error."""
-        return all(event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events)
+        """Return whether the request had no permanent error and was not answered with a failure."""
+        return self.status is not Status.FAILED and all(
+            event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events
+        )
 
     def failed(self) -> bool:
         return not self.succeeded()
+
+    def __len__(self) -> int:
+        """Return 1: code written for a list of answers also accepts the answer to one prompt."""
+        return 1
+
+    def __iter__(self) -> Iterator[Self]:
+        """Yield this request: see __len__()."""
+        yield self
+
+    def __getitem__(self, index: int) -> Self:
+        """Return this request for the index 0 or -1: see __len__()."""
+        return [self][index]
 
 
 @dataclass(kw_only=True)
@@ -390,9 +406,15 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_reply(cls, reply: dict[str, Any]) -> Self:
-        """Return the record of a client's reply map. Its `error` becomes an event, so that failed() is true."""
+        """Return the record of a client's reply map. Its `error` becomes an event.
+
+        The staleness of a token is the number of epochs from its own to the last one of the answer.
+        """
         request = DynamicInferenceRequest.deserialize(reply)
         request.generated_tokens = list(reply.get("generated_tokens") or [])
+        total = request.prompt_length + len(request.generated_tokens)
+        request.policy_staleness = _staleness(request.policy_epoch, total)
+        request.kv_cache_staleness = _staleness(request.kv_cache_epoch, total)
         if request.error is not None:
             error = deserialize_error({"request_id": request.request_id, **request.error})
             add = request.add_event_error_transient if error.is_transient else request.add_event_error_nontransient
@@ -413,11 +435,11 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(
-        tensor: torch.Tensor | None, total_tokens: int, increment: bool = True
+        tensor: torch.Tensor | npt.NDArray[Any] | None, total_tokens: int, increment: bool = True
     ) -> torch.Tensor:
         """Return `tensor` padded with zeros to `total_tokens`, and incremented by one if `increment`."""
         torch = load_torch()
-        current = torch.zeros(0, dtype=torch.int32) if tensor is None else tensor
+        current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
         if missing > 0:
             current = torch.cat([current, torch.zeros(missing, dtype=current.dtype)])
@@ -494,6 +516,16 @@ class DynamicInferenceRequestRecord:
         return cls([kind.deserialize(one) for kind, one in zip(kinds, obj["requests"], strict=True)], obj["latency"])
 
 
+def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int32] | None:
+    """Return int32 [total_tokens]: the number of epochs from each token's to the last one; None without `spans`."""
+    if not spans:
+        return None
+    starts, epochs = np.array(spans, dtype=np.int64).T
+    starts[0] = 0
+    at = np.searchsorted(starts, np.arange(total_tokens), side="right") - 1
+    return (epochs[-1] - epochs[at]).astype(np.int32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequestRecord:
     """Statistics of a finished request, without tokens.
@@ -548,6 +580,9 @@ def answered_request(
     request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
     request.prompt_tokens = prompt_tokens
     request.prompt = prompt if isinstance(prompt, str) else None
+    for name in ("policy_staleness", "kv_cache_staleness"):
+        if (staleness := getattr(request, name)) is not None:
+            setattr(request, name, load_torch().from_numpy(staleness))
     if text is None:
         return request
     if request.prompt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -72,9 +73,14 @@ class SamplingParams:
     seed:                  64-bit seed; None: the client chooses a random one.
     return_log_probs:      return the log-probability of each generated token; see InferenceConfig.logprobs_mode.
     top_n_logprobs:        also return the log-probabilities of the n likeliest tokens at each position.
-    skip_prompt_log_probs: return no log-probabilities of prompt tokens.
+    skip_prompt_log_probs: return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the
+                           prefix cache is not used for it.
+    return_prompt_top_n_logprobs: former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set
+                           from these two.
     return_prompt_tokens:  return the prompt's tokens.
     return_segments:       return the text of each token.
+    return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`).
+                           InferenceClient and MegatronLLM set it; a server that detokenizes itself does not need it.
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
     streaming_interval:    minimum number of tokens of a partial reply.
@@ -101,9 +107,11 @@ class SamplingParams:
     seed: int | None = None
     return_log_probs: bool = False
     top_n_logprobs: int = 0
-    skip_prompt_log_probs: bool = True
+    skip_prompt_log_probs: bool = False
+    return_prompt_top_n_logprobs: bool = False
     return_prompt_tokens: bool = False
     return_segments: bool = False
+    return_record: bool = False
     add_BOS: bool = False
     streaming: bool = False
     streaming_interval: int = 1
@@ -111,6 +119,16 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        if self.return_prompt_top_n_logprobs is True:
+            warnings.warn(
+                "return_prompt_top_n_logprobs is deprecated: use skip_prompt_log_probs=False with top_n_logprobs",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            if self.skip_prompt_log_probs:
+                raise InvalidSamplingParamsError(
+                    "return_prompt_top_n_logprobs", True, "skip_prompt_log_probs=False with it"
+                )
         self.validate()
 
     def validate(self) -> None:
@@ -123,6 +141,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
             )
+        self.return_prompt_top_n_logprobs = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
 
     @property
     def has_penalties(self) -> bool:
@@ -163,7 +182,8 @@ class SamplingParams:
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> Self:
         known = {field.name for field in fields(cls)}
-        params = cls(**{name: value for name, value in data.items() if name in known})
+        derived = "return_prompt_top_n_logprobs"
+        params = cls(**{name: value for name, value in data.items() if name in known and name != derived})
         params.add_attributes({name: value for name, value in data.items() if name not in known})
         return params
 

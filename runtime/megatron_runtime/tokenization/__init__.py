@@ -7,6 +7,7 @@ text = tokenizer.decode(ids)
 
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateUnusableError
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
+from megatron_runtime.tokenization.of_program import tokenizer_of
 from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "Tokenizer",
     "TokenizerLoadError",
     "load_tokenizer",
+    "tokenizer_of",
 ]

@@ -43,6 +43,8 @@ SILENCE_SECONDS = 3.0
 """Time without any message after which a new socket is opened."""
 REDIRECT_SECONDS = 0.1
 """Time between an answer of a standby and the next attempt, at the other coordinator."""
+PROBE_SECONDS = 2.0
+"""Timeout of the connection that finds out why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
 """The longest time that DISCONNECT may take to leave this machine."""
 
@@ -72,6 +74,20 @@ def coordinator_address(where: int | str) -> str:
     if not separator or not port.isdigit():
         raise ValueError(f"coordinator address {where!r}: want a port number, 'host:port' or 'tcp://host:port'")
     return f"tcp://{host}:{port}"
+
+
+async def unreachable_cause(address: str) -> str:
+    """Return why no coordinator answers at the ZeroMQ address "tcp://host:port": tries to connect."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        return f"no connection within {PROBE_SECONDS:g} s: check that the network allows it"
+    except (OSError, ValueError) as error:
+        return f"{error}: check coordinator_host and coordinator_port, and that the coordinator runs"
+    writer.close()
+    return "the port accepts connections, but no coordinator answers: check that it is its port, and the keys of both"
 
 
 def _log_malformed(error: MalformedMessageError) -> None:

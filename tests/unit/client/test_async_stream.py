@@ -114,3 +114,9 @@ async def test_with_a_loop_other_threads_may_put() -> None:
     thread.start()
     assert await read(stream) == list(range(100))
     thread.join()
+
+
+async def test_a_cancel_callback_without_arguments_is_called_without_the_id() -> None:
+    calls: list[str] = []
+    await AsyncStream(7, lambda: calls.append("cancelled")).aclose()
+    assert calls == ["cancelled"]

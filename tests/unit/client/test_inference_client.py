@@ -12,6 +12,7 @@ from eventually import LONG_SECONDS, eventually
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.inference_client import (
+    AdapterNotFoundError,
     ControlRejectedError,
     CoordinatorUnreachableError,
     DeadlineExceededError,
@@ -24,6 +25,7 @@ from megatron_runtime.inference_client import (
     RequestRejectedError,
     RequestTooLargeError,
     UnavailableError,
+    UnsupportedByBackendError,
 )
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -385,3 +387,18 @@ async def test_a_blocked_event_loop_is_not_mistaken_for_a_silent_coordinator(poo
     async with asyncio.timeout(LONG_SECONDS):
         while link._incarnation == connection:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_kv_handoff_is_unsupported(client, params) -> None:
+    with pytest.raises(UnsupportedByBackendError, match="UnsupportedByBackend") as rejected:
+        await client.add_request_with_kv_handoff([1], params(), {}, [0])
+    assert (rejected.value.code, rejected.value.is_transient) == (501, False)
+    with pytest.raises(UnsupportedByBackendError):
+        await anext(client.add_request_with_kv_handoff_streaming([1], params(), {}, [0]))
+    with pytest.raises(UnsupportedByBackendError):
+        client.release_handoff(0)
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError, RequestTooLargeError, ModelChangedError, AdapterNotFoundError])
+def test_errors_that_a_retry_does_not_help_are_permanent(error: type[RequestRejectedError]) -> None:
+    assert not error(400, "x").is_transient

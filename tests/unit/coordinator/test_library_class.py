@@ -100,7 +100,7 @@ def test_the_best_rank_is_the_identity_of_the_rank_with_the_prefix(pool, policy)
     coordinator = pool(block_size_tokens=2, enable_prefix_caching=True, **chosen).coordinator
     hashes = coordinator.compute_request_hashes("abcdef")
     assert hashes == coordinator.compute_request_hashes([97, 98, 99, 100, 101, 102])
-    assert len(hashes) == (3 if policy is not None else 1)
+    assert len(hashes) == 3, "of all blocks, whichever of them the policy uses"
     assert coordinator.compute_request_hashes("a") == []
     assert coordinator.get_best_data_parallel_rank(hashes) == RANKS[0]
     coordinator._update_rank_hashes(RANKS[2], hashes)

@@ -322,6 +322,16 @@ async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage,
     assert coordinator.core.counters.engines_lost == 0
 
 
+@pytest.mark.parametrize("header", [Header.SUBMIT_REQUEST_WITH_KV, Header.RELEASE_KV])
+async def test_kv_handoff_is_answered_as_unsupported(client, header: Header) -> None:
+    client.say(header, 3, [1, 2], PARAMS, {}, [0])
+    kind, number, reply = await client.hear()
+    assert (kind, number, reply["status"]) == (Header.ENGINE_REPLY, 3, "FAILED")
+    event = reply["events"][0]
+    assert (event["type"], event["payload"]["is_transient"]) == ("ERROR_NONTRANSIENT", False)
+    assert "UnsupportedByBackend" in event["payload"]["message"]
+
+
 async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, plain) -> None:
     """No message is sent to it that could fail."""
     coordinator = stage.coordinator(single_port=True, timing=RECONNECTS_AT_ONCE)

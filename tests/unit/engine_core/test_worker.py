@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
+from megatron_runtime.engine import worker as worker_module
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
@@ -24,6 +26,7 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 
 class BrokenExecutor(EchoExecutor):
@@ -175,7 +178,7 @@ async def test_an_answer_has_timings_and_events(served: Served) -> None:
 
 async def test_an_invalid_request_is_rejected_with_class_and_field(served: Served) -> None:
     error = (await served.generate([1] * 5000, 5))["error"]
-    assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", True)
+    assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", False)
     assert "maximum context length was exceeded" in error["message"]
     sampling = SamplingParams(temperature=0.0, num_tokens_total=2)
     error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), LONG_SECONDS))["error"]
@@ -202,3 +205,26 @@ def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
     engine.executor.load()
     assert isinstance(engine.executor, EchoExecutor)
     assert 0 < engine.executor._cache.nbytes + engine.context.prefix_cache.references.nbytes < 32 << 20
+
+
+@pytest.mark.parametrize(("is_open", "why"), [(False, "Connect call failed"), (True, "accepts connections, but no")])
+async def test_an_engine_reports_where_and_why_it_cannot_register_and_ends_at_the_limit(
+    is_open: bool, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (worker_module.FIRST_REPORT_SECONDS, worker_module.REPORT_SECONDS) == (10, 30)
+    monkeypatch.setattr(worker_module, "FIRST_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "REPORT_SECONDS", 0.1)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        if is_open:
+            port.listen()
+        address = f"tcp://127.0.0.1:{port.getsockname()[1]}"
+        settings = EngineSettings(coordinator=address, name="lonely", registration_seconds=0.2)
+        worker = EngineWorker(settings, NativeBackend(EngineCore(EchoExecutor(), InferenceConfig())))
+        await asyncio.wait_for(worker.run(), LONG_SECONDS)
+    reports = [record.getMessage() for record in caplog.records if "no coordinator answered" in record.getMessage()]
+    assert len(reports) == 2, "at 0.05 s and at 0.15 s"
+    for report in (*reports, str(worker.failure)):
+        assert f"engine lonely: no coordinator answered at {address}" in report
+        assert why in report
+    assert isinstance(worker.failure, CoordinatorUnreachableError)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -23,8 +24,8 @@ Start = Callable[..., WarmProgram]
 def start() -> Iterator[Start]:
     running: list[WarmProgram] = []
 
-    def run(name: str, *arguments: str) -> WarmProgram:
-        running.append(WarmProgram(EXAMPLES / name, *arguments, environment={"HF_HUB_OFFLINE": "1"}))
+    def run(name: str, *arguments: str, **environment: str) -> WarmProgram:
+        running.append(WarmProgram(EXAMPLES / name, *arguments, environment={"HF_HUB_OFFLINE": "1", **environment}))
         return running[-1]
 
     yield run
@@ -62,3 +63,25 @@ def test_openai_server(start: Start, small_model: str) -> None:
         assert json.load(answer)["usage"]["completion_tokens"] == 2
     os.kill(program.pid, signal.SIGTERM)
     program.finish()
+
+
+def start_ranks(start: Start, name: str, *arguments: str) -> list[WarmProgram]:
+    """Start two ranks of a program, with the environment of torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [start(name, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["offline_coordinator.py", "tensor_parallel.py"])
+def test_programs_of_two_ranks(start: Start, small_model: str, name: str) -> None:
+    first, second = start_ranks(start, name, "--model", small_model, "--new-tokens", "4")
+    output = first.finish()
+    assert "The capital of France is|" in output
+    assert len(output.splitlines()) >= 4
+    assert second.finish() == "", "only the primary rank has answers"
+
+
+def test_offline_coordinator_on_one_process(start: Start, small_model: str) -> None:
+    assert "Once upon a time|" in start("offline_coordinator.py", "--model", small_model, "--new-tokens", "4").finish()

@@ -12,7 +12,7 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.requests.errors import RequestError, deserialize_error, serialize_error
 from megatron_runtime.requests.hashing import block_hashes
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ class TestErrors:
         ("name", "is_transient"),
         [
             ("RequestOverflowError", True),
-            ("TokenOverflowError", True),
-            ("BlockOverflowError", True),
+            ("TokenOverflowError", False),
+            ("BlockOverflowError", False),
             ("MaxSequenceLengthOverflowError", False),
             ("ActiveRequestCountOverflowError", True),
             ("TensorStateDeallocatedError", True),
@@ -116,10 +116,27 @@ class TestErrors:
         assert isinstance(payload, dynamic_context.MaxSequenceLengthOverflowError)
         assert (payload.request_id, payload.message) == (4, "too long")
 
-    @pytest.mark.parametrize(("code", "failed"), [(400, True), (413, True), (429, False), (503, False)])
-    def test_a_reply_of_an_unknown_error_is_permanent_by_its_code(self, code, failed) -> None:
+    @pytest.mark.parametrize(("code", "is_transient"), [(400, False), (413, False), (429, True), (503, True)])
+    def test_a_reply_of_an_unknown_error_is_permanent_by_its_code(self, code, is_transient) -> None:
         reply = {"request_id": 4, "status": "FAILED", "error": {"code": code, "type": "X", "message": "m"}}
-        assert DynamicInferenceRequestRecord.from_reply(reply)[0].failed() is failed
+        request = DynamicInferenceRequestRecord.from_reply(reply)[0]
+        assert request.failed(), "the request has no answer"
+        assert request.events[-1].payload.is_transient is is_transient
+
+    def test_a_failed_status_without_an_error_is_a_failure(self) -> None:
+        request = DynamicInferenceRequestRecord.from_reply({"request_id": 4, "status": "FAILED"})[0]
+        assert (request.failed(), request.succeeded()) == (True, False)
+
+    @pytest.mark.parametrize(
+        ("error", "is_transient"),
+        [
+            (InvalidSamplingParamsError("top_k", -1, "an integer"), False),
+            (TypeError("t"), False),
+            (RuntimeError("out of memory"), True),
+        ],
+    )
+    def test_an_error_of_an_invalid_request_is_permanent(self, over_the_wire, error, is_transient) -> None:
+        assert deserialize_error(over_the_wire(serialize_error(error))).is_transient is is_transient
 
 
 def test_a_tenants_salt_seeds_the_chain() -> None:

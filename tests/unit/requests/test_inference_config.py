@@ -1,6 +1,7 @@
 """InferenceConfig: every documented field with its default, and nothing else."""
 
-from dataclasses import FrozenInstanceError
+import warnings
+from enum import Enum
 
 import pytest
 
@@ -53,11 +54,57 @@ def test_the_documented_defaults() -> None:
     assert config.buffer_bytes == 20 << 30
 
 
-def test_unknown_fields_are_rejected_and_known_ones_are_frozen() -> None:
+def test_unknown_fields_are_rejected() -> None:
     with pytest.raises(TypeError, match="max_request"):
         InferenceConfig(max_request=3)  # type: ignore[call-arg]
-    with pytest.raises(FrozenInstanceError):
-        InferenceConfig().max_tokens = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="max_request"):
+        InferenceConfig().max_request = 3  # type: ignore[attr-defined]
+
+
+def test_fields_are_assignable_and_an_engine_gets_a_copy() -> None:
+    config = InferenceConfig()
+    config.max_sequence_length = 96
+    copied = config.for_engine()
+    config.max_sequence_length = 64
+    assert (copied.max_sequence_length, config.max_sequence_length) == (96, 64)
+    with pytest.raises(InvalidConfigError, match=r"InferenceConfig\.max_tokens=0: want an integer >= 1"):
+        config.max_tokens = 0
+    config.max_tokens, config.max_requests = 8, 9
+    with pytest.raises(InvalidConfigError, match="lower max_requests"):
+        config.for_engine()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pg_collection", object()),
+        ("mamba_inference_state_config", object()),
+        ("mamba_memory_ratio", 0.5),
+        ("prefix_caching_mamba_gb", 1.0),
+        ("metrics_writer", object()),
+        ("use_flashinfer_fused_rope", True),
+        ("request_metadata_types", [("temperature", "float32")]),
+        ("cuda_graph_sizing_distribution", "linear"),
+        ("cuda_graph_all_prefills", True),
+        ("verbose", True),
+    ],
+)
+def test_fields_of_megatrons_own_engine_are_accepted_with_one_warning(field: str, value: object) -> None:
+    with pytest.warns(UserWarning, match=rf"no effect here: InferenceConfig.{field}") as warned:
+        config = InferenceConfig(**{field: value})  # type: ignore[arg-type]
+    assert len(warned) == 1
+    with pytest.warns(UserWarning, match=field) as warned:
+        setattr(config, field, value)
+    assert len(warned) == 1
+
+
+def test_several_fields_without_meaning_share_one_warning_and_unset_ones_give_none() -> None:
+    with pytest.warns(UserWarning, match=r"pg_collection, .*\.metrics_writer") as warned:
+        InferenceConfig(pg_collection=object(), metrics_writer=object())
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        InferenceConfig(pg_collection=None, use_flashinfer_fused_rope=False).for_engine()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +134,28 @@ def test_a_value_out_of_range_is_rejected_with_field_value_and_remedy(field: str
         InferenceConfig(**{field: value})  # type: ignore[arg-type]
     assert rejected.value.field == field
     assert f"InferenceConfig.{field}={value!r}" in str(rejected.value)
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):  # noqa: UP042 - its values compare as in Megatron-Core
+    """As Megatron-Core defines it."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    ROUND_ROBIN = "round_robin"
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ("longest_prefix", RoutingPolicy.LONGEST_PREFIX),
+        ("FIRST_PREFIX_BLOCK", RoutingPolicy.FIRST_PREFIX_BLOCK),
+        (PrefixCachingCoordinatorPolicy.ROUND_ROBIN, RoutingPolicy.ROUND_ROBIN),
+        (PrefixCachingCoordinatorPolicy.LONGEST_PREFIX, RoutingPolicy.LONGEST_PREFIX),
+        ("LoadBalanced", RoutingPolicy.LOAD_BALANCED),
+    ],
+)
+def test_enumerations_accept_values_names_and_members_of_megatron(given: object, policy: RoutingPolicy) -> None:
+    config = InferenceConfig(prefix_caching_coordinator_policy=given)  # type: ignore[arg-type]
+    assert config.prefix_caching_coordinator_policy is policy
 
 
 def test_enumerations_accept_values() -> None:

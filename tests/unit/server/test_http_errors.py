@@ -45,7 +45,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
-    ({"model": None}, "model", "valid string"),
+    ({"model": 5}, "model", "valid string"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
     ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),

@@ -92,7 +92,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "cache_salt": ("", 5),
     "stream": ("x", 5),
     "stream_options": ({"include_usage": True}, 5),
-    "model": (5, None, ["x"]),
+    "model": (5, ["x"]),
     "guided_regex": (5, ""),
     "guided_choice": ([], 5, [5]),
     "guided_json": ("{", 5),

@@ -275,6 +275,13 @@ async def test_a_request_is_answered_by_the_adapter_that_it_names_as_its_model(
         assert answer == stack.running.tokenizer.decode(tokens)
 
 
+@pytest.mark.parametrize("named", [{"model": "EMPTY"}, {"model": None}, {}], ids=["EMPTY", "null", "absent"])
+async def test_a_request_without_a_model_name_means_the_only_model(start_stack: StartStack, named: dict) -> None:
+    stack = await start_stack()
+    reply = await stack.running.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2, **named})
+    assert (reply.status_code, reply.json()["model"]) == (200, "smollm2")
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "tokenize"])
 async def test_an_adapter_that_is_not_loaded_is_a_404(start_stack: StartStack, path: str) -> None:
     stack = await start_stack()

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
+_OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.TEXT})
+"""Capabilities that need a tokenizer."""
 
 
 class EngineStopped(RuntimeError):
@@ -141,7 +143,7 @@ class NativeBackend(EngineBackend):
             max_sequence_length=core.context.max_sequence_length,
             block_size_tokens=config.block_size_tokens if config.enable_prefix_caching else 0,
             ranks=self.ranks.count,
-            capabilities=ALL_CAPABILITIES - ({Capability.STRUCTURED_OUTPUT} if controller is None else set()),
+            capabilities=ALL_CAPABILITIES - (_OF_TEXT if controller is None else frozenset()),
         )
         self._grammars = GrammarQueue()
         self._staged_epoch = 0
@@ -179,6 +181,10 @@ class NativeBackend(EngineBackend):
         if self.controller is not None:
             await asyncio.to_thread(self.controller.close_grammars)  # not earlier: the last step may need a mask
         self.ranks.end(cause)
+
+    def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
+        assert self.controller is not None
+        return self.controller.tokenize_prompt(prompt, add_bos)
 
     def detokenizer(self) -> Detokenizer | None:
         return self.controller.detokenizer() if self.controller is not None else None

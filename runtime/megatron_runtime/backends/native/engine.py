@@ -65,7 +65,7 @@ class EngineCore:
         for name, because in _UNSUPPORTED.items():
             config.require_default(name, because=because)
         self.executor = executor
-        self.config = config
+        self.config = config = config.for_engine()
         self.epoch = 0
         limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
         self.context = DynamicInferenceContext(

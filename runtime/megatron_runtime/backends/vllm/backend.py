@@ -229,6 +229,9 @@ class VllmBackend(EngineBackend):
             self._failed = True
             self._listener.on_failure(error)
 
+    def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
+        return self._text.tokenize_prompt(prompt, add_bos)
+
     def detokenizer(self) -> Detokenizer:
         return self._text.detokenizer()
 

@@ -277,7 +277,7 @@ class CoordinatorCore:
     # --- messages of clients ------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
-        if message.meta.text:
+        if message.meta.text and (self.tokenizer is not None or len(message.prompt) > MAX_TEXT_CHARACTERS):
             try:
                 prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
             except MalformedMessageError as error:
@@ -337,6 +337,9 @@ class CoordinatorCore:
                 self.membership.plain_client(client.peer)
             case [Header.SUBMIT_REQUEST, *_] if client.plain:
                 self._plain_submit(client, message.items)
+            case [Header.SUBMIT_REQUEST_WITH_KV | Header.RELEASE_KV, int(number), *_] if client.plain:
+                text = "UnsupportedByBackend: no engine reads the KV of another: send SUBMIT_REQUEST"
+                self.context.answer(client, plain_protocol.failed_reply(number, ErrorCode.UNSUPPORTED, text))
             case _:
                 self._misplaced(client, message, frames)
 

@@ -97,10 +97,10 @@ def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
             logger.warning("an answer of %d tokens has no text: %r", len(tokens), failure)
-    error, events = reply.get("error"), []
-    if isinstance(error, dict):
-        is_transient = error.get("is_transient")
-        events = _error_events(number, error.get("code"), str(error.get("message")), is_transient=is_transient)
+    cause, events = reply.get("error"), []
+    if isinstance(cause, dict):
+        is_transient = cause.get("is_transient")
+        events = _error_events(number, cause.get("code"), str(cause.get("message")), is_transient=is_transient)
     return _reply(number, str(reply.get("status")), tokens, events, fields)
 
 
@@ -128,7 +128,7 @@ _ERROR_CLASSES = {
     ErrorCode.QUEUE_FULL: "RequestOverflowError",
     ErrorCode.TOO_LARGE: "MaxSequenceLengthOverflowError",
 }
-_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED})
+_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 
 def _error_events(number: int, code: Any, message: str, *, is_transient: bool | None = None) -> list[dict[str, Any]]:

@@ -183,6 +183,7 @@ class Engine:
         self.adapters = frozenset(names - self.adapter_errors.keys())
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
+        self.tokenizes = hello.tokenizes
         if hello.state is not None:
             self.state = hello.state
 

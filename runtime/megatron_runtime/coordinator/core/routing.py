@@ -57,7 +57,7 @@ class Router:
     def hashes_of(
         self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: str = ""
     ) -> list[int]:
-        """Block hashes of a prompt (little-endian int32), or none where the policy has no use for them."""
+        """Block hashes of a prompt (little-endian int32) that the policy uses."""
         if not self._by_prefix:
             return []
         size = self._block_size or (candidates[0].block_size_tokens if candidates else 0)
@@ -79,6 +79,8 @@ class Router:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
+        if self._by_first_block:
+            hashes = hashes[:1]
 
         best, best_score, best_given = candidates[0], -1.0, 0
         for_match, for_room = self._alpha / len(hashes), 1 - self._alpha
@@ -110,6 +112,8 @@ class Router:
         self._clock += 1
         if not hashes:
             return
+        if self._by_first_block:
+            hashes = hashes[:1]
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()

@@ -51,7 +51,11 @@ async def respond(
     Raises what generation_of() raises.
     """
     settings, generation = service.settings, generation_of(service, request, body, prompts, options)
-    base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    base = {
+        "id": f"{body.answer_id}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": generation.adapter or settings.served_name,
+    }
     if body.stream:
         events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
         return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)

@@ -83,7 +83,6 @@ class ResponsesRequest(ModelRequest):
     input: a text, or items of the types message, reasoning, function_call and function_call_output.
     """
 
-    model: Name
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: StrictStr | None = None
     max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -214,7 +213,8 @@ async def create_response(service: Service, request: Request) -> Response:
         raise ApiError(400, f"Invalid value for input: as a chat request, {found.message}", param="input") from error
     conversation = await conversation_of(service, request, chat)
     generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
-    answer = _Answer(body, conversation.reader(), generation.usage)
+    model = generation.adapter or service.settings.served_name
+    answer = _Answer(body, conversation.reader(), generation.usage, model=model)
     if body.stream:
         events = _events(answer, generation)
         seconds = service.settings.keep_alive_seconds
@@ -252,8 +252,9 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 class _Answer:
     """Collects the output items of one answer, and describes each step as an event of a stream."""
 
-    def __init__(self, request: ResponsesRequest, reader: AnswerReader, usage: Usage) -> None:
+    def __init__(self, request: ResponsesRequest, reader: AnswerReader, usage: Usage, *, model: str) -> None:
         self._request = request
+        self._model = model
         self._reader = reader
         self._usage = usage
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -303,7 +304,7 @@ class _Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "model": request.model,
+            "model": self._model,
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -166,7 +166,6 @@ class GenerationRequest(ModelRequest):
     answer_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    model: Name
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None

@@ -30,6 +30,8 @@ from megatron_runtime.server.tools import ToolParser
 _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
 
+UNNAMED_MODEL = "EMPTY"
+"""Megatron-Core's clients send this name: it means the model of the server."""
 _NAMED_MODELS = 8
 """Adapters that the error for an unknown model names."""
 
@@ -79,10 +81,10 @@ class Service:
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name != base)
 
     def adapter_of(self, model: str | None) -> str:
-        """Return the adapter of a model; empty for the base model, and for None. Raises ApiError 404 if the model is
-        not served.
+        """Return the adapter of a model; empty for the base model, for None and for UNNAMED_MODEL. Raises ApiError 404
+        if the model is not served.
         """
-        if model is None or model == self.settings.served_name:
+        if model in (None, UNNAMED_MODEL, self.settings.served_name):
             return ""
         names = self.adapter_names
         if model in names:

@@ -53,11 +53,12 @@ WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
 class Kind(IntEnum):
-    """From rank 0: STEP, WARM_UP, COMMAND, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+    """From rank 0: STEP, WARM_UP, COMMAND, STATE, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
 
     WARM_UP: a step without requests.
     COMMAND: an order that may hold the interpreter, such as releasing much memory: LONG_ORDER_SECONDS is the heartbeat
              timeout until it is done.
+    STATE:   the engine entered a lifecycle state.
     """
 
     STEP = 1
@@ -70,6 +71,7 @@ class Kind(IntEnum):
     FAILED = 8
     LEAVE = 9
     WARM_UP = 10
+    STATE = 11
 
 
 STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
@@ -319,6 +321,10 @@ class LeaderChannel(_Channel):
             self._send(kind, number, body)
         return number
 
+    def share_state(self, state: str, *, has_joined: bool) -> None:
+        """Report the engine's EngineState to the other ranks, and whether it has reached the coordinator's state."""
+        self._send(Kind.STATE, 0, [state, has_joined])
+
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
         """Wait for the answers of `ranks` to order `number`; rank 0 sends none. Return them by rank.
 
@@ -432,14 +438,18 @@ class FollowerChannel(_Channel):
     ) -> None:
         super().__init__(rank, pull, {0: push}, progress=progress, has_watchdog=has_watchdog)
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.on_state: Callable[[str, bool], object] = lambda _state, _has_joined: None
+        """Called on the channel's thread with the arguments of share_state()."""
         self._on_lost = on_lost
         self._is_leaving = self._has_said_leave = False
-        self._handlers |= {
+        handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.WELCOME: lambda _message: self._welcomed.set(),
             Kind.FAILED: lambda message: self._lose(*message.body),
+            Kind.STATE: lambda message: self.on_state(*message.body),
             Kind.END: self._note_end,
             **dict.fromkeys((*STEPS, Kind.COMMAND), self._note_order),
         }
+        self._handlers |= handlers
 
     def start(self, *, timeout_seconds: float) -> None:
         """Send HELLO, and wait for WELCOME. Raises RendezvousError."""

@@ -1,6 +1,6 @@
 """An engine of many ranks: rank 0 sends every step and every order to all ranks, numbered and in order.
 
-lead() and follow() connect the processes: each builds its part of the model, and all follow the orders of rank 0.
+lead() and join() connect the processes: each builds its part of the model, and all follow the orders of rank 0.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class RankedExecutor(Ranks):
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
         self.digest = ""
+        self.controller = local.controller
         self.count = sizes.world
         self.vocab_size = local.vocab_size
         self.eos_ids = local.eos_ids
@@ -226,6 +227,10 @@ class RankedExecutor(Ranks):
             return RankResults.of_failure(error, ranks=self.count)
         return RankResults(self.count)
 
+    def share_state(self, state: str, *, has_joined: bool = False) -> None:
+        """Report the engine's EngineState to the other ranks; see FollowerChannel.on_state."""
+        self._channel.share_state(state, has_joined=has_joined)
+
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
         """Set the reaction to a lost rank and to SIGTERM of a rank. Both are called on another thread.
 
@@ -274,18 +279,19 @@ class RankedExecutor(Ranks):
 
 
 @dataclass(frozen=True, slots=True)
-class _Follower:
+class Follower:
     """A rank other than rank 0: performs orders until rank 0 sends END."""
 
     rank: int
     part: EnginePart
     channel: FollowerChannel
     groups: Groups
+    meeting: Meeting
 
     def run(self) -> None:
-        """Block until the engine ends. On SIGTERM or SIGINT, ask rank 0 to end the engine in order."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: self.channel.leave())
+        """Block until the engine ends. Runs on any thread."""
+        if self.groups.device.type == "cuda":
+            torch.cuda.set_device(self.groups.device)
         while (order := self.channel.orders.get()).kind is not Kind.END:
             if order.kind in STEPS:
                 self._step(order)
@@ -296,6 +302,7 @@ class _Follower:
                 self._perform(order)
             self.groups.progress.end(order.number)
         self.channel.close()
+        self.meeting.close()
 
     def _step(self, order: Message) -> None:
         self.groups.progress.begin(order.number)
@@ -322,12 +329,18 @@ class _Follower:
 
 
 def lead(
-    settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart
+    settings: EngineSettings,
+    identity: RankIdentity,
+    open_model: OpenModel,
+    make_part: MakePart,
+    *,
+    has_watchdog: bool = True,
 ) -> RankedExecutor:
     """Start rank 0. Return the executor of all ranks, which wait for its orders.
 
-    open_model: returns the model's files. A download may take long and differently long on each machine, so it comes
-                before everything that has a time limit.
+    open_model:   returns the model's files. A download may take long and differently long on each machine, so it comes
+                  before everything that has a time limit.
+    has_watchdog: end this process if its interpreter hangs.
 
     Raises RendezvousError naming the missing rank, RankError, and the errors of `open_model` and `make_part`.
     """
@@ -339,7 +352,7 @@ def lead(
         pushes,
         progress=groups.progress,
         step_timeout_seconds=settings.step_timeout_seconds,
-        has_watchdog=True,
+        has_watchdog=has_watchdog,
     )
     channel.start(timeout_seconds=GREETING_SECONDS)
     logger.info("all %d ranks are connected", identity.world)
@@ -349,11 +362,15 @@ def lead(
     return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
 
 
-def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart) -> None:
-    """Run another rank: perform the orders of rank 0 until the engine ends. Raises the errors of lead()."""
-    missing = ["the other ranks of the engine"]
-    if settings.health_port is not None and identity.local_rank == 0:
-        _serve_probes(missing, port=settings.health_port)
+def join(
+    settings: EngineSettings,
+    identity: RankIdentity,
+    open_model: OpenModel,
+    make_part: MakePart,
+    *,
+    has_watchdog: bool = True,
+) -> Follower:
+    """Connect another rank to rank 0. Its orders wait for run(). The arguments and errors are those of lead()."""
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
     channel = FollowerChannel(
@@ -362,12 +379,25 @@ def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenMod
         push=meeting.connect(0),
         progress=groups.progress,
         on_lost=partial(end_with, own_rank=identity.rank),
-        has_watchdog=True,
+        has_watchdog=has_watchdog,
     )
     channel.start(timeout_seconds=GREETING_SECONDS)
+    return Follower(identity.rank, EnginePart(part), channel, groups, meeting)
+
+
+def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart) -> None:
+    """Run another rank in this process until the engine ends. Raises the errors of lead().
+
+    On SIGTERM or SIGINT, it asks rank 0 to end the engine in order.
+    """
+    missing = ["the other ranks of the engine"]
+    if settings.health_port is not None and identity.local_rank == 0:
+        _serve_probes(missing, port=settings.health_port)
+    follower = join(settings, identity, open_model, make_part)
     missing.clear()
-    _Follower(identity.rank, EnginePart(part), channel, groups).run()
-    meeting.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: follower.channel.leave())
+    follower.run()
 
 
 def _connect(
@@ -398,6 +428,8 @@ def _connect(
             rank=identity.rank,
             device=device,
             timeout=timedelta(seconds=max(WARM_UP_SECONDS, settings.step_timeout_seconds)),
+            engine=identity.engine,
+            engines=identity.engines,
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error

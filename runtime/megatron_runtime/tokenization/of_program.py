@@ -1,0 +1,109 @@
+"""Tokenizers that a program holds: of transformers, of the tokenizers library, or with Megatron-Core's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.loader import load_tokenizer
+from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer
+from megatron_runtime.tokenization.vocabulary import TokenBound
+
+_LONGEST_TOKEN_BYTES = 256
+"""Assumed of a tokenizer whose vocabulary is not known, for the bound of the number of tokens of a text."""
+
+
+def tokenizer_of(tokenizer: Any) -> Tokenizer:
+    """Return `tokenizer` as a Tokenizer.
+
+    tokenizer: a Tokenizer, a model reference, a fast tokenizer of transformers, a `tokenizers.Tokenizer`, or an object
+               with `tokenize(text)` and `detokenize(ids)`, as the tokenizers of Megatron-Core.
+
+    Raises TypeError for anything else, TokenizerLoadError.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(str(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if type(backend).__module__.partition(".")[0] == "tokenizers":
+        eos = getattr(tokenizer, "eos_token_id", None)
+        template = getattr(tokenizer, "chat_template", None)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
+        return Tokenizer(
+            backend,
+            bos_id=getattr(tokenizer, "bos_token_id", None),
+            eos_ids=() if eos is None else (eos,),
+            chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+        )
+    if callable(getattr(tokenizer, "tokenize", None)) and callable(getattr(tokenizer, "detokenize", None)):
+        return MegatronTokenizer(tokenizer)
+    raise TypeError(
+        f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of megatron_runtime, "
+        "a fast tokenizer of transformers, an object with tokenize() and detokenize(), or a model reference"
+    )
+
+
+class MegatronTokenizer(Tokenizer):
+    """A tokenizer with Megatron-Core's interface: tokenize(text), detokenize(ids), vocab_size, eod and bos.
+
+    Its vocabulary is not known, so that structured output is not available.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.bos_id = _id(tokenizer, "bos", "bos_id")
+        self.adds_bos = False
+        end = _id(tokenizer, "eod", "eos_id", "eos")
+        self.eos_ids = () if end is None else (end,)
+        self.chat_template = None
+        self.context_length = None
+        self.vocab_size = int(tokenizer.vocab_size)
+        self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
+
+    def to_json(self) -> str:
+        raise ValueError(
+            f"{type(self._tokenizer).__name__} has no tokenizer.json: pass a fast tokenizer of transformers"
+        )
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return [int(id_) for id_ in self._tokenizer.tokenize(text)]
+
+    @cached_property
+    def bound(self) -> TokenBound:
+        return TokenBound(np.full(256, 1 / _LONGEST_TOKEN_BYTES), (), _LONGEST_TOKEN_BYTES)
+
+    def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
+        hidden = self.special_ids.difference(visible) if skip_special else frozenset()
+        return WindowDetokenizer(lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]))
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        hidden = self.special_ids if skip_special else frozenset()
+        return self._text([id_ for id_ in ids if id_ not in hidden])
+
+    def token_id(self, text: str) -> int | None:
+        return None
+
+    def token_bytes(self, id_: int) -> bytes:
+        return self._text([id_]).encode() if 0 <= id_ < self.vocab_size else b""
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.detokenize(ids)) if ids else ""
+
+
+def _id(tokenizer: Any, *names: str) -> int | None:
+    """Return the first token id that the tokenizer has under one of `names`. Some raise for those missing."""
+    for name in names:
+        try:
+            value = getattr(tokenizer, name)
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(value, int):
+            return value
+    return None
