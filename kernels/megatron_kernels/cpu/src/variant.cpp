@@ -46,6 +46,7 @@ extern const Operations OPERATIONS = {
     add,
     scale,
     add_scaled,
+    dot,
     gate,
     rotate,
     narrow,
