@@ -58,7 +58,6 @@ class Model(ctypes.Structure):
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
-        ("feed_forward", c_int64),
         ("activation", c_int64),
         ("window", c_int64),
         ("routed", c_int64),
@@ -156,5 +155,7 @@ def select_instruction_set(available: tuple[str, ...], environment: Mapping[str,
     """Return the best available instruction set, or the one that ISA_VARIABLE names. Raises InstructionSetError."""
     name = environment.get(ISA_VARIABLE) or available[0]
     if name not in available:
-        raise InstructionSetError(f"{ISA_VARIABLE}={name!r}: this CPU has {', '.join(available)}; unset it for the best")
+        raise InstructionSetError(
+            f"{ISA_VARIABLE}={name!r}: this CPU has {', '.join(available)}; unset it for the best"
+        )
     return name

@@ -66,9 +66,13 @@ MEGATRON_EXPORT void megatron_look_up(const Matrix* matrix, const int64_t* ids, 
 }
 
 // The sum of `words` words of eight bytes, modulo 2^64.
-MEGATRON_EXPORT uint64_t megatron_sum(const uint64_t* data, int64_t words) {
+MEGATRON_EXPORT uint64_t megatron_sum(const uint8_t* data, int64_t words) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < words; ++i) sum += data[i];
+  for (int64_t i = 0; i < words; ++i) {
+    uint64_t word;  // a view of a file may begin at any address
+    __builtin_memcpy(&word, data + 8 * i, sizeof word);
+    sum += word;
+  }
   return sum;
 }
 

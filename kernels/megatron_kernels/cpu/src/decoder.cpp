@@ -48,6 +48,7 @@ Decoder::Decoder(const Model& model)
     measure(layer.output);
     measure(layer.gate_up[0]);
     measure(layer.down[0]);
+    feed_forward_ = std::max(feed_forward_, layer.down[0].inputs);
   }
   if (model_.head.panels != nullptr) measure(model_.head);
   block_rows_ = std::clamp(CACHED_BYTES / std::max<int64_t>(64, row_bytes_), LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS);
@@ -87,14 +88,14 @@ void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t queries = model_.heads * model_.head_dim;
   qkv_.reserve(step.tokens * (queries + 2 * model_.kv_heads * model_.head_dim));
   attended_.reserve(step.tokens * queries);
-  gated_.reserve(std::max(step.tokens, choices) * model_.feed_forward);
+  gated_.reserve(std::max(step.tokens, choices) * feed_forward_);
   added_.reserve(rows * model_.hidden);
   prepared_.reserve(std::max(rows, threads) * row_bytes_);
   const int64_t attention_rows = std::max(group_, ATTENTION_ROWS);
   const int64_t attention_floats = 2 * attention_rows * (model_.head_dim + 16) +
                                    ATTENTION_BLOCK * (2 * model_.head_dim + attention_rows);
   const int64_t gate_floats = 2 * block_rows_ * MOST_GATE_PANELS * PANEL;
-  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries, model_.feed_forward}), 16) * 16;
+  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries, feed_forward_}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
   token_blocks_.clear();
   logit_blocks_.clear();
@@ -364,7 +365,7 @@ void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<
 
 // gated = activation(x · gate) · (x · up)
 void Decoder::gated(Worker& worker, const Matrix* gate_up, const std::vector<RowBlock>& blocks, Prepared x) {
-  const int64_t width = model_.feed_forward, panels = width / PANEL, count = static_cast<int64_t>(blocks.size());
+  const int64_t width = gate_up[0].outputs / 2, panels = width / PANEL, count = static_cast<int64_t>(blocks.size());
   const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(gate_up[0], panels, count, worker.threads()));
   const int64_t parts = divide_up(panels, size);
   worker.share(parts * count, [&](int64_t part) {

@@ -97,9 +97,10 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   const Operations& operations_;
-  int64_t row_bytes_ = 0;  // most of a prepared row
-  int64_t block_rows_ = 0;  // most of a row block
-  int64_t group_ = 1;       // query heads that share keys and values
+  int64_t row_bytes_ = 0;     // most of a prepared row
+  int64_t block_rows_ = 0;    // most of a row block
+  int64_t feed_forward_ = 0;  // most of a layer
+  int64_t group_ = 1;         // query heads that share keys and values
 
   std::vector<RowBlock> token_blocks_, logit_blocks_, expert_blocks_;
   std::vector<AttentionWork> attention_work_;

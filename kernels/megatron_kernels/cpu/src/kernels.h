@@ -65,7 +65,6 @@ struct Model {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;
-  int64_t feed_forward;  // of an expert in a mixture
   int64_t activation;
   int64_t window;
   int64_t routed;          // experts of a mixture, on all ranks
