@@ -1,13 +1,11 @@
 // Attention over the paged cache with an online softmax.
 //
-// An item's rows are its tokens times the heads of its group: all read the same keys and values. Keys are processed in
-// blocks of ATTENTION_BLOCK positions. A block is gathered from its pages once for all rows: keys as columns
-// [head_dim][ATTENTION_BLOCK], values as rows [ATTENTION_BLOCK][head_dim], float32. Blocks begin at multiples of
+// The rows of a group are its tokens times its heads: all read the same keys and values. Keys are processed in blocks of
+// ATTENTION_BLOCK positions. A block is gathered from its pages once for all rows of a group: keys as columns
+// [head_dim][ATTENTION_BLOCK], values as rows [ATTENTION_BLOCK][head_dim], float32. All groups of an item read a block
+// before the next one, because the keys and values of a token are contiguous. Blocks begin at multiples of
 // ATTENTION_BLOCK, and each row has its own sums in the order of positions. So a row's result is the same in a prompt,
 // in a part of a prompt and alone.
-
-// A row of partial results: the sums of values [head_dim], then the maximum of the scores and the sum of the weights.
-constexpr int64_t PARTIAL_EXTRA = 16;
 
 // Vectors of one tile's columns, and rows of a tile: its sums and one row of operands fill the registers.
 constexpr int TILE_VECTORS = LANES == 16 ? 4 : 2;
@@ -24,14 +22,11 @@ inline const uint8_t* cache_row(const CacheView& cache, int64_t position) {
   return cache.rows + (cache.pages[page] * cache.page_size + position - page * cache.page_size) * cache.row_bytes;
 }
 
-// Request the cache lines of LANES rows.
-inline void prefetch_rows(const CacheView& cache, int64_t position, int64_t bytes) {
-  const uint8_t* row = cache_row(cache, position);
-  for (int64_t i = 0; i < LANES; ++i, row += cache.row_bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(row + at);
-      __builtin_prefetch(row + cache.values + at);
-    }
+// Request the cache lines of a token's keys and values.
+inline void prefetch_row(const uint8_t* row, int64_t values, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    __builtin_prefetch(row + at);
+    __builtin_prefetch(row + values + at);
   }
 }
 
@@ -42,7 +37,7 @@ inline void gather(const CacheView& cache, int64_t head_dim, int64_t begin, int6
   Floats block[LANES];
   for (int64_t first = 0; first < count; first += LANES) {
     const uint8_t* rows = cache_row(cache, begin + first);
-    if (begin + ATTENTION_BLOCK + first < end) prefetch_rows(cache, begin + ATTENTION_BLOCK + first, bytes);
+    const uint8_t* next = begin + ATTENTION_BLOCK + first < end ? cache_row(cache, begin + ATTENTION_BLOCK + first) : rows;
     // A lane has 32 bits: one float or two numbers in bfloat16.
     for (int64_t lane = 0; lane < bytes / 4; lane += LANES) {
       const int64_t width = bytes / 4 - lane < LANES ? bytes / 4 - lane : LANES;
@@ -63,6 +58,7 @@ inline void gather(const CacheView& cache, int64_t head_dim, int64_t begin, int6
     for (int64_t i = 0; i < LANES; ++i) {
       float* at = to.values + (first + i) * head_dim;
       const uint8_t* row = rows + i * cache.row_bytes + cache.values;
+      prefetch_row(next + i * cache.row_bytes, cache.values, bytes);
       for (int64_t c = 0; c < head_dim; c += LANES) {
         if (first + i >= count) {
           store(at + c, broadcast(0.0f));
@@ -166,11 +162,37 @@ inline void soften(float* scores, float* partial, int64_t head_dim) {
   weights += sum(total);
 }
 
+// One block of positions, `count` of them gathered, for the rows of one group.
+inline void attend_block(const AttentionItem& item, const float* queries, int64_t block, int64_t count,
+                         const Gathered& gathered, float* scores, float* partial) {
+  const int64_t head_dim = item.head_dim, rows = item.tokens * item.heads, stride = head_dim + PARTIAL_EXTRA;
+  // Rows before this block attend to none of its positions.
+  for (int64_t row = block > item.position ? (block - item.position) * item.heads : 0; row < rows; row += TILE_ROWS) {
+    const int64_t some = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+    const float* queries_of[TILE_ROWS];
+    float* scores_of[TILE_ROWS];
+    float* sums_of[TILE_ROWS];
+    for (int64_t r = 0; r < some; ++r) {
+      queries_of[r] = queries + (row + r) / item.heads * item.query_stride + (row + r) % item.heads * head_dim;
+      scores_of[r] = scores + r * ATTENTION_BLOCK;
+      sums_of[r] = partial + (row + r) * stride;
+    }
+    product<false>(some, queries_of, gathered.keys, ATTENTION_BLOCK, head_dim, scores_of);
+    for (int64_t r = 0; r < some; ++r) {
+      const int64_t position = item.position + (row + r) / item.heads;
+      const int64_t first = position - item.window + 1 - block;
+      if (first > 0 || position - block < ATTENTION_BLOCK - 1) mask(scores_of[r], first, position - block);
+      soften(scores_of[r], sums_of[r], head_dim);
+    }
+    product<true>(some, scores_of, gathered.values, head_dim, count, sums_of);
+  }
+}
+
 inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch) {
   const int64_t head_dim = item.head_dim, rows = item.tokens * item.heads, stride = head_dim + PARTIAL_EXTRA;
-  Gathered gathered{scratch, scratch + ATTENTION_BLOCK * head_dim};
+  const Gathered gathered{scratch, scratch + ATTENTION_BLOCK * head_dim};
   float* scores = gathered.values + ATTENTION_BLOCK * head_dim;
-  for (int64_t row = 0; row < rows; ++row) {
+  for (int64_t row = 0; row < item.groups * rows; ++row) {
     float* at = partial + row * stride;
     for (int64_t c = 0; c < head_dim; c += LANES) store(at + c, broadcast(0.0f));
     at[head_dim] = -__builtin_inff();
@@ -182,29 +204,12 @@ inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float*
   if (begin < first_visible) begin = first_visible / ATTENTION_BLOCK * ATTENTION_BLOCK;
   for (int64_t block = begin; block < end; block += ATTENTION_BLOCK) {
     const int64_t count = end - block < ATTENTION_BLOCK ? end - block : ATTENTION_BLOCK;
-    gather(item.cache, head_dim, block, count, end, gathered);
-    // Rows before this block attend to none of its positions.
-    int64_t row = block > item.position ? (block - item.position) * item.heads : 0;
-    for (; row < rows; row += TILE_ROWS) {
-      const int64_t some = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-      const float* queries[TILE_ROWS];
-      float* scores_of[TILE_ROWS];
-      const float* weights_of[TILE_ROWS];
-      float* sums_of[TILE_ROWS];
-      for (int64_t r = 0; r < some; ++r) {
-        const int64_t token = (row + r) / item.heads, head = (row + r) % item.heads;
-        queries[r] = item.queries + token * item.query_stride + head * head_dim;
-        weights_of[r] = scores_of[r] = scores + r * ATTENTION_BLOCK;
-        sums_of[r] = partial + (row + r) * stride;
-      }
-      product<false>(some, queries, gathered.keys, ATTENTION_BLOCK, head_dim, scores_of);
-      for (int64_t r = 0; r < some; ++r) {
-        const int64_t position = item.position + (row + r) / item.heads;
-        const int64_t first = position - item.window + 1 - block;
-        if (first > 0 || position - block < ATTENTION_BLOCK - 1) mask(scores_of[r], first, position - block);
-        soften(scores_of[r], sums_of[r], head_dim);
-      }
-      product<true>(some, weights_of, gathered.values, head_dim, count, sums_of);
+    CacheView cache = item.cache;
+    for (int64_t group = 0; group < item.groups; ++group) {
+      gather(cache, head_dim, block, count, end, gathered);
+      const float* queries = item.queries + group * item.heads * head_dim;
+      attend_block(item, queries, block, count, gathered, scores, partial + group * rows * stride);
+      cache.rows += head_dim * (cache.is_bfloat16 ? 2 : 4);
     }
   }
 }

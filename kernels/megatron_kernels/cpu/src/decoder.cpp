@@ -11,6 +11,8 @@ namespace {
 // Keys that one partial result of attention covers. The limits are the same for every step and number of threads, so
 // that results are.
 constexpr int64_t SPLIT_KEYS = 512;
+// Rows of a group (tokens · heads) that share one gather of keys and values in a prompt.
+constexpr int64_t PROMPT_ROWS = 96;
 // Bytes of inputs that stay in the L2 cache while panels use them, and of weights while row blocks use them.
 constexpr int64_t CACHED_BYTES = 384 << 10;
 constexpr int64_t LEAST_BLOCK_ROWS = 24;
@@ -40,6 +42,7 @@ int64_t panels_of_part(const Matrix& matrix, int64_t panels, int64_t blocks, int
 Decoder::Decoder(const Model& model)
     : model_(model), layers_(model.layers, model.layers + model.num_layers), operations_(operations()) {
   group_ = model_.heads / model_.kv_heads;
+  prompt_tokens_ = std::max<int64_t>(1, PROMPT_ROWS / group_);
   const auto measure = [this](const Matrix& matrix) {
     row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(matrix.format, matrix.inputs));
   };
@@ -91,9 +94,9 @@ void Decoder::plan(const Step& step, int64_t threads) {
   gated_.reserve(std::max(step.tokens, choices) * feed_forward_);
   added_.reserve(rows * model_.hidden);
   prepared_.reserve(std::max(rows, threads) * row_bytes_);
-  const int64_t attention_rows = std::max(group_, ATTENTION_ROWS);
-  const int64_t attention_floats = 2 * attention_rows * (model_.head_dim + 16) +
-                                   ATTENTION_BLOCK * (2 * model_.head_dim + attention_rows);
+  const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
+  const int64_t attention_floats =
+      2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + ATTENTION_BLOCK * (2 * model_.head_dim + 16);
   const int64_t gate_floats = 2 * block_rows_ * MOST_GATE_PANELS * PANEL;
   scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries, feed_forward_}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
@@ -105,16 +108,22 @@ void Decoder::plan(const Step& step, int64_t threads) {
   shares_.resize(choices);
   row_of_choice_.resize(choices);
   token_of_row_.resize(choices);
-  plan_attention(step);
+  plan_attention(step, threads);
 }
 
-// A sequence with several new tokens is divided by tokens and groups of heads, one with a single token by groups of heads
-// and by its keys.
-void Decoder::plan_attention(const Step& step) {
+// A sequence with several new tokens is divided by tokens and groups of heads. One with a single token is divided by its
+// keys, and by groups only if there is too little work otherwise: the keys of all groups are contiguous.
+void Decoder::plan_attention(const Step& step, int64_t threads) {
   attention_work_.clear();
-  int64_t num_splits = 0, num_partials = 0;
-  std::vector<std::pair<int64_t, int64_t>> splits;  // parts and first partial of each
-  const int64_t most_tokens = std::max<int64_t>(1, ATTENTION_ROWS / group_);
+  const int64_t kv_heads = model_.kv_heads;
+  int64_t decode_parts = 0;
+  for (int64_t sequence = 0; sequence < step.sequences; ++sequence) {
+    if (step.query_lengths[sequence] == 1) decode_parts += divide_up(step.context_lengths[sequence], SPLIT_KEYS);
+  }
+  int64_t groups = kv_heads;
+  while (groups > 1 && decode_parts * (kv_heads / groups) < threads * PARTS_PER_THREAD / 2) groups = divide_up(groups, 2);
+  int64_t num_splits = 0, rows = 0;
+  std::vector<std::pair<int64_t, int64_t>> splits;  // parts and first row of each
   // Prompts first, and their last tokens first: the largest work begins early.
   for (const bool is_prompt : {true, false}) {
     int64_t first = 0;
@@ -122,34 +131,34 @@ void Decoder::plan_attention(const Step& step) {
       const int64_t count = step.query_lengths[sequence], length = step.context_lengths[sequence];
       if ((count > 1) != is_prompt) continue;
       if (is_prompt) {
-        for (int64_t at = (count - 1) / most_tokens * most_tokens; at >= 0; at -= most_tokens) {
-          const int64_t tokens = std::min(most_tokens, count - at), position = length - count + at;
-          for (int64_t head = 0; head < model_.kv_heads; ++head) {
-            attention_work_.push_back({sequence, head, first + at, tokens, position, 0, position + tokens, -1, 0});
+        for (int64_t at = (count - 1) / prompt_tokens_ * prompt_tokens_; at >= 0; at -= prompt_tokens_) {
+          const int64_t tokens = std::min(prompt_tokens_, count - at), position = length - count + at;
+          for (int64_t group = 0; group < kv_heads; ++group) {
+            attention_work_.push_back({sequence, group, 1, first + at, tokens, position, 0, position + tokens, -1, 0});
           }
         }
         continue;
       }
       const int64_t parts = divide_up(length, SPLIT_KEYS);
-      for (int64_t head = 0; head < model_.kv_heads; ++head) {
-        const int64_t split = parts > 1 ? num_splits++ : -1;
-        if (parts > 1) splits.emplace_back(parts, num_partials);
+      for (int64_t group = 0; group < kv_heads; group += groups) {
+        const int64_t some = std::min(groups, kv_heads - group), split = parts > 1 ? num_splits++ : -1;
+        if (parts > 1) splits.emplace_back(parts, rows);
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t begin = part * SPLIT_KEYS;
-          attention_work_.push_back({sequence, head, first, 1, length - 1, begin, begin + SPLIT_KEYS, split, num_partials});
-          num_partials += split >= 0 ? 1 : 0;
+          attention_work_.push_back({sequence, group, some, first, 1, length - 1, begin, begin + SPLIT_KEYS, split, rows});
+          if (parts > 1) rows += some * group_;
         }
       }
     }
   }
-  partials_.reserve(num_partials * group_ * (model_.head_dim + 16));
+  partials_.reserve(rows * (model_.head_dim + PARTIAL_EXTRA));
   if (num_splits > num_splits_) {
     splits_ = std::make_unique<Split[]>(num_splits);
     num_splits_ = num_splits;
   }
   for (int64_t i = 0; i < num_splits; ++i) {
     splits_[i].parts = splits[i].first;
-    splits_[i].first_partial = splits[i].second;
+    splits_[i].partial = splits[i].second;
     splits_[i].remaining.store(splits[i].first, std::memory_order_relaxed);
   }
 }
@@ -191,19 +200,19 @@ void Decoder::append(const Step& step, int64_t number, int64_t token) {
 }
 
 void Decoder::attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work) {
-  const int64_t size = model_.head_dim, stride = size + 16, rows = work.tokens * group_;
+  const int64_t size = model_.head_dim, stride = size + PARTIAL_EXTRA, rows = work.groups * work.tokens * group_;
   const int64_t width = step.is_bfloat16 ? 2 : 4, queries = model_.heads * size;
-  const int64_t column = work.kv_head * group_ * size;
   AttentionItem item;
-  item.cache = {step.cache + number * step.layer_bytes + work.kv_head * size * width,
+  item.cache = {step.cache + number * step.layer_bytes + work.first_group * size * width,
                 step.row_bytes,
                 model_.kv_heads * size * width,
                 step.page_size,
                 step.block_tables + work.sequence * step.block_table_stride,
                 step.is_bfloat16};
   item.query_stride = queries + 2 * model_.kv_heads * size;
-  item.queries = qkv_.get() + work.first * item.query_stride + column;
+  item.queries = qkv_.get() + work.first * item.query_stride + work.first_group * group_ * size;
   item.tokens = work.tokens;
+  item.groups = work.groups;
   item.heads = group_;
   item.head_dim = size;
   item.position = work.position;
@@ -212,11 +221,11 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
   float* later = merged + rows * stride;
   float* memory = later + rows * stride;
   if (work.split >= 0) {
-    operations_.attend(item, work.begin, work.end, partials_.get() + work.partial * rows * stride, memory);
+    operations_.attend(item, work.begin, work.end, partials_.get() + work.partial * stride, memory);
     Split& split = splits_[work.split];
     if (split.remaining.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     split.remaining.store(split.parts, std::memory_order_relaxed);  // for the next layer
-    merged = partials_.get() + split.first_partial * rows * stride;
+    merged = partials_.get() + split.partial * stride;
     for (int64_t part = 1; part < split.parts; ++part) {
       operations_.merge(merged + part * rows * stride, merged, rows, size);
     }
@@ -228,9 +237,11 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
       if (keys > begin) operations_.merge(later, merged, rows, size);
     }
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    float* to = attended_.get() + (work.first + row / group_) * queries + column + row % group_ * size;
-    operations_.finish(merged + row * stride, to, size);
+  for (int64_t group = 0; group < work.groups; ++group) {
+    for (int64_t token = 0; token < work.tokens; ++token) {
+      float* to = attended_.get() + (work.first + token) * queries + (work.first_group + group) * group_ * size;
+      for (int64_t head = 0; head < group_; ++head, merged += stride) operations_.finish(merged, to + head * size, size);
+    }
   }
 }
 

@@ -56,27 +56,28 @@ class Decoder {
   void run(ThreadPool& pool, const Step& step, int64_t first, int64_t end);
 
  private:
-  // One group of heads of some tokens of a sequence, and a range of its keys.
+  // Some tokens of a sequence, some groups of heads that share keys and values, and a range of keys.
   struct AttentionWork {
     int64_t sequence;
-    int64_t kv_head;
+    int64_t first_group;
+    int64_t groups;
     int64_t first;  // token of the step
     int64_t tokens;
     int64_t position;  // of the first token
     int64_t begin;     // keys
     int64_t end;
     int64_t split;  // of splits_; -1: this work covers all keys
-    int64_t partial;
+    int64_t partial;  // first row of partial results, if split
   };
   // The work on one token's keys is split among threads. The thread that finishes last merges the results.
   struct Split {
     std::atomic<int64_t> remaining;
     int64_t parts;
-    int64_t first_partial;
+    int64_t partial;
   };
 
   void plan(const Step& step, int64_t threads);
-  void plan_attention(const Step& step);
+  void plan_attention(const Step& step, int64_t threads);
   void attention(Worker& worker, const Step& step, int64_t number);
   void append(const Step& step, int64_t number, int64_t token);
   void attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work);
@@ -101,6 +102,7 @@ class Decoder {
   int64_t block_rows_ = 0;    // most of a row block
   int64_t feed_forward_ = 0;  // most of a layer
   int64_t group_ = 1;         // query heads that share keys and values
+  int64_t prompt_tokens_ = 1;  // of a prompt that one work item computes
 
   std::vector<RowBlock> token_blocks_, logit_blocks_, expert_blocks_;
   std::vector<AttentionWork> attention_work_;

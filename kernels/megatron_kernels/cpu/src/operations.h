@@ -6,23 +6,24 @@
 
 namespace megatron {
 
-// Keys and values that a work item of attention reads.
+// Keys and values that attention reads: those of one layer and sequence.
 struct CacheView {
-  const uint8_t* rows;  // of this layer, at the first byte of the group's keys
+  const uint8_t* rows;  // the first byte of the item's keys
   int64_t row_bytes;
   int64_t values;  // bytes from a token's keys to its values
   int64_t page_size;
-  const int32_t* pages;  // of this sequence
+  const int32_t* pages;
   int64_t is_bfloat16;
 };
 
-// One or more tokens of a sequence and one group of query heads that share keys and values.
+// One or more tokens of a sequence, and one or more groups of query heads. A group shares keys and values.
 struct AttentionItem {
   CacheView cache;
-  const float* queries;  // [tokens][heads][head_dim], scaled
+  const float* queries;  // [tokens][groups][heads][head_dim], scaled
   int64_t query_stride;  // between tokens
   int64_t tokens;
-  int64_t heads;
+  int64_t groups;
+  int64_t heads;  // of a group
   int64_t head_dim;
   int64_t position;  // of the first token
   int64_t window;    // tokens that a token attends to, itself included
@@ -49,8 +50,9 @@ struct Operations {
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t half);  // one head of 2 · half floats
   void (*narrow)(const float* x, uint16_t* y, int64_t count);                  // to bfloat16, halves to even
 
-  // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK: `partial` is set to
-  // the sums of values, and the maximum and the sum of the weights, of each row [tokens · heads][head_dim + 16].
+  // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK. Each row of `partial`
+  // [groups][tokens][heads][head_dim + 16] is set to the sum of weighted values, the maximum of the scores and the sum of
+  // the weights. scratch: float [ATTENTION_BLOCK · (2 · head_dim + 16)].
   void (*attend)(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch);
   // Merge the partial results of a later range of keys into those of an earlier one.
   void (*merge)(const float* later, float* into, int64_t rows, int64_t head_dim);
@@ -60,8 +62,8 @@ struct Operations {
 
 // Keys that attend() processes at once.
 constexpr int64_t ATTENTION_BLOCK = 64;
-// Rows (tokens · heads of a group) of one item.
-constexpr int64_t ATTENTION_ROWS = 96;
+// Floats of a row of partial results beyond its values.
+constexpr int64_t PARTIAL_EXTRA = 16;
 
 // The table of this CPU's best instruction set, or of the one that MEGATRON_CPU_ISA names. Selected once.
 const Operations& operations();
