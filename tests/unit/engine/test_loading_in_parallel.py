@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.switches import Switch
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import resolve
@@ -22,7 +21,6 @@ def loaded(dtype: str) -> WeightStore:
     return store
 
 
-@pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 def test_weights_are_the_same_on_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -5,11 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 
 from .native_models import PLAIN, STEPS, TRAITS, Sequences, caches, expected_logits, native, step
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
 
 @torch.inference_mode()

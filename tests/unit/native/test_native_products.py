@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.packing import fits, pack
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, QuantizedTensor
 from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 

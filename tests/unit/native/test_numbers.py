@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_runtime.models.layers.cpu import computes_in_bfloat16, select_numbers
 
 
@@ -16,7 +15,6 @@ def test_auto_is_bfloat16_where_the_cpu_computes_in_it() -> None:
     assert select_numbers("auto").weights == ("bfloat16" if computes_in_bfloat16() else "float32")
 
 
-@pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 def test_integer_weights_have_a_bfloat16_cache_and_float32_activations() -> None:
     for name in ("int8", "int4"):
         numbers = select_numbers(name)

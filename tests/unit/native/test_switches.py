@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.records import BFLOAT16, INT8
 from megatron_kernels.cpu.switches import OF_A_STEP, InvalidSwitchError, Switch, is_on
 from megatron_kernels.cpu.tuning import TUNING_VARIABLE, Tuning, tuning

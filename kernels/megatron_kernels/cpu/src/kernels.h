@@ -39,4 +39,70 @@ struct Matrix {
 
 enum Activation : int64_t { SILU, GELU_TANH };
 
+// One transformer block as this rank holds it. Norms and bias are float, null where the model has none.
+struct Layer {
+  int64_t is_local;  // attends to a window
+  const float* attention_norm;
+  const float* qkv_bias;
+  const float* q_norm;  // both or none
+  const float* k_norm;
+  const float* attention_output_norm;
+  const float* mlp_norm;
+  const float* mlp_output_norm;
+  Matrix qkv;
+  Matrix output;
+  int64_t num_experts;  // in gate_up and down; 1 without a mixture
+  const Matrix* gate_up;
+  const Matrix* down;
+  const float* router;  // [routed][hidden]; null without a mixture
+};
+
+// What a step of a rank needs of a model. head.panels is null before the last pipeline stage.
+struct Model {
+  int64_t num_layers;
+  const Layer* layers;
+  int64_t hidden;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t activation;
+  int64_t window;
+  int64_t routed;          // experts of a mixture, on all ranks
+  int64_t routed_first;    // number of the first one in gate_up
+  int64_t routed_per_token;
+  int64_t routed_normalize;  // the shares of a token's experts sum to one
+  const float* norm;
+  Matrix head;
+  double epsilon;
+  double scale;
+};
+
+// The tokens of a step and the memory that it reads and writes.
+struct Step {
+  int64_t tokens;
+  float* x;  // [tokens][hidden], changed in place
+  const int32_t* positions;
+  const int64_t* slots;  // rows of the cache
+  int64_t sequences;
+  const int32_t* query_lengths;    // tokens of the step, by sequence
+  const int32_t* context_lengths;  // tokens in the cache after the step
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  uint8_t* cache;
+  int64_t layer_bytes;
+  int64_t row_bytes;
+  int64_t page_size;
+  int64_t is_bfloat16;
+  const float* cos;  // [positions][head_dim / 2]
+  const float* sin;
+  const float* local_cos;
+  const float* local_sin;
+  const int64_t* logit_rows;
+  int64_t num_logits;
+  float* logits;  // [num_logits][outputs of the head]
+  // [tokens][hidden]: what attention and feed-forward add to x, if it must be summed over ranks before it is added; null
+  // for one rank.
+  float* sums;
+};
+
 }  // namespace megatron

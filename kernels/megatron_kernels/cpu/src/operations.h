@@ -44,6 +44,7 @@ struct Operations {
   void (*add)(const float* x, float* y, int64_t count);                 // y += x
   void (*scale)(const float* x, float* y, int64_t count, float factor);  // y = x · factor
   void (*add_scaled)(const float* x, float* y, int64_t count, float factor);  // y += x · factor
+  float (*dot)(const float* x, const float* y, int64_t count);
   void (*gate)(int64_t activation, const float* gate, const float* up, float* y, int64_t count);  // activation(gate) · up
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t half);  // one head of 2 · half floats
   void (*narrow)(const float* x, uint16_t* y, int64_t count);                  // to bfloat16, halves to even

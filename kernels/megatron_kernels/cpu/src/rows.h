@@ -40,6 +40,12 @@ inline void add_scaled(const float* x, float* y, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i += LANES) store(y + i, fma(load(x + i), broadcast(factor), load(y + i)));
 }
 
+inline float dot(const float* x, const float* y, int64_t count) {
+  Floats total = broadcast(0.0f);
+  for (int64_t i = 0; i < count; i += LANES) total = fma(load(x + i), load(y + i), total);
+  return sum(total);
+}
+
 // y = activation(gate) · up
 inline void gate(int64_t activation, const float* gate, const float* up, float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {

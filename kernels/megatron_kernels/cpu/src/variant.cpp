@@ -58,6 +58,7 @@ extern const Operations OPERATIONS = {
     add,
     scale,
     add_scaled,
+    dot,
     gate,
     rotate,
     narrow,

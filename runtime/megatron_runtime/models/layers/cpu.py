@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
-from megatron_kernels.cpu.compiled import entry, is_supported
-from megatron_kernels.cpu.entry_points import LOOK_UP
+from megatron_kernels.cpu.library import library
 from megatron_kernels.cpu.memory import WeightMemory
 from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
-from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_kernels.quantized import QuantizedTensor
@@ -29,7 +26,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class NativeLinear(Linear):
-    """A matrix that is packed for compiled code; activations are float32."""
+    """A matrix that is packed for the C++ kernels; activations are float32."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         self.matrix = matrix
@@ -38,21 +35,16 @@ class NativeLinear(Linear):
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         x_TK = x_TK.to(torch.float32).contiguous()
-        count, width = x_TK.shape
-        y_TN = torch.empty(count, self.out_features)
-        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
-        job = np.zeros(1, dtype=PRODUCT)
-        job["matrix"] = self._record.ctypes.data
-        job["tokens"], job["width"] = count, width
-        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
-        shared_thread_pool().run_product(job)
+        y_TN = torch.empty(len(x_TK), self.out_features)
+        pool = shared_thread_pool().handle
+        if library().megatron_multiply(pool, self._record, x_TK.data_ptr(), len(x_TK), y_TN.data_ptr()) != 0:
+            raise MemoryError(f"the memory of a product of {len(x_TK)} rows cannot be allocated")
         return y_TN
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        x_TK = np.empty((len(ids_T), self.in_features), dtype=np.float32)
-        ids = ids_T.to(torch.int64).numpy()
-        entry()(LOOK_UP, self._record.ctypes.data, ids.ctypes.data, len(ids), x_TK.ctypes.data)
-        return torch.from_numpy(x_TK)
+        x_TK, ids = torch.empty(len(ids_T), self.in_features), ids_T.to(torch.int64).contiguous()
+        library().megatron_look_up(self._record, ids.data_ptr(), len(ids), x_TK.data_ptr())
+        return x_TK
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +118,7 @@ def select_numbers(name: str) -> Numbers:
     Compiled steps read bfloat16 weights but compute in float32. Torch runs bfloat16 if the CPU has instructions for it.
     Raises ValueError naming the formats that this CPU supports.
     """
-    is_native = is_on(Switch.NATIVE) and is_supported()
+    is_native = True
     cache = torch.bfloat16 if is_on(Switch.CACHE_IN_BFLOAT16) else torch.float32
     supported = {"float32": Numbers("float32", torch.float32, torch.float32, is_native)}
     if is_native:

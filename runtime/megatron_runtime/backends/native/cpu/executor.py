@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_kernels.cpu.sizes import UNIT
+from megatron_kernels.cpu.library import PANEL
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
@@ -115,7 +115,7 @@ class CpuExecutor(TorchExecutor):
 def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
     """Compute the plan's tokens and write their keys and values to the cache. dtype: of the model's activations."""
     page_size = cache_LPXE.shape[2]
-    if isinstance(model, NativeDecoder) and page_size % UNIT == 0:  # compiled attention reads UNIT tokens at a time
+    if isinstance(model, NativeDecoder) and page_size % PANEL == 0:  # the kernels read PANEL tokens of a page at a time
         return _forward_compiled(model, plan, cache_LPXE)
     layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
