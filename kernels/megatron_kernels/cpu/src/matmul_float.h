@@ -94,7 +94,7 @@ struct Bfloat16Weights {
 };
 
 inline void prepare_floats(const float* x, int64_t inputs, uint8_t* prepared) {
-  __builtin_memcpy(prepared, x, static_cast<size_t>(inputs) * 4);
+  __builtin_memcpy(prepared, x, static_cast<uint64_t>(inputs) * 4);
 }
 inline void prepare_bfloat16(const float* x, int64_t inputs, uint8_t* prepared) {
   for (int64_t k = 0; k < inputs; k += LANES) narrow_bfloat16(load(x + k), reinterpret_cast<uint16_t*>(prepared) + k);

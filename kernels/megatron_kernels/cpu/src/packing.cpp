@@ -108,7 +108,7 @@ void integers_of_k6(const uint8_t* block, uint8_t* q) {
 void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
   switch (source) {
     case F32:
-      __builtin_memcpy(x, row, static_cast<size_t>(count) * 4);
+      __builtin_memcpy(x, row, static_cast<uint64_t>(count) * 4);
       return;
     case F16:
       for (int64_t k = 0; k < count; ++k) x[k] = float_of_half(half_at(row + 2 * k));
@@ -243,7 +243,7 @@ void move_block(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
   for (int64_t lane = 0; lane < PANEL; ++lane) {
     const uint8_t* block = rows + lane * row_bytes;
     uint8_t* at = values + lane * words * 4;
-    __builtin_memcpy(at, block + begin, static_cast<size_t>(words) * 4);
+    __builtin_memcpy(at, block + begin, static_cast<uint64_t>(words) * 4);
     const uint16_t scale = half_at(block);
     put_half(scales, lane, scale);
     if (source == Q8_0) {
