@@ -31,6 +31,18 @@ class Matrix(ctypes.Structure):
     _fields_ = (("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("panels", c_void_p))
 
 
+class Packing(ctypes.Structure):
+    """Rows of a file and the matrix that they become, as in src/packing.cpp."""
+
+    _fields_ = (
+        ("source", c_int64),
+        ("rows", c_void_p),
+        ("row_bytes", c_int64),
+        ("matrix", Matrix),
+        ("panels", c_void_p),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         ("is_local", c_int64),
@@ -109,6 +121,8 @@ _FUNCTIONS = {
     "megatron_run": (c_int64, c_void_p, c_void_p, POINTER(Step), c_int64, c_int64),
     "megatron_multiply": (c_int64, c_void_p, POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "megatron_look_up": (None, POINTER(Matrix), c_void_p, c_int64, c_void_p),
+    "megatron_matrix_bytes": (c_int64, POINTER(Matrix)),
+    "megatron_pack": (None, POINTER(Packing), c_int64, c_int64),
     "megatron_sum": (c_uint64, c_void_p, c_int64),
     "megatron_halves_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
 }

@@ -12,7 +12,7 @@
 //   INT8      per 32 inputs: uint8 [8][16][4], value + 128; then half scales[16]
 //   INT4      per 32 inputs: 4 x uint8 [16][4]: low nibbles are inputs 4 j … 4 j + 3 of part j, high nibbles 16 + 4 j …;
 //             then half scales[16], half offsets[16]; value = nibble · scale + offset
-//   Q4_K, Q6_K  see matmul_k_quants.h
+//   Q4_K, Q6_K  see matmul_k.h
 //
 // The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float or bfloat16. A
 // page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.

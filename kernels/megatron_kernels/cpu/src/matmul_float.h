@@ -1,50 +1,101 @@
-// Products of float32 activations. One accumulator for each output, in the order of inputs.
+// Products with weights in float32, bfloat16 and float16. Activations are float32, or bfloat16 where the CPU multiplies it.
 
-inline int64_t activation_bytes(int64_t, int64_t inputs) { return (inputs * 4 + 63) / 64 * 64; }
+#if defined(__AVX512F__)
+using FloatFew = Tiles<4, 1, 2, 4>;
+using FloatMany = Tiles<2, 8, 12>;
+#elif defined(MEGATRON_PORTABLE)
+using FloatFew = Tiles<1, 1>;
+using FloatMany = Tiles<1, 2>;
+#else
+using FloatFew = Tiles<2, 1, 2>;
+using FloatMany = Tiles<1, 4, 6>;
+#endif
 
-inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared) {
-  const int64_t bytes = activation_bytes(format, inputs);
-  for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(prepared + row * bytes, x + row * x_stride, inputs * 4);
+inline float float_at(const uint8_t* x, int64_t number) {
+  float value;
+  __builtin_memcpy(&value, x + number * 4, sizeof value);
+  return value;
 }
 
-template <int ROWS>
-inline void float32_tile(const float* panel, int64_t inputs, const uint8_t* prepared, int64_t row_bytes, float* y,
-                         int64_t y_stride, bool add) {
-  constexpr int PARTS = PANEL / LANES;
-  Floats sums[ROWS][PARTS];
-  for (int r = 0; r < ROWS; ++r) {
-    for (int p = 0; p < PARTS; ++p) sums[r][p] = broadcast(0.0f);
-  }
-  for (int64_t k = 0; k < inputs; ++k) {
-    for (int r = 0; r < ROWS; ++r) {
-      const Floats x = broadcast(reinterpret_cast<const float*>(prepared + r * row_bytes)[k]);
-      for (int p = 0; p < PARTS; ++p) sums[r][p] = fma(x, load(panel + k * PANEL + p * LANES), sums[r][p]);
-    }
-  }
-  for (int r = 0; r < ROWS; ++r) {
-    for (int p = 0; p < PARTS; ++p) {
-      float* at = y + r * y_stride + p * LANES;
-      store(at, add ? load(at) + sums[r][p] : sums[r][p]);
-    }
-  }
-}
+// Weights of one or two inputs that a subclass reads as `vectors(panel, inputs, number, into)`.
+template <class W>
+struct FloatWeights {
+  using Few = FloatFew;
+  using Many = FloatMany;
 
-inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
-                     int64_t y_stride, bool add) {
-  const int64_t row_bytes = activation_bytes(matrix.format, matrix.inputs);
-  for (int64_t panel = first; panel < end; ++panel, y += PANEL) {
-    const float* weights = reinterpret_cast<const float*>(matrix.panels) + panel * matrix.inputs * PANEL;
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) {
-      float32_tile<4>(weights, matrix.inputs, prepared + row * row_bytes, row_bytes, y + row * y_stride, y_stride, add);
-    }
-    for (; row < rows; ++row) {
-      float32_tile<1>(weights, matrix.inputs, prepared + row * row_bytes, row_bytes, y + row * y_stride, y_stride, add);
+  static int64_t row_bytes(int64_t inputs) { return (inputs * 4 + 63) / 64 * 64; }
+
+  template <int ROWS, int PANELS>
+  static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
+                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+    const int64_t bytes = W::panel_bytes(inputs);
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < inputs; ++k) {
+      Floats weights[PANELS * PARTS];
+      for (int i = 0; i < PANELS * PARTS; ++i) weights[i] = W::weights(panels + i / PARTS * bytes, k, i % PARTS * LANES);
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats value = broadcast(float_at(x[r], k));
+        for (int i = 0; i < PANELS * PARTS; ++i) sums[r][i] = fma(value, weights[i], sums[r][i]);
+      }
     }
   }
-}
+};
 
-inline void unpack_row(const Matrix& matrix, int64_t output, float* x) {
-  const float* panel = reinterpret_cast<const float*>(matrix.panels) + output / PANEL * matrix.inputs * PANEL;
-  for (int64_t k = 0; k < matrix.inputs; ++k) x[k] = panel[k * PANEL + output % PANEL];
+struct Float32Weights : FloatWeights<Float32Weights> {
+  static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 4; }
+  static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
+    return load(reinterpret_cast<const float*>(panel) + k * PANEL + lane);
+  }
+};
+
+struct Float16Weights : FloatWeights<Float16Weights> {
+  static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
+  static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
+    return widen_half(reinterpret_cast<const uint16_t*>(panel) + k * PANEL + lane);
+  }
+};
+
+// Two inputs of an output are neighbours.
+struct Bfloat16Weights {
+  using Few = FloatFew;
+  using Many = FloatMany;
+
+  static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
+  static int64_t row_bytes(int64_t inputs) { return (inputs * (HAS_BFLOAT16 ? 2 : 4) + 63) / 64 * 64; }
+
+  template <int ROWS, int PANELS>
+  static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
+                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+    const int64_t bytes = panel_bytes(inputs);
+#pragma GCC unroll 2
+    for (int64_t pair = 0; pair < inputs / 2; ++pair) {
+#if defined(__AVX512BF16__) || (defined(__ARM_FEATURE_BF16) && !defined(MEGATRON_PORTABLE))
+      Integers weights[PANELS * PARTS];
+      for (int i = 0; i < PANELS * PARTS; ++i) {
+        weights[i] = load_bytes(panels + i / PARTS * bytes + pair * PANEL * 4 + i % PARTS * LANES * 4);
+      }
+      for (int r = 0; r < ROWS; ++r) {
+        const Integers value = broadcast_word(x[r] + pair * 4);
+        for (int i = 0; i < PANELS * PARTS; ++i) sums[r][i] = dot_bfloat16(sums[r][i], weights[i], value);
+      }
+#else
+      for (int i = 0; i < PANELS * PARTS; ++i) {
+        const uint8_t* at = panels + i / PARTS * bytes + pair * PANEL * 4 + i % PARTS * LANES * 4;
+        const Floats both = load(reinterpret_cast<const float*>(at));
+        const Floats even = low_bfloat16(both), odd = high_bfloat16(both);
+        for (int r = 0; r < ROWS; ++r) {
+          sums[r][i] = fma(broadcast(float_at(x[r], 2 * pair)), even, sums[r][i]);
+          sums[r][i] = fma(broadcast(float_at(x[r], 2 * pair + 1)), odd, sums[r][i]);
+        }
+      }
+#endif
+    }
+  }
+};
+
+inline void prepare_floats(const float* x, int64_t inputs, uint8_t* prepared) {
+  __builtin_memcpy(prepared, x, static_cast<uint64_t>(inputs) * 4);
+}
+inline void prepare_bfloat16(const float* x, int64_t inputs, uint8_t* prepared) {
+  for (int64_t k = 0; k < inputs; k += LANES) narrow_bfloat16(load(x + k), reinterpret_cast<uint16_t*>(prepared) + k);
 }

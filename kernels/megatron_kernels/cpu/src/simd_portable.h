@@ -47,20 +47,9 @@ inline Floats power_of_two(Floats n) {
   __builtin_memcpy(&a, &bits, sizeof a);
   return a;
 }
-inline float float_of_bits(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
-}
 inline Floats widen_bfloat16(const uint16_t* x) {
   return {Vector{float_of_bits(uint32_t{x[0]} << 16), float_of_bits(uint32_t{x[1]} << 16),
                  float_of_bits(uint32_t{x[2]} << 16), float_of_bits(uint32_t{x[3]} << 16)}};
-}
-// A half's exponent and fraction as those of a float, whose exponent is 112 too small; a denormal half is exact.
-inline float float_of_half(uint16_t x) {
-  const uint32_t magnitude = x & 0x7FFFu, sign = uint32_t{x & 0x8000u} << 16;
-  if (magnitude >= 0x7C00u) return float_of_bits(sign | 0x7F800000u | (magnitude << 13));
-  return float_of_bits(sign | 0x3F800000u) * (float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));
 }
 inline Floats widen_half(const uint16_t* x) {
   return {Vector{float_of_half(x[0]), float_of_half(x[1]), float_of_half(x[2]), float_of_half(x[3])}};

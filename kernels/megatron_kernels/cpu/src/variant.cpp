@@ -18,19 +18,31 @@ namespace megatron::MEGATRON_VARIANT {
 
 namespace {
 
+#include "numbers.h"
+
 #if defined(MEGATRON_PORTABLE)
 #include "simd_portable.h"
+
+#include "integers_portable.h"
 #elif defined(__AVX512F__)
 #include "simd_avx512.h"
+
+#include "integers_avx512.h"
 #elif defined(__AVX2__)
 #include "simd_avx2.h"
+
+#include "integers_avx2.h"
 #elif defined(__ARM_NEON)
 #include "simd_neon.h"
+
+#include "integers_neon.h"
 #endif
 
 #include "rows.h"
 
-#include "matmul_float.h"
+#include "matmul.h"
+
+#include "unpack.h"
 
 #include "attention.h"
 

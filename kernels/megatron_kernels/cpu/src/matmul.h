@@ -1,0 +1,54 @@
+// Matrix products of all weight formats.
+
+#include "tiles.h"
+
+#include "matmul_float.h"
+
+#include "matmul_int.h"
+
+#include "matmul_k.h"
+
+inline int64_t activation_bytes(int64_t format, int64_t inputs) {
+  switch (format) {
+    case FLOAT32:
+    case FLOAT16:
+      return Float32Weights::row_bytes(inputs);
+    case BFLOAT16:
+      return Bfloat16Weights::row_bytes(inputs);
+    default:
+      return IntegerWeights::row_bytes(inputs);
+  }
+}
+
+inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared) {
+  const int64_t bytes = activation_bytes(format, inputs);
+  for (; rows > 0; --rows, x += x_stride, prepared += bytes) {
+    if (format == FLOAT32 || format == FLOAT16 || (format == BFLOAT16 && !HAS_BFLOAT16)) {
+      prepare_floats(x, inputs, prepared);
+    } else if (format == BFLOAT16) {
+      prepare_bfloat16(x, inputs, prepared);
+    } else {
+      prepare_integers(x, inputs, prepared);
+    }
+  }
+}
+
+inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
+                     int64_t y_stride, bool add) {
+  switch (matrix.format) {
+    case FLOAT32:
+      return multiply_by<Float32Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case BFLOAT16:
+      return multiply_by<Bfloat16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case FLOAT16:
+      return multiply_by<Float16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case INT8:
+      return multiply_by<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case INT4:
+      return multiply_by<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q4_K:
+      return multiply_by<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q6_K:
+      return multiply_by<Q6KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+  }
+}

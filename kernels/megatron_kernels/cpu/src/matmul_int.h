@@ -1,0 +1,149 @@
+// Products with weights in int8 and int4, of blocks of 32 inputs. Activations are int8 with a scale for each block.
+
+// 32 activations of a prepared row.
+struct ActivationBlock {
+  int8_t values[32];       // round(x / scale)
+  float scale;             // max |x| / 127
+  float scaled_sum;        // scale · sum of values
+  int32_t correction;      // -128 · sum of values: what the offset of stored int8 weights adds to a sum, negated
+  int32_t corrections[2];  // -32 · sum of the first and of the last 16 values, for Q6_K
+  int32_t unused[3];
+};
+static_assert(sizeof(ActivationBlock) == 64);
+
+constexpr int64_t BLOCK = 32;
+
+inline const ActivationBlock& activations(const uint8_t* prepared, int64_t block) {
+  return reinterpret_cast<const ActivationBlock*>(prepared)[block];
+}
+
+inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) {
+  auto* block = reinterpret_cast<ActivationBlock*>(prepared);
+  for (int64_t k = 0; k < inputs; k += BLOCK, ++block) {
+    Floats most = broadcast(0.0f);
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+      const Floats value = load(x + k + i);
+      most = max(most, max(value, broadcast(0.0f) - value));
+    }
+    const float greatest = largest(most);
+    const Floats inverse = broadcast(greatest > 0.0f ? 127.0f / greatest : 0.0f);
+    alignas(64) float rounded[BLOCK];
+    for (int64_t i = 0; i < BLOCK; i += LANES) store(rounded + i, round(load(x + k + i) * inverse));
+    int32_t sums[2] = {};
+    for (int64_t i = 0; i < BLOCK; ++i) {
+      block->values[i] = static_cast<int8_t>(static_cast<int32_t>(rounded[i]));
+      sums[i / 16] += block->values[i];
+    }
+    block->scale = greatest * (1.0f / 127.0f);
+    block->scaled_sum = block->scale * static_cast<float>(sums[0] + sums[1]);
+    block->correction = -128 * (sums[0] + sums[1]);
+    block->corrections[0] = -32 * sums[0];
+    block->corrections[1] = -32 * sums[1];
+  }
+}
+
+#if defined(__AVX512F__)
+using IntegerFew = Tiles<2, 1, 2, 4>;
+using IntegerMany = Tiles<1, 8, 12>;
+#elif defined(MEGATRON_PORTABLE)
+using IntegerFew = Tiles<1, 1>;
+using IntegerMany = Tiles<1, 2>;
+#else
+using IntegerFew = Tiles<1, 1>;
+using IntegerMany = Tiles<1, 2, 3>;
+#endif
+
+struct IntegerWeights {
+  using Few = IntegerFew;
+  using Many = IntegerMany;
+  static int64_t row_bytes(int64_t inputs) { return inputs / BLOCK * static_cast<int64_t>(sizeof(ActivationBlock)); }
+};
+
+struct Int8Weights : IntegerWeights {
+  static constexpr int64_t BLOCK_BYTES = BLOCK * PANEL + 2 * PANEL;
+  static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
+
+  template <int ROWS, int PANELS>
+  static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
+                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+    const int64_t bytes = panel_bytes(inputs);
+    for (int64_t block = 0; block < inputs / BLOCK; ++block) {
+      const uint8_t* at = panels + block * BLOCK_BYTES;
+      Integers dots[ROWS][PANELS * PARTS];
+      for (int r = 0; r < ROWS; ++r) {
+        const int32_t start = CORRECTED_SUMS ? activations(x[r], block).correction : 0;
+        for (int i = 0; i < PANELS * PARTS; ++i) dots[r][i] = broadcast_word(&start);
+      }
+#pragma GCC unroll 8
+      for (int word = 0; word < 8; ++word) {
+        for (int i = 0; i < PANELS * PARTS; ++i) {
+          const Integers weights = load_weights(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
+          for (int r = 0; r < ROWS; ++r) {
+            const Integers values = broadcast_word(activations(x[r], block).values + 4 * word);
+            dots[r][i] = dot_stored(dots[r][i], weights, values);
+          }
+        }
+      }
+      for (int i = 0; i < PANELS * PARTS; ++i) {
+        const uint8_t* scales = at + i / PARTS * bytes + BLOCK * PANEL + i % PARTS * LANES * 2;
+        const Floats scale = widen_half(reinterpret_cast<const uint16_t*>(scales));
+        for (int r = 0; r < ROWS; ++r) {
+          sums[r][i] = fma(to_floats(dots[r][i]), scale * broadcast(activations(x[r], block).scale), sums[r][i]);
+        }
+      }
+    }
+  }
+};
+
+// Integer products of one block of nibbles: those of two inputs 16 apart share a byte.
+template <int ROWS, int PANELS>
+inline void dot_block(const uint8_t* nibbles, int64_t panel_bytes, int64_t block, const uint8_t* const (&x)[ROWS],
+                      Integers (&dots)[ROWS][PANELS * PARTS]) {
+  const int32_t zero = 0;
+  for (auto& row : dots) {
+    for (Integers& vector : row) vector = broadcast_word(&zero);
+  }
+#pragma GCC unroll 4
+  for (int word = 0; word < 4; ++word) {
+    for (int i = 0; i < PANELS * PARTS; ++i) {
+      const Integers both = load_bytes(nibbles + i / PARTS * panel_bytes + word * 64 + i % PARTS * LANES * 4);
+      const Integers low = low_nibbles(both), high = high_nibbles(both);
+      for (int r = 0; r < ROWS; ++r) {
+        const int8_t* values = activations(x[r], block).values + 4 * word;
+        dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
+        dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
+      }
+    }
+  }
+}
+
+// sums += activations · (nibble · scale + offset) of one block.
+template <int ROWS, int PANELS>
+inline void add_block(int64_t block, const uint8_t* const (&x)[ROWS], const Integers (&dots)[ROWS][PANELS * PARTS], int i,
+                      Floats scale, Floats offset, Floats (&sums)[ROWS][PANELS * PARTS]) {
+  for (int r = 0; r < ROWS; ++r) {
+    const ActivationBlock& values = activations(x[r], block);
+    sums[r][i] = fma(to_floats(totals(dots[r][i])), scale * broadcast(values.scale), sums[r][i]);
+    sums[r][i] = fma(offset, broadcast(values.scaled_sum), sums[r][i]);
+  }
+}
+
+struct Int4Weights : IntegerWeights {
+  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 4 * PANEL;
+  static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
+
+  template <int ROWS, int PANELS>
+  static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
+                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+    const int64_t bytes = panel_bytes(inputs);
+    for (int64_t block = 0; block < inputs / BLOCK; ++block) {
+      const uint8_t* at = panels + block * BLOCK_BYTES;
+      Integers dots[ROWS][PANELS * PARTS];
+      dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
+      for (int i = 0; i < PANELS * PARTS; ++i) {
+        const auto* scales = reinterpret_cast<const uint16_t*>(at + i / PARTS * bytes + NIBBLES) + i % PARTS * LANES;
+        add_block<ROWS, PANELS>(block, x, dots, i, widen_half(scales), widen_half(scales + PANEL), sums);
+      }
+    }
+  }
+};
