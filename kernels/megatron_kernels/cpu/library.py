@@ -19,6 +19,9 @@ FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, Q4_K, Q6_K = range(7)
 PANEL = 16
 """Outputs of a panel. Also the divisor of the size of a head and of a page of the cache."""
 
+BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
+"""Those that multiply bfloat16."""
+
 SILU, GELU_TANH = range(2)
 """Activation functions."""
 

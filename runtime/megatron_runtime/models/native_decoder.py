@@ -86,8 +86,8 @@ class NativeDecoder(DecoderModel):
         self._run(step, 0, self._phases + 1)
         return x_TD, logits_NV
 
-    def run_rank(self, plan: PlannedTokens, x_TD: torch.Tensor, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Run this rank's layers on hidden states, which are changed in place. Returns them."""
+    def run_rank(self, plan: PlannedTokens, *, x_TD: torch.Tensor, cache_LPXE: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after this rank's layers, and write their keys and values to the cache."""
         x_TD = x_TD.float().contiguous()
         sums_TD = torch.empty_like(x_TD)
         step = self._step(plan, x_TD, cache_LPXE)

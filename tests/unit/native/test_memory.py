@@ -2,7 +2,6 @@
 
 import platform
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +10,7 @@ import pytest
 import torch
 from eventually import LONG_SECONDS
 
-from megatron_kernels.cpu.memory import PAGES_THREAD, WeightMemory
-from megatron_kernels.cpu.switches import Switch
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_kernels.cpu.memory import WeightMemory
 
 _MIB = 1 << 20
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -82,13 +79,3 @@ def test_unused_memory_is_released_while_pages_are_joined() -> None:
     thread.join(LONG_SECONDS)
     assert not thread.is_alive()
     assert not kept.count_nonzero()
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("0", 0)])
-def test_a_switch_disables_joining_pages(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[threading.Thread] = []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
-    monkeypatch.setenv(Switch.LARGE_PAGES, value)
-    NativeLinears("int4").settle()
-    assert [thread.name for thread in begun] == [PAGES_THREAD] * expected

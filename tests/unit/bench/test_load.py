@@ -1,14 +1,12 @@
-"""Figures of loads and of switches, computed from measured seconds."""
+"""Figures of loads, computed from measured seconds."""
 
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "bench"))
 
 from load import load, summary  # noqa: E402
-from switches import Setting, gains  # noqa: E402
 
 
 def test_a_load_is_measured_in_a_new_process() -> None:
@@ -19,9 +17,3 @@ def test_a_load_is_measured_in_a_new_process() -> None:
 
 def test_a_summary_has_median_minimum_and_maximum() -> None:
     assert summary([{"load": value} for value in (3.0, 1.0, 2.0)]) == {"load": [2.0, 1.0, 3.0]}
-
-
-def test_a_gain_compares_times_of_the_same_round() -> None:
-    usual = Setting("", cast(Any, None), {"b1": [1.0, 2.0, 1.0]})
-    without = Setting("x", cast(Any, None), {"b1": [2.0, 2.0, 3.0]})
-    assert gains(usual, without) == {"b1": [2.0, 1.0, 3.0]}
