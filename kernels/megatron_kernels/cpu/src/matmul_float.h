@@ -2,7 +2,7 @@
 
 #if defined(__AVX512F__)
 using FloatFew = Tiles<4, 1, 2, 4>;
-using FloatMany = Tiles<2, 8, 12>;
+using FloatMany = Tiles<2, 6, 8>;
 #elif defined(MEGATRON_PORTABLE)
 using FloatFew = Tiles<1, 1>;
 using FloatMany = Tiles<1, 2>;

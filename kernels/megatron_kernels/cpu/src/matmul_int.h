@@ -27,12 +27,14 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
     }
     const float greatest = largest(most);
     const Floats inverse = broadcast(greatest > 0.0f ? 127.0f / greatest : 0.0f);
-    alignas(64) float rounded[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i += LANES) store(rounded + i, round(load(x + k + i) * inverse));
-    int32_t sums[2] = {};
-    for (int64_t i = 0; i < BLOCK; ++i) {
-      block->values[i] = static_cast<int8_t>(static_cast<int32_t>(rounded[i]));
-      sums[i / 16] += block->values[i];
+    int32_t sums[2];
+    for (int64_t half = 0; half < 2; ++half) {
+      const int64_t begin = half * BLOCK / 2;
+      Integers total = narrow_int8(load(x + k + begin) * inverse, block->values + begin);
+      for (int64_t i = LANES; i < BLOCK / 2; i += LANES) {
+        total = total + narrow_int8(load(x + k + begin + i) * inverse, block->values + begin + i);
+      }
+      sums[half] = sum(total);
     }
     block->scale = greatest * (1.0f / 127.0f);
     block->scaled_sum = block->scale * static_cast<float>(sums[0] + sums[1]);
@@ -44,7 +46,7 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
 
 #if defined(__AVX512F__)
 using IntegerFew = Tiles<2, 1, 2, 4>;
-using IntegerMany = Tiles<1, 8, 12>;
+using IntegerMany = Tiles<2, 4, 6>;
 #elif defined(MEGATRON_PORTABLE)
 using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2>;
