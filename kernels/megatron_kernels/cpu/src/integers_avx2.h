@@ -60,5 +60,3 @@ inline Integers load_weights(const uint8_t* x) {
 inline Integers dot_stored(Integers sums, Integers weights, Integers x) {
   return dot(sums, {_mm256_abs_epi8(weights.v)}, {_mm256_sign_epi8(x.v, weights.v)});
 }
-
-constexpr bool HAS_BFLOAT16 = false;

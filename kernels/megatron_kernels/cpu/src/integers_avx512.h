@@ -84,7 +84,5 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) {
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {_mm512_dpbf16_ps(sums.v, reinterpret_cast<__m512bh>(weights.v), reinterpret_cast<__m512bh>(x.v))};
 }
-constexpr bool HAS_BFLOAT16 = true;
-#else
-constexpr bool HAS_BFLOAT16 = false;
+#define MEGATRON_BFLOAT16
 #endif

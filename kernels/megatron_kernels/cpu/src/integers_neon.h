@@ -70,7 +70,5 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) { return
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {vbfdotq_f32(sums.v, vreinterpretq_bf16_s32(weights.v), vreinterpretq_bf16_s32(x.v))};
 }
-constexpr bool HAS_BFLOAT16 = true;
-#else
-constexpr bool HAS_BFLOAT16 = false;
+#define MEGATRON_BFLOAT16
 #endif

@@ -50,5 +50,3 @@ inline Integers totals(Integers sums) { return sums; }
 constexpr bool CORRECTED_SUMS = false;
 inline Integers load_weights(const uint8_t* x) { return {load_bytes(x).v ^ static_cast<int32_t>(0x80808080)}; }
 inline Integers dot_stored(Integers sums, Integers weights, Integers x) { return dot(sums, weights, x); }
-
-constexpr bool HAS_BFLOAT16 = false;
