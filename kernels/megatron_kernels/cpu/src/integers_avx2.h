@@ -11,6 +11,19 @@ inline Integers broadcast_word(const void* x) {
   __builtin_memcpy(&word, x, sizeof word);
   return {_mm256_set1_epi32(word)};
 }
+// y = x as int8, to the nearest, halves to even. Returns the integers.
+inline Integers narrow_int8(Floats x, int8_t* y) {
+  const __m256i integers = _mm256_cvtps_epi32(x.v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(y), _mm_packs_epi16(pairs, pairs));
+  return {integers};
+}
+inline Integers operator+(Integers a, Integers b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline int32_t sum(Integers a) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
 inline Floats to_floats(Integers a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline Floats widen_uint8(const uint8_t* x) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))))};
@@ -47,5 +60,3 @@ inline Integers load_weights(const uint8_t* x) {
 inline Integers dot_stored(Integers sums, Integers weights, Integers x) {
   return dot(sums, {_mm256_abs_epi8(weights.v)}, {_mm256_sign_epi8(x.v, weights.v)});
 }
-
-constexpr bool HAS_BFLOAT16 = false;

@@ -11,6 +11,14 @@ inline Integers broadcast_word(const void* x) {
   __builtin_memcpy(&word, x, sizeof word);
   return {_mm512_set1_epi32(word)};
 }
+// y = x as int8, to the nearest, halves to even. Returns the integers.
+inline Integers narrow_int8(Floats x, int8_t* y) {
+  const __m512i integers = _mm512_cvtps_epi32(x.v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm512_cvtepi32_epi8(integers));
+  return {integers};
+}
+inline Integers operator+(Integers a, Integers b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline int32_t sum(Integers a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Integers a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Floats widen_uint8(const uint8_t* x) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))))};
@@ -76,7 +84,5 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) {
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {_mm512_dpbf16_ps(sums.v, reinterpret_cast<__m512bh>(weights.v), reinterpret_cast<__m512bh>(x.v))};
 }
-constexpr bool HAS_BFLOAT16 = true;
-#else
-constexpr bool HAS_BFLOAT16 = false;
+#define MEGATRON_BFLOAT16
 #endif

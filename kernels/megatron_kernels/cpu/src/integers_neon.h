@@ -16,6 +16,16 @@ inline Integers broadcast_word(const void* x) {
   __builtin_memcpy(&word, x, sizeof word);
   return {vdupq_n_s32(word)};
 }
+// y = x as int8, to the nearest, halves to even. Returns the integers.
+inline Integers narrow_int8(Floats x, int8_t* y) {
+  const int32x4_t integers = vcvtnq_s32_f32(x.v);
+  const int16x4_t pairs = vmovn_s32(integers);
+  const int8x8_t narrow = vmovn_s16(vcombine_s16(pairs, pairs));
+  __builtin_memcpy(y, &narrow, 4);
+  return {integers};
+}
+inline Integers operator+(Integers a, Integers b) { return {vaddq_s32(a.v, b.v)}; }
+inline int32_t sum(Integers a) { return vaddvq_s32(a.v); }
 inline Floats to_floats(Integers a) { return {vcvtq_f32_s32(a.v)}; }
 inline Floats widen_uint8(const uint8_t* x) {
   uint32_t word;
@@ -60,7 +70,5 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) { return
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {vbfdotq_f32(sums.v, vreinterpretq_bf16_s32(weights.v), vreinterpretq_bf16_s32(x.v))};
 }
-constexpr bool HAS_BFLOAT16 = true;
-#else
-constexpr bool HAS_BFLOAT16 = false;
+#define MEGATRON_BFLOAT16
 #endif

@@ -15,6 +15,14 @@ inline Integers broadcast_word(const void* x) {
   __builtin_memcpy(&word, x, sizeof word);
   return {Bits{word, word, word, word}};
 }
+// y = x as int8, to the nearest, halves to even. Returns the integers.
+inline Integers narrow_int8(Floats x, int8_t* y) {
+  const Bits integers = __builtin_convertvector(round(x).v, Bits);
+  for (int64_t i = 0; i < LANES; ++i) y[i] = static_cast<int8_t>(integers[i]);
+  return {integers};
+}
+inline Integers operator+(Integers a, Integers b) { return {a.v + b.v}; }
+inline int32_t sum(Integers a) { return a.v[0] + a.v[1] + a.v[2] + a.v[3]; }
 inline Floats to_floats(Integers a) { return {__builtin_convertvector(a.v, Vector)}; }
 inline Floats widen_uint8(const uint8_t* x) { return to_floats({Bits{x[0], x[1], x[2], x[3]}}); }
 inline Floats widen_int8(const uint8_t* x) {
@@ -42,5 +50,3 @@ inline Integers totals(Integers sums) { return sums; }
 constexpr bool CORRECTED_SUMS = false;
 inline Integers load_weights(const uint8_t* x) { return {load_bytes(x).v ^ static_cast<int32_t>(0x80808080)}; }
 inline Integers dot_stored(Integers sums, Integers weights, Integers x) { return dot(sums, weights, x); }
-
-constexpr bool HAS_BFLOAT16 = false;

@@ -23,12 +23,18 @@ inline int64_t activation_bytes(int64_t format, int64_t inputs) {
 inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared) {
   const int64_t bytes = activation_bytes(format, inputs);
   for (; rows > 0; --rows, x += x_stride, prepared += bytes) {
-    if (format == FLOAT32 || format == FLOAT16 || (format == BFLOAT16 && !HAS_BFLOAT16)) {
-      prepare_floats(x, inputs, prepared);
-    } else if (format == BFLOAT16) {
-      prepare_bfloat16(x, inputs, prepared);
-    } else {
-      prepare_integers(x, inputs, prepared);
+    switch (format) {
+      case BFLOAT16:
+#if defined(MEGATRON_BFLOAT16)
+        narrow(x, reinterpret_cast<uint16_t*>(prepared), inputs);
+        break;
+#endif
+      case FLOAT32:
+      case FLOAT16:
+        __builtin_memcpy(prepared, x, static_cast<uint64_t>(inputs) * 4);
+        break;
+      default:
+        prepare_integers(x, inputs, prepared);
     }
   }
 }

@@ -2,13 +2,16 @@
 
 #if defined(__AVX512F__)
 using FloatFew = Tiles<4, 1, 2, 4>;
-using FloatMany = Tiles<2, 8, 12>;
+using FloatMany = Tiles<2, 6, 8>;
+using WidenedMany = FloatMany;
 #elif defined(MEGATRON_PORTABLE)
 using FloatFew = Tiles<1, 1>;
 using FloatMany = Tiles<1, 2>;
+using WidenedMany = FloatMany;
 #else
 using FloatFew = Tiles<2, 1, 2>;
 using FloatMany = Tiles<1, 4, 6>;
+using WidenedMany = Tiles<1, 4>;  // bfloat16 as pairs takes two more registers
 #endif
 
 inline float float_at(const uint8_t* x, int64_t number) {
@@ -17,7 +20,7 @@ inline float float_at(const uint8_t* x, int64_t number) {
   return value;
 }
 
-// Weights of one or two inputs that a subclass reads as `vectors(panel, inputs, number, into)`.
+// Weights that W::weights(panel, k, lane) converts to float32: those of input k of LANES outputs.
 template <class W>
 struct FloatWeights {
   using Few = FloatFew;
@@ -29,13 +32,15 @@ struct FloatWeights {
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
                          Floats (&sums)[ROWS][PANELS * PARTS]) {
     const int64_t bytes = W::panel_bytes(inputs);
+    for (int64_t even = 0; even < inputs; even += 2) {
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < inputs; ++k) {
-      Floats weights[PANELS * PARTS];
-      for (int i = 0; i < PANELS * PARTS; ++i) weights[i] = W::weights(panels + i / PARTS * bytes, k, i % PARTS * LANES);
-      for (int r = 0; r < ROWS; ++r) {
-        const Floats value = broadcast(float_at(x[r], k));
-        for (int i = 0; i < PANELS * PARTS; ++i) sums[r][i] = fma(value, weights[i], sums[r][i]);
+      for (int64_t k = even; k < even + 2; ++k) {
+        Floats weights[PANELS * PARTS];
+        for (int i = 0; i < PANELS * PARTS; ++i) weights[i] = W::weights(panels + i / PARTS * bytes, k, i % PARTS * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+          const Floats value = broadcast(float_at(x[r], k));
+          for (int i = 0; i < PANELS * PARTS; ++i) sums[r][i] = fma(value, weights[i], sums[r][i]);
+        }
       }
     }
   }
@@ -56,12 +61,14 @@ struct Float16Weights : FloatWeights<Float16Weights> {
 };
 
 // Two inputs of an output are neighbours.
+#if defined(MEGATRON_BFLOAT16)
+
 struct Bfloat16Weights {
   using Few = FloatFew;
   using Many = FloatMany;
 
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
-  static int64_t row_bytes(int64_t inputs) { return (inputs * (HAS_BFLOAT16 ? 2 : 4) + 63) / 64 * 64; }
+  static int64_t row_bytes(int64_t inputs) { return (inputs * 2 + 63) / 64 * 64; }
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
@@ -69,33 +76,27 @@ struct Bfloat16Weights {
     const int64_t bytes = panel_bytes(inputs);
 #pragma GCC unroll 2
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
-#if defined(__AVX512BF16__) || (defined(__ARM_FEATURE_BF16) && !defined(MEGATRON_PORTABLE))
       Integers weights[PANELS * PARTS];
       for (int i = 0; i < PANELS * PARTS; ++i) {
-        weights[i] = load_bytes(panels + i / PARTS * bytes + pair * PANEL * 4 + i % PARTS * LANES * 4);
+        weights[i] = load_bytes(panels + i / PARTS * bytes + (pair * PANEL + i % PARTS * LANES) * 4);
       }
       for (int r = 0; r < ROWS; ++r) {
         const Integers value = broadcast_word(x[r] + pair * 4);
         for (int i = 0; i < PANELS * PARTS; ++i) sums[r][i] = dot_bfloat16(sums[r][i], weights[i], value);
       }
-#else
-      for (int i = 0; i < PANELS * PARTS; ++i) {
-        const uint8_t* at = panels + i / PARTS * bytes + pair * PANEL * 4 + i % PARTS * LANES * 4;
-        const Floats both = load(reinterpret_cast<const float*>(at));
-        const Floats even = low_bfloat16(both), odd = high_bfloat16(both);
-        for (int r = 0; r < ROWS; ++r) {
-          sums[r][i] = fma(broadcast(float_at(x[r], 2 * pair)), even, sums[r][i]);
-          sums[r][i] = fma(broadcast(float_at(x[r], 2 * pair + 1)), odd, sums[r][i]);
-        }
-      }
-#endif
     }
   }
 };
 
-inline void prepare_floats(const float* x, int64_t inputs, uint8_t* prepared) {
-  __builtin_memcpy(prepared, x, static_cast<uint64_t>(inputs) * 4);
-}
-inline void prepare_bfloat16(const float* x, int64_t inputs, uint8_t* prepared) {
-  for (int64_t k = 0; k < inputs; k += LANES) narrow_bfloat16(load(x + k), reinterpret_cast<uint16_t*>(prepared) + k);
-}
+#else
+
+struct Bfloat16Weights : FloatWeights<Bfloat16Weights> {
+  using Many = WidenedMany;
+  static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
+  static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
+    const Floats pairs = load(reinterpret_cast<const float*>(panel) + k / 2 * PANEL + lane);
+    return k % 2 ? high_bfloat16(pairs) : low_bfloat16(pairs);
+  }
+};
+
+#endif

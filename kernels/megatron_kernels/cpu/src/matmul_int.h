@@ -27,12 +27,14 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
     }
     const float greatest = largest(most);
     const Floats inverse = broadcast(greatest > 0.0f ? 127.0f / greatest : 0.0f);
-    alignas(64) float rounded[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i += LANES) store(rounded + i, round(load(x + k + i) * inverse));
-    int32_t sums[2] = {};
-    for (int64_t i = 0; i < BLOCK; ++i) {
-      block->values[i] = static_cast<int8_t>(static_cast<int32_t>(rounded[i]));
-      sums[i / 16] += block->values[i];
+    int32_t sums[2];
+    for (int64_t half = 0; half < 2; ++half) {
+      const int64_t begin = half * BLOCK / 2;
+      Integers total = narrow_int8(load(x + k + begin) * inverse, block->values + begin);
+      for (int64_t i = LANES; i < BLOCK / 2; i += LANES) {
+        total = total + narrow_int8(load(x + k + begin + i) * inverse, block->values + begin + i);
+      }
+      sums[half] = sum(total);
     }
     block->scale = greatest * (1.0f / 127.0f);
     block->scaled_sum = block->scale * static_cast<float>(sums[0] + sums[1]);
@@ -43,8 +45,8 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
 }
 
 #if defined(__AVX512F__)
-using IntegerFew = Tiles<2, 1, 2, 4>;
-using IntegerMany = Tiles<1, 8, 12>;
+using IntegerFew = Tiles<1, 1, 2>;
+using IntegerMany = Tiles<2, 4, 6>;
 #elif defined(MEGATRON_PORTABLE)
 using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2>;
@@ -52,6 +54,16 @@ using IntegerMany = Tiles<1, 2>;
 using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2, 3>;
 #endif
+
+// Few rows read weights from memory: request those of a later block. A panel is one stream of memory, and the next panel
+// follows it.
+template <int ROWS>
+inline void prefetch_block(const uint8_t* block, int64_t bytes) {
+  constexpr int64_t AHEAD = 2048;
+  if constexpr (ROWS <= 2) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + AHEAD + line);
+  }
+}
 
 struct IntegerWeights {
   using Few = IntegerFew;
@@ -69,6 +81,7 @@ struct Int8Weights : IntegerWeights {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
+      prefetch_block<ROWS>(at, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       for (int r = 0; r < ROWS; ++r) {
         const int32_t start = CORRECTED_SUMS ? activations(x[r], block).correction : 0;
@@ -138,6 +151,7 @@ struct Int4Weights : IntegerWeights {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
+      prefetch_block<ROWS>(at, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
       for (int i = 0; i < PANELS * PARTS; ++i) {

@@ -21,6 +21,7 @@ struct Q4KWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
       const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
+      prefetch_block<ROWS>(at, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
       for (int i = 0; i < PANELS * PARTS; ++i) {
@@ -36,8 +37,8 @@ struct Q4KWeights : IntegerWeights {
 
 struct Q6KWeights : IntegerWeights {
 #if defined(__AVX512F__)
-  using Few = Tiles<2, 1, 2, 4>;
-  using Many = Tiles<1, 8>;
+  using Few = Tiles<1, 1, 2>;
+  using Many = Tiles<2, 4>;
 #else
   using Few = Tiles<1, 1>;
   using Many = Tiles<1, 2>;
@@ -54,6 +55,7 @@ struct Q6KWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
       const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
+      prefetch_block<ROWS>(at, BLOCK_BYTES);
       for (int half = 0; half < 2; ++half) {
         for (int i = 0; i < PANELS * PARTS; ++i) {
           const int64_t panel = i / PARTS * bytes, lane = i % PARTS * LANES;
