@@ -55,16 +55,6 @@ using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2, 3>;
 #endif
 
-// Few rows read weights from memory: request those of a later block. A panel is one stream of memory, and the next panel
-// follows it.
-template <int ROWS>
-inline void prefetch_block(const uint8_t* block, int64_t bytes) {
-  constexpr int64_t AHEAD = 2048;
-  if constexpr (ROWS <= 2) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + AHEAD + line);
-  }
-}
-
 struct IntegerWeights {
   using Few = IntegerFew;
   using Many = IntegerMany;
@@ -81,7 +71,7 @@ struct Int8Weights : IntegerWeights {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       for (int r = 0; r < ROWS; ++r) {
         const int32_t start = CORRECTED_SUMS ? activations(x[r], block).correction : 0;
@@ -151,7 +141,7 @@ struct Int4Weights : IntegerWeights {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
       for (int i = 0; i < PANELS * PARTS; ++i) {

@@ -21,7 +21,7 @@ struct Q4KWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
       const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
       for (int i = 0; i < PANELS * PARTS; ++i) {
@@ -55,7 +55,7 @@ struct Q6KWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
       const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       for (int half = 0; half < 2; ++half) {
         for (int i = 0; i < PANELS * PARTS; ++i) {
           const int64_t panel = i / PARTS * bytes, lane = i % PARTS * LANES;
