@@ -23,7 +23,7 @@ from pathlib import Path
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _SOURCES = _HERE / "src"
-_OPTIMISATION = ("-O3", "-fno-math-errno", "-fno-trapping-math")
+_OPTIMISATION = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # GCC 12 takes the undefined operands of its own AVX-512 intrinsics for uninitialised variables.
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", *_OPTIMISATION, *_WARNINGS)
@@ -31,7 +31,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _VNNI = (*_AVX512, "-mavx512vnni")
 _BF16 = (*_VNNI, "-mavx512bf16")
-_PORTABLE = {"portable": ("-DMEGATRON_PORTABLE", "-ffp-contract=off")}
+_PORTABLE = {"portable": ("-DMEGATRON_PORTABLE",)}
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": _AVX2,

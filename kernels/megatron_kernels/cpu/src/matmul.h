@@ -8,6 +8,8 @@
 
 #include "matmul_k.h"
 
+#include "matmul_amx.h"
+
 inline int64_t activation_bytes(int64_t format, int64_t inputs) {
   switch (format) {
     case FLOAT32:
@@ -41,6 +43,9 @@ inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t ro
 
 inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
                      int64_t y_stride, bool add) {
+#if defined(__AMX_TILE__)
+  if (multiply_tiles(matrix, first, end, prepared, rows, y, y_stride, add)) return;
+#endif
   switch (matrix.format) {
     case FLOAT32:
       return multiply_by<Float32Weights>(matrix, first, end, prepared, rows, y, y_stride, add);

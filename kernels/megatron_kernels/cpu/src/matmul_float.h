@@ -33,6 +33,7 @@ struct FloatWeights {
                          Floats (&sums)[ROWS][PANELS * PARTS]) {
     const int64_t bytes = W::panel_bytes(inputs);
     for (int64_t even = 0; even < inputs; even += 2) {
+      prefetch<PANELS>(panels + bytes / inputs * even, bytes, bytes / inputs * 2);
 #pragma GCC unroll 2
       for (int64_t k = even; k < even + 2; ++k) {
         Floats weights[PANELS * PARTS];
@@ -76,6 +77,7 @@ struct Bfloat16Weights {
     const int64_t bytes = panel_bytes(inputs);
 #pragma GCC unroll 2
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
+      prefetch<PANELS>(panels + pair * PANEL * 4, bytes, PANEL * 4);
       Integers weights[PANELS * PARTS];
       for (int i = 0; i < PANELS * PARTS; ++i) {
         weights[i] = load_bytes(panels + i / PARTS * bytes + (pair * PANEL + i % PARTS * LANES) * 4);

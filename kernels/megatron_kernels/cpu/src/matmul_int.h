@@ -55,16 +55,6 @@ using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2, 3>;
 #endif
 
-// Few rows read weights from memory: request those of a later block. A panel is one stream of memory, and the next panel
-// follows it.
-template <int ROWS>
-inline void prefetch_block(const uint8_t* block, int64_t bytes) {
-  constexpr int64_t AHEAD = 2048;
-  if constexpr (ROWS <= 2) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + AHEAD + line);
-  }
-}
-
 struct IntegerWeights {
   using Few = IntegerFew;
   using Many = IntegerMany;
@@ -72,8 +62,12 @@ struct IntegerWeights {
 };
 
 struct Int8Weights : IntegerWeights {
+  static constexpr bool HAS_OFFSET = false;
   static constexpr int64_t BLOCK_BYTES = BLOCK * PANEL + 2 * PANEL;
   static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
+  static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
+    return widen_half(reinterpret_cast<const uint16_t*>(panel + block * BLOCK_BYTES + BLOCK * PANEL) + lane);
+  }
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
@@ -81,7 +75,7 @@ struct Int8Weights : IntegerWeights {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       for (int r = 0; r < ROWS; ++r) {
         const int32_t start = CORRECTED_SUMS ? activations(x[r], block).correction : 0;
@@ -98,66 +92,64 @@ struct Int8Weights : IntegerWeights {
         }
       }
       for (int i = 0; i < PANELS * PARTS; ++i) {
-        const uint8_t* scales = at + i / PARTS * bytes + BLOCK * PANEL + i % PARTS * LANES * 2;
-        const Floats scale = widen_half(reinterpret_cast<const uint16_t*>(scales));
+        const Floats weight_scale = scale(panels + i / PARTS * bytes, block, i % PARTS * LANES);
         for (int r = 0; r < ROWS; ++r) {
-          sums[r][i] = fma(to_floats(dots[r][i]), scale * broadcast(activations(x[r], block).scale), sums[r][i]);
+          sums[r][i] = fma(to_floats(dots[r][i]), weight_scale * broadcast(activations(x[r], block).scale), sums[r][i]);
         }
       }
     }
   }
 };
 
-// Integer products of one block of nibbles: those of two inputs 16 apart share a byte.
-template <int ROWS, int PANELS>
-inline void dot_block(const uint8_t* nibbles, int64_t panel_bytes, int64_t block, const uint8_t* const (&x)[ROWS],
-                      Integers (&dots)[ROWS][PANELS * PARTS]) {
-  const int32_t zero = 0;
-  for (auto& row : dots) {
-    for (Integers& vector : row) vector = broadcast_word(&zero);
-  }
-#pragma GCC unroll 4
-  for (int word = 0; word < 4; ++word) {
-    for (int i = 0; i < PANELS * PARTS; ++i) {
-      const Integers both = load_bytes(nibbles + i / PARTS * panel_bytes + word * 64 + i % PARTS * LANES * 4);
-      const Integers low = low_nibbles(both), high = high_nibbles(both);
-      for (int r = 0; r < ROWS; ++r) {
-        const int8_t* values = activations(x[r], block).values + 4 * word;
-        dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
-        dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
-      }
-    }
-  }
-}
-
-// sums += activations · (nibble · scale + offset) of one block.
-template <int ROWS, int PANELS>
-inline void add_block(int64_t block, const uint8_t* const (&x)[ROWS], const Integers (&dots)[ROWS][PANELS * PARTS], int i,
-                      Floats scale, Floats offset, Floats (&sums)[ROWS][PANELS * PARTS]) {
-  for (int r = 0; r < ROWS; ++r) {
-    const ActivationBlock& values = activations(x[r], block);
-    sums[r][i] = fma(to_floats(totals(dots[r][i])), scale * broadcast(values.scale), sums[r][i]);
-    sums[r][i] = fma(offset, broadcast(values.scaled_sum), sums[r][i]);
-  }
-}
-
-struct Int4Weights : IntegerWeights {
-  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 4 * PANEL;
-  static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
+// Weights of four bits: value = nibble · scale + offset. W describes where a panel has them:
+//   W::nibbles(block)                     offset of 4 x uint8 [16][4]: low halves are inputs 4 j … 4 j + 3 of part j, high
+//                                         halves are inputs 16 later
+//   W::scale(panel, block, lane), W::offset(panel, block, lane)    of LANES outputs
+template <class W>
+struct NibbleWeights : IntegerWeights {
+  static constexpr bool HAS_OFFSET = true;
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
                          Floats (&sums)[ROWS][PANELS * PARTS]) {
-    const int64_t bytes = panel_bytes(inputs);
+    const int64_t bytes = W::panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
-      const uint8_t* at = panels + block * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
-      Integers dots[ROWS][PANELS * PARTS];
-      dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
+      const uint8_t* at = panels + W::nibbles(block);
+      prefetch<PANELS>(at, bytes, W::BLOCK_BYTES);
+      Integers dots[ROWS][PANELS * PARTS] = {};
+#pragma GCC unroll 4
+      for (int word = 0; word < 4; ++word) {
+        for (int i = 0; i < PANELS * PARTS; ++i) {
+          const Integers both = load_bytes(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
+          const Integers low = low_nibbles(both), high = high_nibbles(both);
+          for (int r = 0; r < ROWS; ++r) {
+            const int8_t* values = activations(x[r], block).values + 4 * word;
+            dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
+            dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
+          }
+        }
+      }
       for (int i = 0; i < PANELS * PARTS; ++i) {
-        const auto* scales = reinterpret_cast<const uint16_t*>(at + i / PARTS * bytes + NIBBLES) + i % PARTS * LANES;
-        add_block<ROWS, PANELS>(block, x, dots, i, widen_half(scales), widen_half(scales + PANEL), sums);
+        const uint8_t* panel = panels + i / PARTS * bytes;
+        const Floats scale = W::scale(panel, block, i % PARTS * LANES), offset = W::offset(panel, block, i % PARTS * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+          const ActivationBlock& values = activations(x[r], block);
+          sums[r][i] = fma(to_floats(totals(dots[r][i])), scale * broadcast(values.scale), sums[r][i]);
+          sums[r][i] = fma(offset, broadcast(values.scaled_sum), sums[r][i]);
+        }
       }
     }
+  }
+};
+
+struct Int4Weights : NibbleWeights<Int4Weights> {
+  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 4 * PANEL;
+  static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
+  static int64_t nibbles(int64_t block) { return block * BLOCK_BYTES; }
+  static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
+    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + NIBBLES) + lane);
+  }
+  static Floats offset(const uint8_t* panel, int64_t block, int64_t lane) {
+    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + NIBBLES) + PANEL + lane);
   }
 };

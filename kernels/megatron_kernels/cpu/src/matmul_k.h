@@ -9,29 +9,19 @@
 
 constexpr int64_t SUPER_BLOCK = 256;
 
-struct Q4KWeights : IntegerWeights {
+struct Q4KWeights : NibbleWeights<Q4KWeights> {
   static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 2 * PANEL;
   static constexpr int64_t HEAD = 4 * PANEL, SUPER_BLOCK_BYTES = HEAD + SUPER_BLOCK / BLOCK * BLOCK_BYTES;
   static int64_t panel_bytes(int64_t inputs) { return inputs / SUPER_BLOCK * SUPER_BLOCK_BYTES; }
-
-  template <int ROWS, int PANELS>
-  static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
-    const int64_t bytes = panel_bytes(inputs);
-    for (int64_t block = 0; block < inputs / BLOCK; ++block) {
-      const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
-      const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
-      Integers dots[ROWS][PANELS * PARTS];
-      dot_block<ROWS, PANELS>(at, bytes, block, x, dots);
-      for (int i = 0; i < PANELS * PARTS; ++i) {
-        const int64_t panel = i / PARTS * bytes, lane = i % PARTS * LANES;
-        const auto* d = reinterpret_cast<const uint16_t*>(head + panel) + lane;
-        const Floats scale = widen_half(d) * widen_uint8(at + panel + NIBBLES + lane);
-        const Floats least = widen_half(d + PANEL) * widen_uint8(at + panel + NIBBLES + PANEL + lane);
-        add_block<ROWS, PANELS>(block, x, dots, i, scale, broadcast(0.0f) - least, sums);
-      }
-    }
+  static int64_t nibbles(int64_t block) { return block / 8 * SUPER_BLOCK_BYTES + HEAD + block % 8 * BLOCK_BYTES; }
+  static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
+    const auto* d = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES);
+    return widen_half(d + lane) * widen_uint8(panel + nibbles(block) + NIBBLES + lane);
+  }
+  static Floats offset(const uint8_t* panel, int64_t block, int64_t lane) {
+    const auto* least = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES) + PANEL;
+    const Floats value = widen_half(least + lane) * widen_uint8(panel + nibbles(block) + NIBBLES + PANEL + lane);
+    return broadcast(0.0f) - value;
   }
 };
 
@@ -55,7 +45,7 @@ struct Q6KWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* head = panels + block / 8 * SUPER_BLOCK_BYTES;
       const uint8_t* at = head + HEAD + block % 8 * BLOCK_BYTES;
-      prefetch_block<ROWS>(at, BLOCK_BYTES);
+      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
       for (int half = 0; half < 2; ++half) {
         for (int i = 0; i < PANELS * PARTS; ++i) {
           const int64_t panel = i / PARTS * bytes, lane = i % PARTS * LANES;

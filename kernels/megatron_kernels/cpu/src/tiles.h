@@ -20,6 +20,16 @@ struct Tiles {
   static constexpr int64_t MOST = ALL[sizeof...(HEIGHTS) - 1];
 };
 
+// Request what is read after the next AHEAD bytes of each panel: `bytes` from `at` on. Near the end of a panel, this is the
+// begin of the next one.
+template <int PANELS>
+inline void prefetch(const uint8_t* at, int64_t panel_bytes, int64_t bytes) {
+  constexpr int64_t AHEAD = 2048;
+  for (int i = 0; i < PANELS; ++i) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel_bytes + AHEAD + line);
+  }
+}
+
 template <class W, int ROWS, int PANELS>
 __attribute__((noinline)) void tile(const uint8_t* panels, int64_t inputs, const uint8_t* prepared, int64_t rows,
                                     float* y, int64_t y_stride, bool add) {
