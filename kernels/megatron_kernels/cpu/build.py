@@ -70,8 +70,8 @@ def build(target: Path, *, compiler: str = "g++", machine: str | None = None, fl
     """Compile and link the library in parallel. `flags`: in addition, as -fsanitize=address. Raises BuildError."""
     if shutil.which(compiler) is None:
         raise BuildError(
-            f"the CPU kernels must be compiled and {compiler} is missing: install g++ 12 or newer (apt-get install g++), "
-            "or install a wheel of this package, which contains them"
+            f"the CPU kernels must be compiled and {compiler} is missing: install g++ 12 or newer "
+            "(apt-get install g++), or install a wheel of this package, which contains them"
         )
     begun = time.perf_counter()
     variants = VARIANTS.get(machine or platform.machine(), _PORTABLE)

@@ -27,7 +27,7 @@ SILU, GELU_TANH = range(2)
 
 
 class InstructionSetError(ValueError):
-    """ISA_VARIABLE names an instruction set that this CPU lacks. The message contains the value and the allowed ones."""
+    """ISA_VARIABLE names an instruction set that this CPU lacks. The message names the value and the allowed ones."""
 
 
 class Matrix(ctypes.Structure):

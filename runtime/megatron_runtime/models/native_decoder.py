@@ -164,8 +164,9 @@ class NativeDecoder(DecoderModel):
         return model
 
     def _layer(self, layer: LayerWeights, is_local: bool) -> Layer:
-        is_mixture = isinstance(layer.mlp, ExpertWeights)
-        mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
+        mlps, router_XD = (layer.mlp,), None
+        if isinstance(layer.mlp, ExpertWeights):
+            mlps, router_XD = layer.mlp.experts, layer.mlp.router_XD.dense()
         matrices = Matrix * len(mlps)
         gate_up, down = (
             matrices(*map(_matrix, each)) for each in zip(*((m.gate_up_FD, m.down_DF) for m in mlps), strict=True)
@@ -185,7 +186,7 @@ class NativeDecoder(DecoderModel):
             num_experts=len(mlps),
             gate_up=gate_up,
             down=down,
-            router=self._address(layer.mlp.router_XD.dense()) if is_mixture else None,
+            router=self._address(router_XD),
         )
 
     def _address(self, weight: torch.Tensor | None) -> int | None:
