@@ -164,9 +164,8 @@ class NativeDecoder(DecoderModel):
         return model
 
     def _layer(self, layer: LayerWeights, is_local: bool) -> Layer:
-        mlps, router_XD = (layer.mlp,), None
-        if isinstance(layer.mlp, ExpertWeights):
-            mlps, router_XD = layer.mlp.experts, layer.mlp.router_XD.dense()
+        mlp = layer.mlp
+        mlps, router_XD = (mlp.experts, mlp.router_XD.dense()) if isinstance(mlp, ExpertWeights) else ((mlp,), None)
         matrices = Matrix * len(mlps)
         gate_up, down = (
             matrices(*map(_matrix, each)) for each in zip(*((m.gate_up_FD, m.down_DF) for m in mlps), strict=True)
