@@ -5,7 +5,7 @@ Every test of a product runs in each instruction set that this CPU has.
 
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -133,7 +133,9 @@ def steps_of_int4(weight_NK: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("format", "steps"), [("int8", steps_of_int8), ("int4", steps_of_int4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_integer_formats_round_to_the_nearest_step(format: str, steps, dtype: torch.dtype) -> None:
+def test_integer_formats_round_to_the_nearest_step(
+    format: str, steps: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
     weight = random(64, 256).to(dtype)
     weight[0] = 0.0
     weight[1] = 0.75
@@ -176,7 +178,7 @@ def test_floats_of_every_type_are_packed_exactly(dtype: torch.dtype, shape: tupl
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
-    table = NativeLinears(format).tied(random(96, 64))
+    table = NativeLinears(format).tied(random(96, 64))  # type: ignore[arg-type]
     ids = torch.tensor([0, 95, 17, 17])
     assert torch.equal(table.look_up(ids), table.dense()[ids])
 
