@@ -118,7 +118,7 @@ COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
 RUN HOME=/root python -c 'from megatron_runtime.checkpoints.builtin import builtin_file; builtin_file("smollm2-135m")'
-# Compiled again only if its sources have changed: the cache keeps the result between builds.
-RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_kernels.cpu.compiled
+# The CPU kernels are compiled again only if their sources have changed: the cache keeps the result between builds.
+RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_kernels.cpu.build --into-package
 USER 65532:65532
 ENTRYPOINT ["megatron"]

@@ -46,8 +46,9 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	touch $@
 
 # The compiled CPU kernels, so that the first start does not compile them.
-build/native.stamp: build/setup.stamp $(wildcard kernels/megatron_kernels/cpu/*.py)
-	@$(PY) -m megatron_kernels.cpu.compiled
+build/native.stamp: build/setup.stamp kernels/megatron_kernels/cpu/build.py $(wildcard kernels/megatron_kernels/cpu/src/*)
+	@command -v g++ >/dev/null || { echo "g++ is missing, which compiles the CPU kernels: installing it"; apt-get update -q; apt-get install -yq g++; }
+	$(PY) -m megatron_kernels.cpu.build
 	touch $@
 
 # Weights for tests and benchmarks only.

@@ -391,7 +391,8 @@ def errors() -> Table:
 # --- environment ----------------------------------------------------------------------------------------------------
 
 _VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
-_NO_VARIABLES = {"MEGATRON_KERNEL"}
+_NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
+"""A prefix, and macros of the C++ kernels."""
 """Prefixes in messages, and names that only a test uses to show that it is rejected."""
 
 

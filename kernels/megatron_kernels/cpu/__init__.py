@@ -1,1 +1,1 @@
-"""A decoder's step, compiled for the CPU: tiles in LLVM IR, loops in numba, threads synchronised by barriers."""
+"""A decoder's step on the CPU: C++ kernels for several instruction sets, called by ctypes."""

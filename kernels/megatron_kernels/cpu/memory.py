@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 import threading
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,12 @@ _CHUNK = 1 << 26
 _PROVIDED = 1 << 22
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 """MADV_POPULATE_WRITE and MADV_COLLAPSE of madvise(2)."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""System call number of mbind(2) by machine."""
+_INTERLEAVE = 3
+"""MPOL_INTERLEAVE"""
+_MASK_WORDS = 16
+_NODES = Path("/sys/devices/system/node/online")
 _REST = 3.0
 """Ratio of sleep to work of the thread that joins pages."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -79,8 +87,33 @@ class WeightMemory:
         mapping = mmap.mmap(-1, room + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         start = _round_up(base, _LARGE_PAGE)
+        interleave(start, room, online_nodes())
         self._chunks.append(_Chunk(mapping, base, start, start + room, start))
         return self._chunks[-1]
+
+
+def online_nodes(path: Path = _NODES) -> list[int]:
+    """Return the NUMA nodes of this machine. path: a list of ranges, such as 0-1,4; absent without NUMA."""
+    if not path.is_file():
+        return [0]
+    ends = [part.partition("-")[::2] for part in path.read_text().strip().split(",")]
+    return [node for first, last in ends for node in range(int(first), int(last or first) + 1)]
+
+
+def interleave(address: int, size: int, nodes: list[int]) -> bool:
+    """Distribute the pages of unused memory over several NUMA nodes, so that a step reads from all of them at once.
+
+    Returns False if there is one node or the kernel rejects it.
+    """
+    number = _MBIND.get(os.uname().machine)
+    if len(nodes) < 2 or number is None:
+        return False
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    for node in nodes:
+        mask[node // 64] |= 1 << node % 64
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(_INTERLEAVE), mask)
+    result: int = _LIBC.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(64 * _MASK_WORDS), ctypes.c_uint(0))
+    return result == 0
 
 
 def _join_pages(parts: list[tuple[weakref.ref[mmap.mmap], int, int]]) -> None:

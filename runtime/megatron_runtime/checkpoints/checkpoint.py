@@ -63,7 +63,7 @@ class VerifiedCheckpoint(Checkpoint):
     read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
     may read different tensors.
 
-    is_compiled: blocks are validated by the compiled kernel.
+    is_native: blocks are validated by the CPU kernels.
 
     Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
@@ -71,9 +71,9 @@ class VerifiedCheckpoint(Checkpoint):
     on_read: Callable[[int], None] | None = None
     """Called with the number of values of each read."""
 
-    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, is_compiled: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, is_native: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._is_compiled = is_compiled
+        self._is_native = is_native
         # The sum of the 8-byte words of each tensor, computed at memory bandwidth, and the bytes after them. A tensor
         # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
         self._sums: dict[str, tuple[int, bytes]] = {}
@@ -104,7 +104,7 @@ class VerifiedCheckpoint(Checkpoint):
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         stored = self._checkpoint.blocks(name, part, wanted=wanted)
         if stored is not None:
-            found = sum_and_finiteness(stored) if self._is_compiled else None
+            found = sum_and_finiteness(stored) if self._is_native else None
             words, is_finite = found if found is not None else (None, stored.is_finite())
             if not is_finite:
                 raise _not_finite(name)

@@ -8,8 +8,6 @@ import os
 import struct
 import sys
 
-from megatron_kernels.cpu.switches import Switch, is_on
-
 logger = logging.getLogger(__name__)
 
 SLICE_NANOSECONDS = 100_000
@@ -25,10 +23,8 @@ def request_scheduler_slices() -> bool:
     The threads get no more CPU time than before, but earlier: on a loaded machine, a message is handled after the
     next 0.1 ms instead of after the slice of another process. Needs no privilege. Kernels before 6.12 ignore it.
 
-    Returns False if it is switched off, this is not Linux on x86-64 or ARM, or the kernel rejects it.
+    Returns False if this is not Linux on x86-64 or ARM, or the kernel rejects it.
     """
-    if not is_on(Switch.SHORT_SLICES):
-        return False
     number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         return False

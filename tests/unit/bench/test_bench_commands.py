@@ -95,8 +95,9 @@ def test_engine(tmp_path: Path) -> None:
     bench("engine", "--model", str(tmp_path / "model"), *options, "--kv-cache-memory", "4Mi", "--json", str(path))
     figures = figures_of(path, "engine")
     each = {"prefill_tokens_per_s", "first_token_ms", "decode_tokens_per_s", "weights_gb_per_s", "percent_of_bound"}
+    each |= {"percent_of_compute", "decode_percent_of_compute"}
     runs = {f"b{batch}_{name}" for batch in (1, 3) for name in each}
-    assert set(figures) == {"load_seconds", "bandwidth_gb_per_s", "peak_memory_mib", *runs}
+    assert set(figures) == {"load_seconds", "bandwidth_gb_per_s", "products_gmac_per_s", "peak_memory_mib", *runs}
     assert figures["b3_decode_tokens_per_s"] > 0
 
 

@@ -13,7 +13,6 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSourceError, resolve
 from megatron_runtime.models.config import UnsupportedModelError
-from megatron_runtime.models.layers.cpu import default_threads
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 PAGE_BYTES = 16 * 3 * 2 * 2 * 8 * 4
@@ -82,16 +81,3 @@ def test_a_model_that_the_operators_cannot_run_is_rejected_at_every_load() -> No
         with pytest.raises(ValueError, match="sliding window"):
             executor.load()
         assert not executor.has_weights
-
-
-@pytest.mark.parametrize(
-    ("limit", "threads"), [("max 100000", 2), ("150000 100000", 1), ("50000 100000", 1), ("800000 100000", 2)]
-)
-def test_threads_keep_to_the_limit_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    quota = tmp_path / "cpu.max"
-    assert default_threads(quota) == 2
-    quota.write_text(limit + "\n")
-    assert default_threads(quota) == threads

@@ -11,10 +11,11 @@ import torch
 
 from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
-from megatron_runtime.models.config import ModelConfig, SlidingWindow
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.distributed.groups import Collectives
+from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.layers.cpu import NativeLinears
-from megatron_runtime.models.layers.linear import LinearFactory
+from megatron_runtime.models.layers.linear import Linear, LinearFactory
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 PAGE = 16
@@ -33,6 +34,7 @@ PLAIN = ModelConfig(
     tie_embeddings=True,
     eos_token_ids=(1,),
 )
+EXPERTS = MoEConfig(num_experts=5, experts_per_token=2, intermediate_size=32, normalize=True, dense_layers=(1,))
 TRAITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied head, one group": {"tie_embeddings": False, "num_kv_heads": 6},
@@ -46,6 +48,8 @@ TRAITS: dict[str, dict[str, Any]] = {
         "query_scale": 0.3,
         "sliding": SlidingWindow(window=20, is_local=(True, False, True), rope_theta=100.0),
     },
+    "experts": {"moe": EXPERTS},
+    "experts, shares not normalized": {"moe": dataclasses.replace(EXPERTS, normalize=False, dense_layers=())},
 }
 
 
@@ -58,6 +62,17 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
     def norm(size: int, wanted: bool = True) -> torch.Tensor | None:
         return 1 + random(size) if wanted else None
 
+    def feed_forward(size: int) -> FeedForward:
+        return FeedForward(
+            gate_up_FD=linears.linear(random(2 * size, hidden)), down_DF=linears.linear(random(hidden, size))
+        )
+
+    def mlp(layer: int) -> FeedForward | ExpertWeights:
+        if config.moe is None or layer in config.moe.dense_layers:
+            return feed_forward(config.intermediate_size)
+        experts = tuple(feed_forward(config.moe.intermediate_size) for _ in range(config.moe.num_experts))
+        return ExpertWeights(router_XD=Linear(random(config.moe.num_experts, hidden)), experts=experts)
+
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
     qkv = query + 2 * config.num_kv_heads * config.head_dim
     layers = tuple(
@@ -66,17 +81,14 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
             qkv_QD=linears.linear(random(qkv, hidden)),
             output_DH=linears.linear(random(hidden, query)),
             mlp_norm_D=1 + random(hidden),
-            mlp=FeedForward(
-                gate_up_FD=linears.linear(random(2 * config.intermediate_size, hidden)),
-                down_DF=linears.linear(random(hidden, config.intermediate_size)),
-            ),
+            mlp=mlp(layer),
             qkv_bias_Q=random(qkv) if config.qkv_bias else None,
             q_norm_C=norm(config.head_dim, config.qk_norm),
             k_norm_C=norm(config.head_dim, config.qk_norm),
             attention_output_norm_D=norm(hidden, config.output_norms),
             mlp_output_norm_D=norm(hidden, config.output_norms),
         )
-        for _ in range(config.num_layers)
+        for layer in range(config.num_layers)
     )
     table = random(config.vocab_size, hidden)
     embedding = head = linears.tied(table)
@@ -89,14 +101,17 @@ def unpacked(weights: DecoderWeights) -> DecoderWeights:
     """Return the same weights in dense matrices."""
     dense = LinearFactory()
 
+    def of_mlp(mlp: FeedForward | ExpertWeights) -> FeedForward | ExpertWeights:
+        if isinstance(mlp, ExpertWeights):
+            return dataclasses.replace(mlp, experts=tuple(map(of_mlp, mlp.experts)))
+        return FeedForward(gate_up_FD=dense.linear(mlp.gate_up_FD.dense()), down_DF=dense.linear(mlp.down_DF.dense()))
+
     def of(layer: LayerWeights) -> LayerWeights:
-        mlp = layer.mlp
-        assert isinstance(mlp, FeedForward)
         return dataclasses.replace(
             layer,
             qkv_QD=dense.linear(layer.qkv_QD.dense()),
             output_DH=dense.linear(layer.output_DH.dense()),
-            mlp=FeedForward(gate_up_FD=dense.linear(mlp.gate_up_FD.dense()), down_DF=dense.linear(mlp.down_DF.dense())),
+            mlp=of_mlp(layer.mlp),
         )
 
     assert weights.embedding is not None
@@ -112,11 +127,12 @@ def unpacked(weights: DecoderWeights) -> DecoderWeights:
 class Sequences:
     """A batch of growing sequences whose pages are scattered over the cache."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, count: int = 8, pages: int = 8) -> None:
+        """pages: of each of `count` sequences."""
         self.config = config
         self.random = np.random.default_rng(0)
-        self.pages = self.random.permutation(64).reshape(8, 8)
-        self.lengths = [0] * 8
+        self.pages = self.random.permutation(count * pages).reshape(count, pages)
+        self.lengths = [0] * count
 
     def plan(self, new: dict[int, int]) -> StepPlan:
         """Return a step plan. new: number of tokens to compute, by sequence."""
@@ -149,8 +165,10 @@ STEPS = (
 )
 
 
-def caches(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (config.num_layers, 64, PAGE, 2 * config.num_kv_heads * config.head_dim)
+def caches(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, *, pages: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (config.num_layers, pages, PAGE, 2 * config.num_kv_heads * config.head_dim)
     # Unwritten slots are NaN, so a read of one shows in the result.
     return torch.full(shape, float("nan"), dtype=dtype), torch.zeros(shape)
 
@@ -163,11 +181,13 @@ def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tenso
     return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
 
 
-def native(config: ModelConfig, format: str) -> tuple[NativeDecoder, DecoderModel]:
+def native(
+    config: ModelConfig, format: str, *, collectives: Collectives | None = None
+) -> tuple[NativeDecoder, DecoderModel]:
     weights = weights_of(config, NativeLinears(format))  # type: ignore[arg-type]
-    model = build_decoder(config, weights)
+    model = build_decoder(config, weights, collectives=collectives)
     assert isinstance(model, NativeDecoder)
-    return model, DecoderModel(config, unpacked(weights))
+    return model, DecoderModel(config, unpacked(weights), collectives=collectives)
 
 
 def step(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The memory of packed weights: no overlap, transparent huge pages, and release of unused tensors."""
 
+import mmap
 import platform
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +11,7 @@ import pytest
 import torch
 from eventually import LONG_SECONDS
 
-from megatron_kernels.cpu.memory import PAGES_THREAD, WeightMemory
-from megatron_kernels.cpu.switches import Switch
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_kernels.cpu.memory import WeightMemory, interleave, online_nodes
 
 _MIB = 1 << 20
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -84,11 +82,19 @@ def test_unused_memory_is_released_while_pages_are_joined() -> None:
     assert not kept.count_nonzero()
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("0", 0)])
-def test_a_switch_disables_joining_pages(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[threading.Thread] = []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
-    monkeypatch.setenv(Switch.LARGE_PAGES, value)
-    NativeLinears("int4").settle()
-    assert [thread.name for thread in begun] == [PAGES_THREAD] * expected
+@pytest.mark.parametrize(("text", "nodes"), [("0", [0]), ("0-1", [0, 1]), ("0-1,4,6-7", [0, 1, 4, 6, 7])])
+def test_numa_nodes_are_read_from_the_kernels_list(text: str, nodes: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "online"
+    assert online_nodes(path) == [0]
+    path.write_text(text + "\n")
+    assert online_nodes(path) == nodes
+
+
+def test_memory_is_interleaved_only_over_several_nodes() -> None:
+    mapping = mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    here = online_nodes()
+    assert not interleave(address, 1 << 21, here[:1])
+    # The kernel takes the nodes that exist out of the mask, and rejects a mask without any.
+    assert interleave(address, 1 << 21, [here[0], 1000])
+    assert not interleave(address, 1 << 21, [998, 999])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
@@ -16,8 +15,6 @@ from megatron_runtime.models.layers.cpu import NativeLinears, select_numbers
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.tokenization import load_tokenizer
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
 MODEL = "builtin:smollm2-135m"
 TOKENS = 512

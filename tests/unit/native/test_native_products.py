@@ -1,17 +1,34 @@
-"""Packed matrices: products, accuracy of the stored weights, and rows that do not depend on their batch."""
+"""Packed matrices: products, accuracy of the stored weights, and rows that do not depend on their batch.
+
+Every test of a product runs in each instruction set that this CPU has.
+"""
+
+import math
+import platform
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
-from megatron_kernels.cpu.packing import fits, pack
-from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, QuantizedTensor
-from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
+from megatron_kernels.cpu.build import VARIANTS
+from megatron_kernels.cpu.library import instruction_set, instruction_sets, library
+from megatron_kernels.cpu.packing import BLOCK, fits, pack
+from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, SCALES, QuantizedTensor
+from megatron_runtime.models.layers.cpu import BFLOAT16_INSTRUCTION_SETS, NativeLinear, NativeLinears
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
+KINDS = (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K)
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")
+
+@pytest.fixture(params=sorted(VARIANTS.get(platform.machine(), {"portable": ()})))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Select an instruction set of the library during a test."""
+    if request.param not in instruction_sets():
+        pytest.skip(f"this CPU lacks {request.param}")
+    library().megatron_select(request.param.encode())
+    yield request.param
+    library().megatron_select(instruction_set().encode())
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,43 +42,127 @@ def rounded(x_TK: torch.Tensor) -> torch.Tensor:
     return ((blocks / scale).nan_to_num().round() * scale).flatten(1)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 130])
-def test_a_product_equals_that_of_the_unpacked_weight(format: str, rows: int) -> None:
-    linear = NativeLinear(pack(random(48, 96), format))
-    x_TK = random(rows, 96, seed=rows)
-    seen = rounded(x_TK) if format.startswith("int") else x_TK
-    torch.testing.assert_close(linear(x_TK), seen @ linear.dense().T, rtol=1e-4, atol=2e-4)
+def stored_blocks(kind: int, outputs: int = 32, inputs: int = 512) -> QuantizedTensor:
+    """Return a random weight as stored in a file, with padding between its rows."""
+    generator = np.random.default_rng(kind)
+    values, size = BLOCK_SIZES[kind]
+    blocks = generator.integers(0, 256, (outputs, inputs // values, size), dtype=np.uint8)
+    scales = blocks[..., SCALES[kind]]
+    halves = generator.normal(size=(*scales.shape[:2], scales.shape[2] // 2)).astype(np.float16)
+    blocks[..., SCALES[kind]] = halves.view(np.uint8)
+    rows = np.concatenate([blocks.reshape(outputs, -1), np.full((outputs, 6), 255, dtype=np.uint8)], axis=1)
+    return QuantizedTensor(kind, (outputs, inputs), torch.from_numpy(rows)[:, :-6])
 
 
-@pytest.mark.parametrize(("format", "most"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 0.01), ("int4", 0.15)])
+def packed(format: str | int, outputs: int, inputs: int) -> NativeLinear:
+    """Return a random weight in a format, or in one of a GGUF file."""
+    if isinstance(format, int):
+        return NativeLinear(pack(stored_blocks(format, outputs, inputs), "int4"))
+    return NativeLinear(pack(random(outputs, inputs), format))
+
+
+def assert_is_product(linear: NativeLinear, x_TK: torch.Tensor, format: str | int, isa: str) -> None:
+    if format == "bfloat16" and isa in BFLOAT16_INSTRUCTION_SETS:
+        x_TK = x_TK.bfloat16()
+    elif isinstance(format, int) or format.startswith("int"):
+        x_TK = rounded(x_TK)
+    expected = x_TK.double() @ linear.dense().double().T
+    # One float32 sum in the order of inputs: its error grows with the square root of their number.
+    most = 2e-7 * math.sqrt(linear.in_features) * expected.abs().max().item()
+    torch.testing.assert_close(linear(x_TK).double(), expected, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize("inputs", [576, 1536, 2048, 8192])
+def test_a_product_equals_that_of_the_unpacked_weight(inputs: int, isa: str) -> None:
+    for format in (*FORMATS, *KINDS):
+        if format not in (Q4_K, Q6_K) or inputs % 256 == 0:
+            assert_is_product(packed(format, 48, inputs), random(13, inputs, seed=inputs), format, isa)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *KINDS])
+def test_random_sizes(format: str | int, isa: str) -> None:
+    generator = np.random.default_rng(0)
+    block = 256 if format in (Q4_K, Q6_K) else BLOCK
+    for _ in range(6):
+        outputs, inputs = 16 * int(generator.integers(1, 12)), block * int(generator.integers(1, 5))
+        rows = int(generator.integers(1, 70))
+        assert_is_product(packed(format, outputs, inputs), random(rows, inputs, seed=rows), format, isa)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *KINDS])
+def test_a_row_has_the_same_bits_in_every_batch(format: str | int, isa: str) -> None:
+    linear = packed(format, 112, 768)
+    x_TK = random(49, 768, seed=1)
+    together = linear(x_TK)
+    for count in range(1, 34):
+        assert torch.equal(linear(x_TK[count : 2 * count]), together[count : 2 * count]), f"{count} rows"
+
+
+def test_integers_have_the_same_bits_in_every_instruction_set_with_fused_multiplication(isa: str) -> None:
+    if isa == "portable":
+        pytest.skip("portable multiplies and adds separately")
+    linears = [packed(format, 48, 512) for format in ("int8", "int4", *KINDS)]
+    x_TK = random(9, 512, seed=2)
+    seen = [linear(x_TK) for linear in linears]
+    library().megatron_select(instruction_sets()[0].encode())
+    for linear, result in zip(linears, seen, strict=True):
+        assert torch.equal(linear(x_TK), result)
+
+
+@pytest.mark.parametrize(
+    ("format", "most"), [("float32", 0.0), ("bfloat16", 2**-8), ("float16", 2**-11), ("int8", 0.01), ("int4", 0.15)]
+)
 def test_stored_weights_are_as_accurate_as_the_format_allows(format: str, most: float) -> None:
     weight = random(32, 64)
     kept = NativeLinear(pack(weight, format)).dense()
     assert (kept - weight).abs().max() <= most * weight.abs().max()
 
 
-def stored_blocks(kind: int) -> QuantizedTensor:
-    """Return a weight [32, 96] as stored in a file, with padding between its rows."""
-    generator = np.random.default_rng(kind)
-    blocks = generator.integers(0, 256, (32, 3, BLOCK_SIZES[kind][1]), dtype=np.uint8)
-    halves = generator.random((32, 3, 2)).astype(np.float16).view(np.uint8)
-    blocks[..., : 4 if kind == Q4_1 else 2] = halves[..., : 4 if kind == Q4_1 else 2]
-    rows = np.concatenate([blocks.reshape(32, -1), np.full((32, 6), 255, dtype=np.uint8)], axis=1)
-    return QuantizedTensor(kind, (32, 96), torch.from_numpy(rows)[:, :-6])
+def steps_of_int8(weight_NK: torch.Tensor) -> torch.Tensor:
+    blocks = weight_NK.unflatten(1, (-1, BLOCK))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).half().float()
+    return ((blocks / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127) * scale).flatten(1)
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-def test_blocks_of_a_gguf_file_keep_their_values(kind: int) -> None:
+def steps_of_int4(weight_NK: torch.Tensor) -> torch.Tensor:
+    blocks = weight_NK.unflatten(1, (-1, BLOCK))
+    least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    scale, offset = ((most - least) / 15).half().float(), least.half().float()
+    return (((blocks - offset) / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(0, 15) * scale + offset).flatten(1)
+
+
+@pytest.mark.parametrize(("format", "steps"), [("int8", steps_of_int8), ("int4", steps_of_int4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_integer_formats_round_to_the_nearest_step(
+    format: str, steps: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    weight = random(64, 256).to(dtype)
+    weight[0] = 0.0
+    weight[1] = 0.75
+    weight[2] *= 1e-5
+    assert torch.equal(NativeLinear(pack(weight, format)).dense(), steps(weight.float()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_gguf_file_keep_their_values(kind: int, isa: str) -> None:
     weight = stored_blocks(kind)
-    torch.testing.assert_close(NativeLinear(pack(weight, "int4")).dense(), weight.dequantize(), rtol=1e-6, atol=2e-3)
+    assert torch.equal(NativeLinear(pack(weight, "int4")).dense(), weight.dequantize())
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_dequantized_exactly_to_float_formats(kind: int) -> None:
     weight = stored_blocks(kind)
-    assert torch.equal(NativeLinear(pack(weight, "float32")).dense(), weight.dequantize())
-    assert torch.equal(NativeLinear(pack(weight, "bfloat16")).dense(), weight.dequantize().bfloat16().float())
+    values = weight.dequantize()
+    assert torch.equal(NativeLinear(pack(weight, "float32")).dense(), values)
+    assert torch.equal(NativeLinear(pack(weight, "bfloat16")).dense(), values.bfloat16().float())
+    assert torch.equal(NativeLinear(pack(weight, "float16")).dense(), values.half().float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_one_kind_are_concatenated(kind: int) -> None:
+    whole = stored_blocks(kind, 96)
+    parts = [whole.rows(slice(0, 48)), whole.rows(slice(48, 64)), whole.rows(slice(64, 96))]
+    assert torch.equal(pack(parts, "int4").data, pack(whole, "int4").data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -72,20 +173,12 @@ def test_floats_of_every_type_are_packed_exactly(dtype: torch.dtype, shape: tupl
     for given in (weight, transposed):
         assert torch.equal(NativeLinear(pack(given, "float32")).dense(), weight.float())
         assert torch.equal(NativeLinear(pack(given, "bfloat16")).dense(), weight.float().bfloat16().float())
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_row_has_the_same_bits_in_every_batch(format: str) -> None:
-    linear = NativeLinear(pack(random(64, 128), format))
-    x_TK = random(40, 128, seed=1)
-    together = linear(x_TK)
-    for rows in (slice(0, 1), slice(3, 5), slice(7, 20)):
-        assert torch.equal(linear(x_TK[rows]), together[rows])
+        assert torch.equal(NativeLinear(pack(given, "float16")).dense(), weight.float().half().float())
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
-    table = NativeLinears(format).tied(random(96, 64))
+    table = NativeLinears(format).tied(random(96, 64))  # type: ignore[arg-type]
     ids = torch.tensor([0, 95, 17, 17])
     assert torch.equal(table.look_up(ids), table.dense()[ids])
 

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.packing import pack
 from megatron_kernels.cpu.weight_validation import sum_and_finiteness
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
 from megatron_runtime.models.layers.cpu import NativeLinear
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 
 
 def stored(kind: int, rows: int = 7, seed: int = 0) -> QuantizedTensor:

@@ -10,6 +10,7 @@ from typing import Required, TypedDict
 
 import torch
 
+from megatron_kernels.cpu.cores import default_threads
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.backends.native.memory import KVPool, require_memory
 from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut, merge
@@ -19,7 +20,6 @@ from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.layers.cpu import default_threads
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.requests.config import LogprobsMode
@@ -83,7 +83,7 @@ class TorchOptions(TypedDict, total=False):
     kv_cache_memory: bytes of the KV cache. On the CPU, the operating system allocates them as they are written.
     max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
-    threads:         torch threads; None means one for each CPU, within the container's limit.
+    threads:         None means one for each physical core, within the container's limit.
     groups:          communication of a rank that holds a part of the model; None for the whole model.
     shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
     logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.

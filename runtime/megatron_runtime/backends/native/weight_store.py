@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_runtime.backends.native.memory import require_memory as require_host_memory
 from megatron_runtime.checkpoints.checkpoint import (
     Signature,
@@ -122,11 +121,11 @@ class WeightStore:
         opened = open_checkpoint(source)
         require_same_model(opened.config, wanted=self.config)
         linears = self._linears()
-        is_compiled = isinstance(linears, NativeLinears)
+        is_native = isinstance(linears, NativeLinears)
         expected = like.kinds if like is not None else None
-        checkpoint = VerifiedCheckpoint(opened, expected=expected, is_compiled=is_compiled)
+        checkpoint = VerifiedCheckpoint(opened, expected=expected, is_native=is_native)
         self._require_memory(self.num_bytes, what=what)
-        threads = torch.get_num_threads() if is_compiled and is_on(Switch.PARALLEL_LOAD) else 1
+        threads = torch.get_num_threads() if is_native else 1
         with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
         if isinstance(linears, NativeLinears):

@@ -14,17 +14,20 @@ import click
 import numpy as np
 import torch
 
+from megatron_kernels.cpu.library import instruction_set
 from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Figure, json_file, report
 from megatron_runtime.cli.options import COUNT, COUNTS, MEMORY
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 PROBE_BYTES = 1 << 28
 """Size of the probe of the memory bandwidth: far larger than any cache."""
+PRODUCT_ROWS = 192
 
 
 def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine_settings: Any) -> Iterator[Figure]:
@@ -41,15 +44,25 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
         )
     ).core
     executor = core.executor
-    assert isinstance(executor, TorchExecutor)
+    assert isinstance(executor, CpuExecutor)
+    config = executor.model_config
     yield Figure("load_seconds", "weights loaded", timeit.timeit(executor.load, number=1), "s")
     bound = memory_bandwidth()
     yield Figure("bandwidth_gb_per_s", "memory bandwidth, read", bound / 1e9, "GB/s")
+    assert executor.model is not None, "load() has built it"
+    weights = executor.model.weights
+    products = product_rate(weights)
+    of_token = sum(linear.in_features * linear.out_features for linear in weights.linears)
+    of_head = config.vocab_size * config.hidden_size
+    yield Figure("products_gmac_per_s", "compute bound: products in the CPU cache", products / 1e9, "GMAC/s")
     _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles what the first use needs
     for size in batch:
         prefill, decode, steps = _generate(core, size, prompt_tokens, new_tokens)
         rate = size * prompt_tokens / prefill
         yield Figure(f"b{size}_prefill_tokens_per_s", f"batch {size}: prefill", rate, "tokens/s")
+        # A prompt needs the logits of its last token only.
+        achieved = 100 * size * (prompt_tokens * (of_token - of_head) + of_head) / prefill / products
+        yield Figure(f"b{size}_percent_of_compute", f"batch {size}: prefill, of the compute bound", achieved, "%")
         yield Figure(f"b{size}_first_token_ms", f"batch {size}: first token of every request", prefill * 1000, "ms")
         if steps:
             rate = size * (new_tokens - 1) / decode
@@ -58,6 +71,8 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
             yield Figure(f"b{size}_decode_tokens_per_s", f"batch {size}: decode", rate, "tokens/s")
             yield Figure(f"b{size}_weights_gb_per_s", f"batch {size}: weights read", achieved / 1e9, "GB/s")
             yield Figure(f"b{size}_percent_of_bound", f"batch {size}: of the bandwidth", 100 * achieved / bound, "%")
+            achieved = 100 * rate * of_token / products
+            yield Figure(f"b{size}_decode_percent_of_compute", f"batch {size}: of the compute bound", achieved, "%")
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, kibibytes on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     yield Figure("peak_memory_mib", "memory, peak", peak / (1 << 20), "MiB")
@@ -67,6 +82,17 @@ def memory_bandwidth() -> float:
     """Return the bytes per second that torch's threads read, the best of five measurements."""
     data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
     return PROBE_BYTES / min(timeit.repeat(data.sum, repeat=5, number=1))
+
+
+def product_rate(weights: DecoderWeights) -> float:
+    """Return the products of numbers per second of a matrix of the model and a batch that stay in the CPU cache.
+
+    The best of five measurements.
+    """
+    linear = weights.layers[0].output_DH
+    x_TK = torch.randn(PRODUCT_ROWS, linear.in_features)
+    seconds = min(timeit.repeat(lambda: linear(x_TK), repeat=5, number=10)) / 10
+    return PRODUCT_ROWS * linear.in_features * linear.out_features / seconds
 
 
 def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
@@ -91,7 +117,7 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
 
 @click.command()
 @click.option("--model", default="builtin:smollm2-135m", help="builtin:NAME, a GGUF file or a directory.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]), default="auto")
 @click.option("--batch", type=COUNTS, default="1,8,32", help="Requests at once, each size a run.")
 @click.option("--prompt-tokens", type=COUNT, default=64)
 @click.option("--new-tokens", type=COUNT, default=128)
@@ -100,4 +126,5 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
 @json_file
 def engine(*, json_file: Path | None, **values: Any) -> None:
     """How fast one engine reads prompts and generates, and what share of the memory bandwidth it uses."""
-    report("engine", f"Engine, {values['model']}, {values['dtype']}", values, list(run(**values)), json_file)
+    title = f"Engine, {values['model']}, {values['dtype']}, {instruction_set()}"
+    report("engine", title, values | {"instruction_set": instruction_set()}, list(run(**values)), json_file)

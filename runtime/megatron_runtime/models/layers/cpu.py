@@ -1,35 +1,30 @@
-"""Packed matrices for compiled code on the CPU, and the number formats that a CPU supports.
+"""Packed matrices for the C++ kernels on the CPU, and the number formats of a model.
 
-The instruction sets of a CPU determine its number formats, never its name.
+The instruction sets of a CPU determine the kernels, never its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Literal
 
-import numpy as np
 import torch
 
-from megatron_kernels.cpu.compiled import entry, is_supported
-from megatron_kernels.cpu.entry_points import LOOK_UP
+from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS, instruction_set, library
 from megatron_kernels.cpu.memory import WeightMemory
 from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
-from megatron_kernels.cpu.records import PRODUCT
-from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
-from megatron_kernels.quantized import QuantizedTensor
+from megatron_kernels.quantized import BLOCK_SIZES, QuantizedTensor
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
+from megatron_runtime.models.tensors import Checkpoint
 
-Format = Literal["float32", "bfloat16", "int8", "int4"]
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class NativeLinear(Linear):
-    """A matrix that is packed for compiled code; activations are float32."""
+    """A matrix that is packed for the C++ kernels; activations are float32."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         self.matrix = matrix
@@ -38,21 +33,16 @@ class NativeLinear(Linear):
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         x_TK = x_TK.to(torch.float32).contiguous()
-        count, width = x_TK.shape
-        y_TN = torch.empty(count, self.out_features)
-        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
-        job = np.zeros(1, dtype=PRODUCT)
-        job["matrix"] = self._record.ctypes.data
-        job["tokens"], job["width"] = count, width
-        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
-        shared_thread_pool().run_product(job)
+        y_TN = torch.empty(len(x_TK), self.out_features)
+        pool = shared_thread_pool().handle
+        if library().megatron_multiply(pool, self._record, x_TK.data_ptr(), len(x_TK), y_TN.data_ptr()) != 0:
+            raise MemoryError(f"the memory of a product of {len(x_TK)} rows cannot be allocated")
         return y_TN
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        x_TK = np.empty((len(ids_T), self.in_features), dtype=np.float32)
-        ids = ids_T.to(torch.int64).numpy()
-        entry()(LOOK_UP, self._record.ctypes.data, ids.ctypes.data, len(ids), x_TK.ctypes.data)
-        return torch.from_numpy(x_TK)
+        x_TK, ids = torch.empty(len(ids_T), self.in_features), ids_T.to(torch.int64).contiguous()
+        library().megatron_look_up(self._record, ids.data_ptr(), len(ids), x_TK.data_ptr())
+        return x_TK
 
     @property
     def num_bytes(self) -> int:
@@ -78,8 +68,7 @@ class NativeLinears(LinearFactory):
 
     def settle(self) -> None:
         """Join the pages of the weights into larger ones, after the last matrix."""
-        if is_on(Switch.LARGE_PAGES):
-            self._memory.join_pages()
+        self._memory.join_pages()
 
     def linear(self, weight_NK: Weight) -> Linear:
         matrix = self._pack(weight_NK, self._format)
@@ -96,65 +85,56 @@ class NativeLinears(LinearFactory):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Number formats of a model.
+    """Number formats of a model. Activations are float32 between the kernels.
 
-    weights:     format of the matrices.
-    activations: type of the computation.
-    cache:       type of keys and values.
-    is_native:   compiled code runs the steps, else torch.
+    weights: format of the matrices. Products with bfloat16 weights round their inputs to bfloat16 if the CPU multiplies
+             it, those with integer weights round them to 8 bits.
+    cache:   type of keys and values.
     """
 
     weights: Format
-    activations: torch.dtype
     cache: torch.dtype
-    is_native: bool
 
     def linears(self) -> LinearFactory:
         """Return a factory of matrices in this format."""
-        return NativeLinears(self.weights) if self.is_native else LinearFactory()
+        return NativeLinears(self.weights)
+
+
+FORMATS: dict[str, Numbers] = {
+    "float32": Numbers("float32", torch.float32),
+    "bfloat16": Numbers("bfloat16", torch.bfloat16),
+    "float16": Numbers("float16", torch.float32),
+    "int8": Numbers("int8", torch.bfloat16),
+    "int4": Numbers("int4", torch.bfloat16),
+}
 
 
 def computes_in_bfloat16() -> bool:
-    """Return whether the CPU has instructions for matrix products in bfloat16 (AMX, AVX512-BF16)."""
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    """Return whether the selected instruction set multiplies bfloat16."""
+    return instruction_set() in BFLOAT16_INSTRUCTION_SETS
 
 
-def select_numbers(name: str) -> Numbers:
-    """Return the number formats to compute with. name: "auto" or a Format.
+def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantized: bool = False) -> Numbers:
+    """Return the number formats to compute with.
 
-    Compiled steps read bfloat16 weights but compute in float32. Torch runs bfloat16 if the CPU has instructions for it.
-    Raises ValueError naming the formats that this CPU supports.
+    name:         "auto" or a Format.
+    stored:       type of the checkpoint's matrices, for "auto": float16 and bfloat16 are kept, any other is float32.
+    is_quantized: the checkpoint's matrices are quantized, for "auto": their error is larger than that of bfloat16,
+                  which is used if the CPU multiplies it.
+
+    Raises ValueError naming the formats.
     """
-    is_native = is_on(Switch.NATIVE) and is_supported()
-    cache = torch.bfloat16 if is_on(Switch.CACHE_IN_BFLOAT16) else torch.float32
-    supported = {"float32": Numbers("float32", torch.float32, torch.float32, is_native)}
-    if is_native:
-        supported["bfloat16"] = Numbers("bfloat16", torch.float32, cache, True)
-        supported["int8"] = Numbers("int8", torch.float32, cache, True)
-        supported["int4"] = Numbers("int4", torch.float32, cache, True)
-    if not is_native or computes_in_bfloat16():
-        supported["bfloat16"] = Numbers("bfloat16", torch.bfloat16, torch.bfloat16, False)
     if name == "auto":
-        name = "bfloat16" if computes_in_bfloat16() else "float32"
-    if name not in supported:
-        raise ValueError(
-            f"dtype={name!r} is not supported on this CPU: use auto, {', '.join(supported)}"
-            + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
-        )
-    return supported[name]
+        keeps = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+        name = "bfloat16" if is_quantized and computes_in_bfloat16() else keeps.get(stored, "float32")
+    if name not in FORMATS:
+        raise ValueError(f"dtype={name!r} is not supported on a CPU: use auto, {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
-def default_threads(quota: Path = _QUOTA) -> int:
-    """Return torch's number of threads, but at most the whole CPUs that a container's limit allows.
-
-    The kernel would suspend any further thread in each period, while the other threads wait for it.
-
-    quota: the file `cpu.max` of control groups v2; absent without a limit.
-    """
-    threads: int = torch.get_num_threads()
-    if quota.is_file():
-        allowed, period = quota.read_text().split()
-        if allowed != "max":
-            threads = min(threads, max(1, int(allowed) // int(period)))
-    return threads
+def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
+    """Return the number formats to compute with a checkpoint. name and errors: as of select_numbers()."""
+    matrices = {key: kind for key, kind in checkpoint.kinds.items() if len(kind.shape) == 2}
+    largest = max(matrices, key=lambda key: prod(matrices[key].shape))
+    is_quantized = checkpoint.blocks(largest, (slice(0, 1),), wanted=BLOCK_SIZES) is not None
+    return select_numbers(name, matrices[largest].dtype, is_quantized=is_quantized)

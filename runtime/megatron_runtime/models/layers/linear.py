@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor]
@@ -23,7 +22,7 @@ class Linear:
 
     def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
         self.out_features, self.in_features = weight_NK.shape
-        self._packed = packed and is_on(Switch.PACKED_LINEAR) and _can_pack(weight_NK)
+        self._packed = packed and _can_pack(weight_NK)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK) if self._packed else weight_NK
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An executor that runs a model on the CPU, in compiled steps if it has them, else in torch operators.
+"""An executor that runs a model on the CPU, in the C++ kernels if they support the model, else in torch operators.
 
 T tokens, n rows, N tokens whose logits are needed, S cached tokens of the longest row of a group (whole pages),
 X tokens of a page.
@@ -10,21 +10,22 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Unpack
+from typing import TypeGuard, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_kernels.cpu.sizes import UNIT
+from megatron_kernels.cpu.library import PANEL
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.cpu import select_numbers
+from megatron_runtime.models.layers.cpu import numbers_of
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
@@ -38,8 +39,7 @@ float32 on one thread, both cost the same between 64 and 256 padded tokens."""
 class CpuExecutor(TorchExecutor):
     """A TorchExecutor on the CPU.
 
-    dtype:           "auto" (bfloat16 if the CPU has instructions for it, else float32), "float32", "bfloat16"; "int8"
-                     and "int4" in compiled steps.
+    dtype:           "auto" (see select_numbers), "float32", "bfloat16", "float16", "int8" or "int4".
     batch_invariant: use the operators whose float32 results do not depend on the other requests of a step.
     make_forward:    returns the forward pass of a model, instead of this module's forward().
     """
@@ -60,12 +60,12 @@ class CpuExecutor(TorchExecutor):
         self._run: ForwardPass | None = None
         if batch_invariant and dtype not in ("auto", "float32"):
             raise ValueError(f"dtype={dtype!r}: batch_invariant=True needs float32: use float32 or auto")
-        numbers = select_numbers("float32" if batch_invariant else dtype)
+        numbers = numbers_of("float32" if batch_invariant else dtype, open_checkpoint(source))
         super().__init__(
             source,
             controller,
             device=torch.device("cpu"),
-            dtype=numbers.activations,
+            dtype=torch.float32,
             cache_dtype=numbers.cache,
             linears=BatchInvariantLinears if batch_invariant else numbers.linears,
             **options,
@@ -89,18 +89,26 @@ class CpuExecutor(TorchExecutor):
         assert self._run is not None, "_use_model() sets it with the model"
         if groups is None:
             return self._run(plan, cache_LPXE)
-        layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
         groups.begin(batch.tokens_of_experts)
+        rows: StepLayout | LogitRows
+        if _is_native(model, cache_LPXE):
+            rows = logit_rows(batch.plan)
+            token_ids_T = torch.from_numpy(batch.plan.token_ids)
+            run_layers = partial(model.run_rank, batch.plan)
+        else:
+            rows = layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
+            token_ids_T = layout.token_ids_T
+            run_layers = partial(model.run_layers, positions_T=layout.positions_T, attention=layout.attention)
         if shard.has_embedding:
-            x_TD = model.embed(layout.token_ids_T)
+            x_TD = model.embed(token_ids_T)
         else:
             hidden = self.model_config.hidden_size
-            x_TD = groups.receive_from_previous_stage(len(layout.token_ids_T), hidden, dtype=self.dtype)
-        x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+            x_TD = groups.receive_from_previous_stage(len(token_ids_T), hidden, dtype=self.dtype)
+        x_TD = run_layers(x_TD=x_TD, cache_LPXE=cache_LPXE)
         if not shard.has_head:
             groups.send_to_next_stage(x_TD)
             return None
-        return logits_of_step(model, layout, x_TD)
+        return logits_of_step(model, rows, x_TD)
 
     def _trim_memory(self) -> None:
         """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
@@ -114,51 +122,69 @@ class CpuExecutor(TorchExecutor):
 @torch.inference_mode()
 def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
     """Compute the plan's tokens and write their keys and values to the cache. dtype: of the model's activations."""
-    page_size = cache_LPXE.shape[2]
-    if isinstance(model, NativeDecoder) and page_size % UNIT == 0:  # compiled attention reads UNIT tokens at a time
-        return _forward_compiled(model, plan, cache_LPXE)
-    layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
+    if _is_native(model, cache_LPXE):
+        return _forward_native(model, plan, cache_LPXE)
+    layout = lay_out(plan, page_size=cache_LPXE.shape[2], dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
     x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
     return logits_of_step(model, layout, x_TD)
 
 
-def logits_of_step(model: DecoderModel, layout: StepLayout, x_TD: torch.Tensor) -> ForwardStep:
+def logits_of_step(model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer."""
-    sampled = len(layout.sampled_rows)
-    x_ND = model.finish(x_TD, layout.logit_rows_N)
+    sampled = len(rows.sampled_rows)
+    x_ND = model.finish(x_TD, rows.logit_rows_N)
     logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
-    return ForwardStep(layout.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, layout.targets)
+    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets)
 
 
-def _forward_compiled(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+def _is_native(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[NativeDecoder]:
+    """Return whether the kernels run the step. They read PANEL tokens of a page at a time."""
+    return isinstance(model, NativeDecoder) and cache_LPXE.shape[2] % PANEL == 0
+
+
+def _forward_native(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+    rows = logit_rows(plan)
+    sampled = len(rows.sampled_rows)
+    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy())
+    x_ND = model.finish(x_TD, rows.logit_rows_N) if rows.targets else None
+    return ForwardStep(
+        rows.sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model.logits, x_ND, rows.targets
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Tokens of a step whose logits are needed.
+
+    logit_rows_N: one for each of sampled_rows, then those of `targets`.
+    sampled_rows, targets: as in ForwardStep.
+    """
+
+    logit_rows_N: torch.Tensor
+    sampled_rows: Int64
+    targets: list[tuple[int, slice]]
+
+
+def logit_rows(plan: StepPlan) -> LogitRows:
+    """Return the tokens whose logits a plan needs, in the plan's order."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
-    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
-    x_ND, rows, targets, end = None, [], [], 0
+    rows, targets, end = [ends[sampled_rows] - 1], [], len(sampled_rows)
     for row, tokens in plan.sampling.prompt_targets.items():
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    if rows:
-        x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
-    return ForwardStep(sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model.logits, x_ND, targets)
+    return LogitRows(torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
 
 
 @dataclass(frozen=True, slots=True)
-class StepLayout:
-    """The model's arguments for one step: rows with one new token in groups of similar length, then prompts.
-
-    logit_rows_N: tokens whose logits are needed: one for each of sampled_rows, then those of `targets`.
-    sampled_rows, targets: as in ForwardStep.
-    """
+class StepLayout(LogitRows):
+    """The model's arguments for one step: rows with one new token in groups of similar length, then prompts."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    logit_rows_N: torch.Tensor
     attention: AttentionBatch
-    sampled_rows: Int64
-    targets: list[tuple[int, slice]]
 
 
 def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> StepLayout:

@@ -1,0 +1,134 @@
+"""Build the library of the CPU kernels from src/ by g++, once per machine and content of the sources.
+
+A package built for distribution contains the library beside this file. Elsewhere it is built into the user's cache
+directory, in parallel, by `python -m megatron_kernels.cpu.build` or by the first process that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_HERE = Path(__file__).parent
+_SOURCES = _HERE / "src"
+_OPTIMISATION = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+# GCC 12 takes the undefined operands of its own AVX-512 intrinsics for uninitialised variables.
+_WARNINGS = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", *_OPTIMISATION, *_WARNINGS)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_VNNI = (*_AVX512, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+_PORTABLE = {"portable": ("-DMEGATRON_PORTABLE",)}
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": _AVX2,
+        "avx512": _AVX512,
+        "avx512_vnni": _VNNI,
+        "avx512_bf16": _BF16,
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        **_PORTABLE,
+    },
+    "aarch64": {
+        "neon": ("-march=armv8-a",),
+        "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+        "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+        **_PORTABLE,
+    },
+}
+"""Machine -> instruction set -> compiler flags, as listed in operations.h. Other machines run the portable one."""
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built. The message contains the reason and the remedy."""
+
+
+def library() -> Path:
+    """Return the path of the library, which is built now if it is not present. Raises BuildError."""
+    name = f"libmegatron_cpu-{_digest()}.so"
+    packaged, cached = _HERE / name, _cache_folder() / name
+    if packaged.is_file():
+        return packaged
+    if not cached.is_file():
+        build(cached)
+    return cached
+
+
+def build(target: Path, *, compiler: str = "g++", machine: str | None = None, flags: tuple[str, ...] = ()) -> None:
+    """Compile and link the library in parallel. `flags`: in addition, as -fsanitize=address. Raises BuildError."""
+    if shutil.which(compiler) is None:
+        raise BuildError(
+            f"the CPU kernels must be compiled and {compiler} is missing: install g++ 12 or newer "
+            "(apt-get install g++), or install a wheel of this package, which contains them"
+        )
+    begun = time.perf_counter()
+    variants = VARIANTS.get(machine or platform.machine(), _PORTABLE)
+    units: list[tuple[Path, tuple[str, ...], str]] = [
+        (path, (), path.stem) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem != "variant"
+    ]
+    units += [(_SOURCES / "variant.cpp", (f"-DMEGATRON_VARIANT={name}", *own), name) for name, own in variants.items()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [Path(folder, f"{name}.o") for _, _, name in units]
+        commands = [
+            [compiler, *_FLAGS, *flags, *own, "-c", str(path), "-o", str(object)]
+            for (path, own, _), object in zip(units, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+        linked = Path(folder, target.name)
+        _run([compiler, "-shared", *flags, "-pthread", *map(str, objects), "-o", str(linked)])
+        linked.chmod(0o755)
+        # Atomic, because other processes may start at the same time.
+        linked.replace(target)
+    _LOG.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begun)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    if done.stderr:
+        _LOG.warning("%s", done.stderr)
+
+
+@cache
+def _digest() -> str:
+    """Of everything that determines the library, except the compiler's version, which is unknown without one."""
+    digest = hashlib.sha256(repr((_FLAGS, VARIANTS, platform.machine())).encode())
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the library of the CPU kernels.")
+    parser.add_argument(
+        "--into-package", action="store_true", help="beside the Python modules, for a wheel or an image"
+    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    path = library()
+    if parser.parse_args().into_package and path.parent != _HERE:
+        shutil.copy2(path, _HERE)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BuildError as error:
+        sys.exit(str(error))

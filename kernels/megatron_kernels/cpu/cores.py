@@ -1,0 +1,42 @@
+"""The number of threads that a process can use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_SYSTEM = Path("/sys")
+
+
+def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int:
+    """Return the number of physical cores that this process may use, within the CPU limit of its container.
+
+    Two threads of one core share its vector units and gain nothing. Of a limit, the whole CPUs count, at least one: the
+    kernel would suspend any further thread in each period, while the other threads wait for it.
+
+    system: where sysfs is mounted. cpus: that the process may use; None means its affinity.
+    """
+    if cpus is None:
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(system, cpu) for cpu in cpus}
+    limit = _limit(system / "fs/cgroup")
+    return len(cores) if limit is None else min(len(cores), max(1, int(limit)))
+
+
+def _siblings(system: Path, cpu: int) -> str:
+    """Return what identifies the core of a CPU: the list of the CPUs of the core."""
+    path = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    return path.read_text().strip() if path.is_file() else str(cpu)
+
+
+def _limit(groups: Path) -> float | None:
+    """Return the CPUs that the container's control group allows; None without a limit."""
+    both = groups / "cpu.max"
+    quota, period = groups / "cpu/cpu.cfs_quota_us", groups / "cpu/cpu.cfs_period_us"
+    if both.is_file():  # version 2
+        allowed, each = both.read_text().split()
+    elif quota.is_file() and period.is_file():  # version 1
+        allowed, each = quota.read_text().strip(), period.read_text().strip()
+    else:
+        return None
+    return None if allowed in ("max", "-1") else int(allowed) / int(each)

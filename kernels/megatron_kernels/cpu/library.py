@@ -1,0 +1,178 @@
+"""The library of the CPU kernels: its C ABI by ctypes. src/kernels.h documents the structures and their layouts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from ctypes import POINTER, c_char_p, c_double, c_int64, c_uint64, c_void_p
+from functools import cache
+
+from megatron_kernels.cpu import build
+
+ISA_VARIABLE = "MEGATRON_CPU_ISA"
+"""Environment variable that selects an instruction set instead of the best one of this CPU."""
+
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, Q4_K, Q6_K = range(7)
+"""Formats of a matrix."""
+
+PANEL = 16
+"""Outputs of a panel. Also the divisor of the size of a head and of a page of the cache."""
+
+BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
+"""Those that multiply bfloat16."""
+
+SILU, GELU_TANH = range(2)
+"""Activation functions."""
+
+
+class InstructionSetError(ValueError):
+    """ISA_VARIABLE names an instruction set that this CPU lacks. The message names the value and the allowed ones."""
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("panels", c_void_p))
+
+
+class Packing(ctypes.Structure):
+    """Rows of a file and the matrix that they become, as in src/packing.cpp."""
+
+    _fields_ = (
+        ("source", c_int64),
+        ("rows", c_void_p),
+        ("row_bytes", c_int64),
+        ("matrix", Matrix),
+        ("panels", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("is_local", c_int64),
+        ("attention_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("num_experts", c_int64),
+        ("gate_up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+        ("router", c_void_p),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("num_layers", c_int64),
+        ("layers", POINTER(Layer)),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("activation", c_int64),
+        ("window", c_int64),
+        ("routed", c_int64),
+        ("routed_first", c_int64),
+        ("routed_per_token", c_int64),
+        ("routed_normalize", c_int64),
+        ("norm", c_void_p),
+        ("head", Matrix),
+        ("epsilon", c_double),
+        ("scale", c_double),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_int64),
+        ("x", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("sequences", c_int64),
+        ("query_lengths", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+        ("block_table_stride", c_int64),
+        ("cache", c_void_p),
+        ("layer_bytes", c_int64),
+        ("row_bytes", c_int64),
+        ("page_size", c_int64),
+        ("is_bfloat16", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("local_cos", c_void_p),
+        ("local_sin", c_void_p),
+        ("logit_rows", c_void_p),
+        ("num_logits", c_int64),
+        ("logits", c_void_p),
+        ("sums", c_void_p),
+    )
+
+
+_FUNCTIONS = {
+    "megatron_instruction_set": (c_char_p, c_int64),
+    "megatron_runs": (c_int64, c_char_p),
+    "megatron_select": (None, c_char_p),
+    "megatron_create_pool": (c_void_p, c_int64),
+    "megatron_destroy_pool": (None, c_void_p),
+    "megatron_create_decoder": (c_void_p, POINTER(Model)),
+    "megatron_destroy_decoder": (None, c_void_p),
+    "megatron_run": (c_int64, c_void_p, c_void_p, POINTER(Step), c_int64, c_int64),
+    "megatron_multiply": (c_int64, c_void_p, POINTER(Matrix), c_void_p, c_int64, c_void_p),
+    "megatron_look_up": (None, POINTER(Matrix), c_void_p, c_int64, c_void_p),
+    "megatron_matrix_bytes": (c_int64, POINTER(Matrix)),
+    "megatron_pack": (None, POINTER(Packing), c_int64, c_int64),
+    "megatron_sum": (c_uint64, c_void_p, c_int64),
+    "megatron_halves_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
+}
+"""Name: result, arguments."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library, with the instruction set selected. Calls release the interpreter lock.
+
+    Raises BuildError if it cannot be built, InstructionSetError if ISA_VARIABLE is set to one that this CPU lacks.
+    """
+    loaded = _load()
+    loaded.megatron_select(select_instruction_set(instruction_sets(), os.environ).encode())
+    return loaded
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(build.library()))
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Return the instruction sets of the library that this CPU has, the best one first; "portable" is the last one."""
+    loaded, names, number = _load(), [], 0
+    while (name := loaded.megatron_instruction_set(number)) is not None:
+        if loaded.megatron_runs(name):
+            names.append(name.decode())
+        number += 1
+    return tuple(names)
+
+
+def instruction_set() -> str:
+    """Return the selected instruction set."""
+    return select_instruction_set(instruction_sets(), os.environ)
+
+
+def select_instruction_set(available: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    """Return the best available instruction set, or the one that ISA_VARIABLE names. Raises InstructionSetError."""
+    name = environment.get(ISA_VARIABLE) or available[0]
+    if name not in available:
+        raise InstructionSetError(
+            f"{ISA_VARIABLE}={name!r}: this CPU has {', '.join(available)}; unset it for the best"
+        )
+    return name

@@ -1,0 +1,121 @@
+// A decoder's step: from hidden states to logits, on all threads of a pool. No intrinsics.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "operations.h"
+#include "thread_pool.h"
+
+namespace megatron {
+
+// Memory that grows and is aligned to cache lines. Its content is undefined.
+template <typename T>
+class Buffer {
+ public:
+  T* reserve(int64_t count) {
+    if (count > size_) {
+      memory_.reset();
+      memory_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})));
+      size_ = count;
+    }
+    return memory_.get();
+  }
+  T* get() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* memory) const { ::operator delete(memory, std::align_val_t{64}); }
+  };
+  std::unique_ptr<T, Free> memory_;
+  int64_t size_ = 0;
+};
+
+// Rows of inputs in the format of a matrix.
+struct Prepared {
+  const uint8_t* rows;
+  int64_t row_bytes;
+};
+
+// Some rows of inputs, which one matrix of several multiplies: that of an expert.
+struct RowBlock {
+  int64_t expert;
+  int64_t first;
+  int64_t rows;
+};
+
+class Decoder {
+ public:
+  explicit Decoder(const Model& model);
+
+  // Run phases first … end - 1 of a step. Phases 2 l and 2 l + 1 are attention and feed-forward of layer l; phase
+  // 2 · num_layers computes the logits. With Step::sums, a phase begins by adding the sums of the phase before it to x.
+  void run(ThreadPool& pool, const Step& step, int64_t first, int64_t end);
+
+ private:
+  // Some tokens of a sequence, some groups of heads that share keys and values, and a range of keys.
+  struct AttentionWork {
+    int64_t sequence;
+    int64_t first_group;
+    int64_t groups;
+    int64_t first;  // token of the step
+    int64_t tokens;
+    int64_t position;  // of the first token
+    int64_t begin;     // keys
+    int64_t end;
+    int64_t split;  // of splits_; -1: this work covers all keys
+    int64_t partial;  // first row of partial results, if split
+  };
+  // The work on one token's keys is split among threads. The thread that finishes last merges the results.
+  struct Split {
+    std::atomic<int64_t> remaining;
+    int64_t parts;
+    int64_t partial;
+  };
+
+  void plan(const Step& step, int64_t threads);
+  void plan_attention(const Step& step, int64_t threads);
+  void attention(Worker& worker, const Step& step, int64_t number);
+  void append(const Step& step, int64_t number, int64_t token);
+  void attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work);
+  void feed_forward(Worker& worker, const Step& step, const Layer& layer);
+  void mixture(Worker& worker, const Step& step, const Layer& layer);
+  void route(const Layer& layer, const float* x, int64_t token);
+  void group_by_expert(int64_t tokens, int64_t held);
+  void logits(Worker& worker, const Step& step);
+  void add_sums(Worker& worker, const Step& step, int64_t phase);
+  void add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm);
+  void gated(Worker& worker, const Matrix* gate_up, const std::vector<RowBlock>& blocks, Prepared x);
+  void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y, bool add);
+  Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
+                   const int64_t* rows_of = nullptr);
+  float* scratch(int64_t thread) const { return scratch_.get() + thread * scratch_stride_; }
+  void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) const;
+
+  Model model_;
+  std::vector<Layer> layers_;
+  const Operations& operations_;
+  int64_t row_bytes_ = 0;     // most of a prepared row
+  int64_t block_rows_ = 0;    // most of a row block
+  int64_t feed_forward_ = 0;  // most of a layer
+  int64_t group_ = 1;         // query heads that share keys and values
+  int64_t prompt_tokens_ = 1;  // of a prompt that one work item computes
+
+  std::vector<RowBlock> token_blocks_, logit_blocks_, expert_blocks_;
+  std::vector<AttentionWork> attention_work_;
+  std::unique_ptr<Split[]> splits_;
+  int64_t num_splits_ = 0;
+  int64_t scratch_stride_ = 0;
+  Buffer<float> qkv_, attended_, gated_, added_, partials_, scratch_;
+  Buffer<uint8_t> prepared_;
+
+  // Of a mixture: the choices [tokens][routed_per_token] in the order of experts, their shares and their rows among all
+  // choices in the order of experts, -1 if another rank has the expert; and the token of each such row.
+  std::vector<int64_t> chosen_, row_of_choice_, token_of_row_;
+  std::vector<float> shares_;
+};
+
+}  // namespace megatron

@@ -1,0 +1,108 @@
+// The C ABI of the CPU kernels, and the layouts of what is passed through it.
+//
+// Every field has eight bytes, so that ctypes and numpy describe the structures without padding. Strides of floats are in
+// floats, strides of bytes in bytes. No function throws; a null result or -1 means that memory ran out.
+//
+// Panels. A matrix [outputs][inputs] is stored as panels of 16 outputs, one after the other, the same for all
+// instruction sets. `outputs` is a multiple of 16, `inputs` of 32 (256 for Q4_K and Q6_K). One panel:
+//
+//   FLOAT32   float [inputs][16]
+//   BFLOAT16  bfloat16 [inputs / 2][16][2]: VDPBF16PS and AMX read it as it is
+//   FLOAT16   half [inputs][16]
+//   INT8      per 32 inputs: uint8 [8][16][4], value + 128; then half scales[16]
+//   INT4      per 32 inputs: 4 x uint8 [16][4]: low nibbles are inputs 4 j … 4 j + 3 of part j, high nibbles 16 + 4 j …;
+//             then half scales[16], half offsets[16]; value = nibble · scale + offset
+//   Q4_K, Q6_K  see matmul_k.h
+//
+// The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float or bfloat16. A
+// page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.
+
+#pragma once
+
+#include <cstdint>
+
+#define MEGATRON_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace megatron {
+
+enum Format : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, Q4_K, Q6_K, NUM_FORMATS };
+
+// Outputs of a panel.
+constexpr int64_t PANEL = 16;
+
+struct Matrix {
+  int64_t format;  // Format
+  int64_t inputs;
+  int64_t outputs;
+  const uint8_t* panels;
+};
+
+enum Activation : int64_t { SILU, GELU_TANH };
+
+// One transformer block as this rank holds it. Norms and bias are float, null where the model has none.
+struct Layer {
+  int64_t is_local;  // attends to a window
+  const float* attention_norm;
+  const float* qkv_bias;
+  const float* q_norm;  // both or none
+  const float* k_norm;
+  const float* attention_output_norm;
+  const float* mlp_norm;
+  const float* mlp_output_norm;
+  Matrix qkv;
+  Matrix output;
+  int64_t num_experts;  // in gate_up and down; 1 without a mixture
+  const Matrix* gate_up;
+  const Matrix* down;
+  const float* router;  // [routed][hidden]; null without a mixture
+};
+
+// What a step of a rank needs of a model. head.panels is null before the last pipeline stage.
+struct Model {
+  int64_t num_layers;
+  const Layer* layers;
+  int64_t hidden;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t activation;
+  int64_t window;
+  int64_t routed;          // experts of a mixture, on all ranks
+  int64_t routed_first;    // number of the first one in gate_up
+  int64_t routed_per_token;
+  int64_t routed_normalize;  // the shares of a token's experts sum to one
+  const float* norm;
+  Matrix head;
+  double epsilon;
+  double scale;
+};
+
+// The tokens of a step and the memory that it reads and writes.
+struct Step {
+  int64_t tokens;
+  float* x;  // [tokens][hidden], changed in place
+  const int32_t* positions;
+  const int64_t* slots;  // rows of the cache
+  int64_t sequences;
+  const int32_t* query_lengths;    // tokens of the step, by sequence
+  const int32_t* context_lengths;  // tokens in the cache after the step
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  uint8_t* cache;
+  int64_t layer_bytes;
+  int64_t row_bytes;
+  int64_t page_size;
+  int64_t is_bfloat16;
+  const float* cos;  // [positions][head_dim / 2]
+  const float* sin;
+  const float* local_cos;
+  const float* local_sin;
+  const int64_t* logit_rows;
+  int64_t num_logits;
+  float* logits;  // [num_logits][outputs of the head]
+  // [tokens][hidden]: what attention and feed-forward add to x, if it must be summed over ranks before it is added; null
+  // for one rank.
+  float* sums;
+};
+
+}  // namespace megatron

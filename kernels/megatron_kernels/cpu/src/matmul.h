@@ -1,0 +1,65 @@
+// Matrix products of all weight formats.
+
+#include "tiles.h"
+
+#include "matmul_float.h"
+
+#include "matmul_int.h"
+
+#include "matmul_k.h"
+
+#include "matmul_amx.h"
+
+inline int64_t activation_bytes(int64_t format, int64_t inputs) {
+  switch (format) {
+    case FLOAT32:
+    case FLOAT16:
+      return Float32Weights::row_bytes(inputs);
+    case BFLOAT16:
+      return Bfloat16Weights::row_bytes(inputs);
+    default:
+      return IntegerWeights::row_bytes(inputs);
+  }
+}
+
+inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared) {
+  const int64_t bytes = activation_bytes(format, inputs);
+  for (; rows > 0; --rows, x += x_stride, prepared += bytes) {
+    switch (format) {
+      case BFLOAT16:
+#if defined(MEGATRON_BFLOAT16)
+        narrow(x, reinterpret_cast<uint16_t*>(prepared), inputs);
+        break;
+#endif
+      case FLOAT32:
+      case FLOAT16:
+        __builtin_memcpy(prepared, x, static_cast<uint64_t>(inputs) * 4);
+        break;
+      default:
+        prepare_integers(x, inputs, prepared);
+    }
+  }
+}
+
+inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
+                     int64_t y_stride, bool add) {
+#if defined(__AMX_TILE__)
+  if (multiply_tiles(matrix, first, end, prepared, rows, y, y_stride, add)) return;
+#endif
+  switch (matrix.format) {
+    case FLOAT32:
+      return multiply_by<Float32Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case BFLOAT16:
+      return multiply_by<Bfloat16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case FLOAT16:
+      return multiply_by<Float16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case INT8:
+      return multiply_by<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case INT4:
+      return multiply_by<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q4_K:
+      return multiply_by<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q6_K:
+      return multiply_by<Q6KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+  }
+}

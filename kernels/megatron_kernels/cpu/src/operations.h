@@ -1,0 +1,86 @@
+// The operations that one instruction set provides. Everything else is written against this table.
+
+#pragma once
+
+#include "kernels.h"
+
+namespace megatron {
+
+// Keys and values that attention reads: those of one layer and sequence.
+struct CacheView {
+  const uint8_t* rows;  // the first byte of the item's keys
+  int64_t row_bytes;
+  int64_t values;  // bytes from a token's keys to its values
+  int64_t page_size;
+  const int32_t* pages;
+  int64_t is_bfloat16;
+};
+
+// One or more tokens of a sequence, and one or more groups of query heads. A group shares keys and values.
+struct AttentionItem {
+  CacheView cache;
+  const float* queries;  // [tokens][groups][heads][head_dim], scaled
+  int64_t query_stride;  // between tokens
+  int64_t tokens;
+  int64_t groups;
+  int64_t heads;  // of a group
+  int64_t head_dim;
+  int64_t position;  // of the first token
+  int64_t window;    // tokens that a token attends to, itself included
+};
+
+struct Operations {
+  const char* name;
+
+  // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them. y: of the first
+  // panel's outputs; `add`: y += . A row of y depends neither on the other rows nor on the range of panels.
+  int64_t (*activation_bytes)(int64_t format, int64_t inputs);  // of one prepared row, a multiple of 64
+  void (*prepare)(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared);
+  void (*multiply)(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
+                   int64_t y_stride, bool add);
+  void (*unpack_row)(const Matrix& matrix, int64_t output, float* x);
+
+  // Rows of floats. `count`: a multiple of 16. x may be y.
+  void (*rms_norm)(const float* x, const float* weight, float* y, int64_t count, float epsilon);
+  void (*add)(const float* x, float* y, int64_t count);                 // y += x
+  void (*scale)(const float* x, float* y, int64_t count, float factor);  // y = x · factor
+  void (*add_scaled)(const float* x, float* y, int64_t count, float factor);  // y += x · factor
+  float (*dot)(const float* x, const float* y, int64_t count);
+  void (*gate)(int64_t activation, const float* gate, const float* up, float* y, int64_t count);  // activation(gate) · up
+  void (*rotate)(float* x, const float* cos, const float* sin, int64_t half);  // one head of 2 · half floats
+  void (*narrow)(const float* x, uint16_t* y, int64_t count);                  // to bfloat16, halves to even
+
+  // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK. Each row of `partial`
+  // [groups][tokens][heads][head_dim + 16] is set to the sum of weighted values, the maximum of the scores and the sum of
+  // the weights. scratch: float [ATTENTION_BLOCK · (2 · head_dim + 16)].
+  void (*attend)(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch);
+  // Merge the partial results of a later range of keys into those of an earlier one.
+  void (*merge)(const float* later, float* into, int64_t rows, int64_t head_dim);
+  // y = the sums divided by the weights.
+  void (*finish)(const float* partial, float* y, int64_t head_dim);
+};
+
+// Keys that attend() processes at once.
+constexpr int64_t ATTENTION_BLOCK = 64;
+// Floats of a row of partial results beyond its values.
+constexpr int64_t PARTIAL_EXTRA = 16;
+
+// The table of this CPU's best instruction set, or of the one that MEGATRON_CPU_ISA names. Selected once.
+const Operations& operations();
+
+#define MEGATRON_VARIANTS_X86(X) X(amx) X(avx512_bf16) X(avx512_vnni) X(avx512) X(avx2) X(portable)
+#define MEGATRON_VARIANTS_ARM(X) X(neon_i8mm) X(neon_dotprod) X(neon) X(portable)
+#if defined(__x86_64__)
+#define MEGATRON_VARIANTS(X) MEGATRON_VARIANTS_X86(X)
+#elif defined(__aarch64__)
+#define MEGATRON_VARIANTS(X) MEGATRON_VARIANTS_ARM(X)
+#else
+#define MEGATRON_VARIANTS(X) X(portable)
+#endif
+
+// Best first. variant.cpp defines each.
+#define MEGATRON_DECLARE(variant) namespace variant { extern const Operations OPERATIONS; }
+MEGATRON_VARIANTS(MEGATRON_DECLARE)
+#undef MEGATRON_DECLARE
+
+}  // namespace megatron

@@ -1,0 +1,364 @@
+// Packing of weights into panels, directly from the rows of a file.
+//
+// Blocks of GGUF files keep their values where the target has their format. Everything else is decoded to floats, 16 rows
+// and up to 256 inputs at a time, and encoded in the format of the target.
+
+#include "kernels.h"
+
+namespace megatron {
+
+namespace {
+
+#include "numbers.h"
+
+// Types of weights in files, numbered as in GGML.
+enum Source : int64_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, K4 = 12, K6 = 14, BF16 = 30 };
+
+constexpr int64_t BLOCK = 32, SUPER_BLOCK = 256;
+
+// Bytes of `count` values of a row.
+int64_t source_bytes(int64_t source, int64_t count) {
+  switch (source) {
+    case F32:
+      return count * 4;
+    case F16:
+    case BF16:
+      return count * 2;
+    case Q4_0:
+      return count / BLOCK * 18;
+    case Q4_1:
+      return count / BLOCK * 20;
+    case Q8_0:
+      return count / BLOCK * 34;
+    case K4:
+      return count / SUPER_BLOCK * 144;
+    default:
+      return count / SUPER_BLOCK * 210;
+  }
+}
+
+// Bytes of `count` inputs of a panel, as described in kernels.h and matmul_k.h.
+int64_t target_bytes(int64_t format, int64_t count) {
+  switch (format) {
+    case FLOAT32:
+      return count * PANEL * 4;
+    case BFLOAT16:
+    case FLOAT16:
+      return count * PANEL * 2;
+    case INT8:
+      return count / BLOCK * (BLOCK * PANEL + 2 * PANEL);
+    case INT4:
+      return count / BLOCK * (BLOCK * PANEL / 2 + 4 * PANEL);
+    case Q4_K:
+      return count / SUPER_BLOCK * (4 * PANEL + 8 * (BLOCK * PANEL / 2 + 2 * PANEL));
+    default:
+      return count / SUPER_BLOCK * (2 * PANEL + 8 * (BLOCK * PANEL * 3 / 4 + 2 * PANEL));
+  }
+}
+
+uint16_t half_at(const uint8_t* x) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, x, sizeof bits);
+  return bits;
+}
+
+void put_half(uint8_t* halves, int64_t lane, uint16_t bits) { __builtin_memcpy(halves + lane * 2, &bits, sizeof bits); }
+
+// Words of four bytes [16][words] to [words][16].
+void put_words(const uint8_t* words, int64_t count, uint8_t* to) {
+  for (int64_t word = 0; word < count; ++word) {
+    for (int64_t lane = 0; lane < PANEL; ++lane) {
+      __builtin_memcpy(to + (word * PANEL + lane) * 4, words + (lane * count + word) * 4, 4);
+    }
+  }
+}
+
+// The scale and the minimum of block `number` of Q4_K, six bits each.
+void scale_and_minimum(const uint8_t* packed, int64_t number, uint8_t& scale, uint8_t& minimum) {
+  if (number < 4) {
+    scale = packed[number] & 63;
+    minimum = packed[number + 4] & 63;
+  } else {
+    scale = static_cast<uint8_t>((packed[number + 4] & 15) | (packed[number - 4] >> 6 << 4));
+    minimum = static_cast<uint8_t>((packed[number + 4] >> 4) | (packed[number] >> 6 << 4));
+  }
+}
+
+// The 256 integers of a super block of Q4_K, 0 … 15.
+void integers_of_k4(const uint8_t* block, uint8_t* q) {
+  const uint8_t* nibbles = block + 16;
+  for (int64_t k = 0; k < SUPER_BLOCK; ++k) q[k] = nibbles[k / 64 * 32 + k % 32] >> (k % 64 / 32 * 4) & 15;
+}
+
+// The 256 integers of a super block of Q6_K, 0 … 63.
+void integers_of_k6(const uint8_t* block, uint8_t* q) {
+  const uint8_t* nibbles = block;
+  const uint8_t* bits = block + 128;
+  for (int64_t part = 0; part < 8; ++part) {
+    const int64_t half = part / 4, of_half = part % 4;
+    for (int64_t i = 0; i < 32; ++i) {
+      const int low = nibbles[half * 64 + of_half % 2 * 32 + i] >> (of_half / 2 * 4) & 15;
+      const int high = bits[half * 32 + i] >> (2 * of_half) & 3;
+      q[part * 32 + i] = static_cast<uint8_t>(low | high << 4);
+    }
+  }
+}
+
+// x[count] = the values at `row`.
+void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
+  switch (source) {
+    case F32:
+      __builtin_memcpy(x, row, static_cast<uint64_t>(count) * 4);
+      return;
+    case F16:
+      for (int64_t k = 0; k < count; ++k) x[k] = float_of_half(half_at(row + 2 * k));
+      return;
+    case BF16:
+      for (int64_t k = 0; k < count; ++k) x[k] = float_of_bfloat16(half_at(row + 2 * k));
+      return;
+    case Q4_0:
+    case Q4_1: {
+      const float scale = float_of_half(half_at(row)), offset = source == Q4_1 ? float_of_half(half_at(row + 2)) : 0.0f;
+      const uint8_t* nibbles = row + (source == Q4_1 ? 4 : 2);
+      const int zero = source == Q4_1 ? 0 : 8;
+      for (int64_t k = 0; k < 16; ++k) {
+        x[k] = static_cast<float>((nibbles[k] & 15) - zero) * scale + offset;
+        x[16 + k] = static_cast<float>((nibbles[k] >> 4) - zero) * scale + offset;
+      }
+      return;
+    }
+    case Q8_0: {
+      const float scale = float_of_half(half_at(row));
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(static_cast<int8_t>(row[2 + k])) * scale;
+      return;
+    }
+    case K4: {
+      uint8_t q[SUPER_BLOCK];
+      integers_of_k4(row, q);
+      for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
+        uint8_t scale, minimum;
+        scale_and_minimum(row + 4, k / BLOCK, scale, minimum);
+        const float least = float_of_half(half_at(row + 2)) * minimum;
+        x[k] = float_of_half(half_at(row)) * scale * q[k] - least;
+      }
+      return;
+    }
+    default: {
+      uint8_t q[SUPER_BLOCK];
+      integers_of_k6(row, q);
+      const float d = float_of_half(half_at(row + 208));
+      for (int64_t k = 0; k < SUPER_BLOCK; ++k) x[k] = d * static_cast<int8_t>(row[192 + k / 16]) * static_cast<float>(q[k] - 32);
+    }
+  }
+}
+
+// Round to the nearest integer, halves to even, of numbers that are clamped first. NaN gives 0.
+float rounded(float x, float least, float most) {
+  constexpr float SHIFT = 12582912.0f;  // 1.5 · 2^23 leaves no bits for a fraction
+  const float clamped = x > most ? most : x > least ? x : x <= least ? least : 0.0f;
+  return (clamped + SHIFT) - SHIFT;
+}
+
+// One block of 16 rows, x[row][32], in int8: 127 steps from 0 to the greatest magnitude.
+void encode_int8(const float* x, int64_t stride, uint8_t* to) {
+  uint8_t stored[PANEL * BLOCK];
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const float* row = x + lane * stride;
+    float most = 0.0f;
+    for (int64_t k = 0; k < BLOCK; ++k) {
+      const float magnitude = __builtin_fabsf(row[k]);
+      most = magnitude > most ? magnitude : most;
+    }
+    const uint16_t half = half_of_float(most / 127.0f);
+    const float scale = float_of_half(half);
+    for (int64_t k = 0; k < BLOCK; ++k) {
+      const float steps = scale == 0.0f ? 0.0f : rounded(row[k] / scale, -127.0f, 127.0f);
+      stored[lane * BLOCK + k] = static_cast<uint8_t>(static_cast<int32_t>(steps) + 128);
+    }
+    put_half(to + BLOCK * PANEL, lane, half);
+  }
+  put_words(stored, BLOCK / 4, to);
+}
+
+// One block of 16 rows in int4: 15 steps from the least to the greatest value.
+void encode_int4(const float* x, int64_t stride, uint8_t* to) {
+  uint8_t stored[PANEL * BLOCK / 2];
+  uint8_t* scales = to + BLOCK * PANEL / 2;
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const float* row = x + lane * stride;
+    float least = row[0], most = row[0];
+    for (int64_t k = 1; k < BLOCK; ++k) {
+      least = row[k] < least ? row[k] : least;
+      most = row[k] > most ? row[k] : most;
+    }
+    const uint16_t scale_bits = half_of_float((most - least) / 15.0f), offset_bits = half_of_float(least);
+    const float scale = float_of_half(scale_bits), offset = float_of_half(offset_bits);
+    uint8_t nibbles[BLOCK];
+    for (int64_t k = 0; k < BLOCK; ++k) {
+      const float steps = scale == 0.0f ? 0.0f : rounded((row[k] - offset) / scale, 0.0f, 15.0f);
+      nibbles[k] = static_cast<uint8_t>(static_cast<int32_t>(steps));
+    }
+    for (int64_t k = 0; k < 16; ++k) stored[lane * 16 + k] = static_cast<uint8_t>(nibbles[k] | nibbles[16 + k] << 4);
+    put_half(scales, lane, scale_bits);
+    put_half(scales + 2 * PANEL, lane, offset_bits);
+  }
+  put_words(stored, 4, to);
+}
+
+// `count` inputs of 16 rows, x[row][stride], in a format of floats or of blocks of 32.
+void encode(int64_t format, const float* x, int64_t stride, int64_t count, uint8_t* to) {
+  for (int64_t k = 0; k < count; k += BLOCK, x += BLOCK, to += target_bytes(format, BLOCK)) {
+    if (format == INT8) {
+      encode_int8(x, stride, to);
+    } else if (format == INT4) {
+      encode_int4(x, stride, to);
+    } else if (format == FLOAT32) {
+      float square[PANEL][BLOCK];
+      for (int64_t lane = 0; lane < PANEL; ++lane) __builtin_memcpy(square[lane], x + lane * stride, sizeof square[lane]);
+      put_words(reinterpret_cast<const uint8_t*>(square), BLOCK, to);
+    } else {
+      uint16_t square[PANEL][BLOCK];
+      for (int64_t lane = 0; lane < PANEL; ++lane) {
+        const float* row = x + lane * stride;
+        for (int64_t i = 0; i < BLOCK; ++i) {
+          square[lane][i] = format == BFLOAT16 ? bfloat16_of_float(row[i]) : half_of_float(row[i]);
+        }
+      }
+      if (format == BFLOAT16) {
+        put_words(reinterpret_cast<const uint8_t*>(square), BLOCK / 2, to);
+      } else {
+        for (int64_t i = 0; i < BLOCK; ++i) {
+          for (int64_t lane = 0; lane < PANEL; ++lane) put_half(to, i * PANEL + lane, square[lane][i]);
+        }
+      }
+    }
+  }
+}
+
+// One block of 16 rows of Q4_0, Q4_1 or Q8_0 in int4 or int8. The bytes of a word are in the order of the file.
+void move_block(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  const int64_t words = source == Q8_0 ? 8 : 4, begin = source == Q4_1 ? 4 : 2;
+  uint8_t values[PANEL * BLOCK];
+  uint8_t* scales = to + words * PANEL * 4;
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const uint8_t* block = rows + lane * row_bytes;
+    uint8_t* at = values + lane * words * 4;
+    __builtin_memcpy(at, block + begin, static_cast<uint64_t>(words) * 4);
+    const uint16_t scale = half_at(block);
+    put_half(scales, lane, scale);
+    if (source == Q8_0) {
+      for (int64_t k = 0; k < BLOCK; ++k) at[k] ^= 0x80;
+    } else {
+      // The offset of Q4_0 is -8 · scale.
+      const uint16_t offset = source == Q4_1 ? half_at(block + 2) : half_of_float(float_of_half(scale) * -8.0f);
+      put_half(scales + 2 * PANEL, lane, offset);
+    }
+  }
+  put_words(values, words, to);
+}
+
+// The nibbles of one block, q[row][256], of which a word's low halves are 4 inputs and its high halves those 16 later.
+void put_nibbles(const uint8_t (&q)[PANEL][SUPER_BLOCK], int64_t first, uint8_t* to) {
+  uint8_t bytes[PANEL][16];
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const uint8_t* at = q[lane] + first;
+    for (int64_t k = 0; k < 16; ++k) bytes[lane][k] = static_cast<uint8_t>((at[k] & 15) | (at[16 + k] & 15) << 4);
+  }
+  put_words(bytes[0], 4, to);
+}
+
+// One super block of 16 rows of Q4_K.
+void move_k4(const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  constexpr int64_t NIBBLES = BLOCK * PANEL / 2;
+  uint8_t q[PANEL][SUPER_BLOCK];
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const uint8_t* block = rows + lane * row_bytes;
+    integers_of_k4(block, q[lane]);
+    put_half(to, lane, half_at(block));
+    put_half(to + 2 * PANEL, lane, half_at(block + 2));
+  }
+  to += 4 * PANEL;
+  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + 2 * PANEL) {
+    put_nibbles(q, number * BLOCK, to);
+    for (int64_t lane = 0; lane < PANEL; ++lane) {
+      scale_and_minimum(rows + lane * row_bytes + 4, number, to[NIBBLES + lane], to[NIBBLES + PANEL + lane]);
+    }
+  }
+}
+
+// One super block of 16 rows of Q6_K.
+void move_k6(const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BITS = BLOCK * PANEL / 4;
+  uint8_t q[PANEL][SUPER_BLOCK];
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    integers_of_k6(rows + lane * row_bytes, q[lane]);
+    put_half(to, lane, half_at(rows + lane * row_bytes + 208));
+  }
+  to += 2 * PANEL;
+  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + BITS + 2 * PANEL) {
+    put_nibbles(q, number * BLOCK, to);
+    for (int64_t half = 0; half < 2; ++half) {
+      for (int64_t lane = 0; lane < PANEL; ++lane) {
+        const uint8_t* at = q[lane] + number * BLOCK + half * 16;
+        uint8_t* bits = to + NIBBLES + half * 64 + lane * 4;
+        for (int64_t k = 0; k < 4; ++k) {
+          bits[k] = static_cast<uint8_t>(at[k] >> 4 | at[4 + k] >> 4 << 2 | at[8 + k] >> 4 << 4 | at[12 + k] >> 4 << 6);
+        }
+        to[NIBBLES + BITS + half * PANEL + lane] = rows[lane * row_bytes + 192 + number * 2 + half];
+      }
+    }
+  }
+}
+
+bool keeps_blocks(int64_t source, int64_t format) {
+  return (format == INT4 && (source == Q4_0 || source == Q4_1)) || (format == INT8 && source == Q8_0) ||
+         (format == Q4_K && source == K4) || (format == Q6_K && source == K6);
+}
+
+// Inputs that are packed at once, so that the cache holds them: whole blocks of the source.
+int64_t chunk_of(int64_t source) { return source == K4 || source == K6 ? SUPER_BLOCK : BLOCK; }
+
+}  // namespace
+
+// Rows of a file and the matrix that they become.
+struct Packing {
+  int64_t source;       // Source
+  const uint8_t* rows;  // of the matrix's first output
+  int64_t row_bytes;    // between rows
+  Matrix matrix;
+  uint8_t* panels;  // those of the matrix
+};
+
+}  // namespace megatron
+
+using namespace megatron;
+
+// Pack panels first … end - 1. Q4_K and Q6_K are packed from their own blocks only; int8 and int4 from anything.
+MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_t end) {
+  const auto [source, rows, row_bytes, matrix, panels] = *packing;
+  const int64_t chunk = chunk_of(source);
+  float x[PANEL][SUPER_BLOCK];
+  for (int64_t panel = first; panel < end; ++panel) {
+    const uint8_t* from = rows + panel * PANEL * row_bytes;
+    uint8_t* to = panels + panel * target_bytes(matrix.format, matrix.inputs);
+    for (int64_t k = 0; k < matrix.inputs; k += chunk) {
+      if (!keeps_blocks(source, matrix.format)) {
+        for (int64_t lane = 0; lane < PANEL; ++lane) decode(source, from + lane * row_bytes, chunk, x[lane]);
+        encode(matrix.format, x[0], SUPER_BLOCK, chunk, to);
+      } else if (source == K4) {
+        move_k4(from, row_bytes, to);
+      } else if (source == K6) {
+        move_k6(from, row_bytes, to);
+      } else {
+        move_block(source, from, row_bytes, to);
+      }
+      from += source_bytes(source, chunk);
+      to += target_bytes(matrix.format, chunk);
+    }
+  }
+}
+
+// Bytes of a matrix's panels.
+MEGATRON_EXPORT int64_t megatron_matrix_bytes(const Matrix* matrix) {
+  return matrix->outputs / PANEL * target_bytes(matrix->format, matrix->inputs);
+}

@@ -1,0 +1,82 @@
+// The thread pool that runs steps and products.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace megatron {
+
+class ThreadPool;
+
+// One thread of a job.
+class Worker {
+ public:
+  Worker(ThreadPool& pool, int64_t number) : pool_(pool), number_(number) {}
+  int64_t number() const { return number_; }
+  int64_t threads() const;
+
+  // Wait until every thread has arrived.
+  void barrier();
+
+  // Call run(part) for each of `parts` parts, which the threads of the pool share as they become free: a fixed share would
+  // wait for the slowest core. Returns when all parts are done. Every thread must call it.
+  template <typename Run>
+  void share(int64_t parts, Run run);
+
+ private:
+  ThreadPool& pool_;
+  const int64_t number_;
+};
+
+// `threads` threads, one of them the caller's. It runs one job at a time. A thread that waits spins for at most
+// 50 microseconds, then sleeps.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int64_t threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int64_t threads() const { return threads_; }
+
+  // Run `job` on all threads. Returns when it has returned on all of them.
+  template <typename Job>
+  void run(Job job) {
+    run([](void* context, Worker& worker) { (*static_cast<Job*>(context))(worker); }, &job);
+  }
+
+ private:
+  friend class Worker;
+  using Call = void (*)(void* context, Worker& worker);
+
+  void run(Call call, void* context);
+  void serve(int64_t number);
+
+  // A word that threads wait on, in a cache line of its own.
+  struct alignas(64) Word {
+    std::atomic<uint32_t> value{0};
+    void wait_while(uint32_t old);
+  };
+
+  const int64_t threads_;
+  std::mutex running_;
+  Call call_ = nullptr;  // null: the pool ends
+  void* context_ = nullptr;
+  Word jobs_;        // number of jobs so far
+  Word arrived_;     // threads at the barrier
+  Word generation_;  // barriers so far
+  alignas(64) std::atomic<int64_t> next_part_{0};
+  std::vector<std::thread> others_;
+};
+
+template <typename Run>
+void Worker::share(int64_t parts, Run run) {
+  for (int64_t part; (part = pool_.next_part_.fetch_add(1, std::memory_order_relaxed)) < parts;) run(part);
+  barrier();
+}
+
+}  // namespace megatron

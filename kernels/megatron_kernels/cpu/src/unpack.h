@@ -1,0 +1,90 @@
+// Rows of a packed matrix as floats, for embeddings.
+
+inline uint16_t half_bits(const uint8_t* halves, int64_t number) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, halves + number * 2, sizeof bits);
+  return bits;
+}
+inline float half_at(const uint8_t* halves, int64_t number) { return float_of_half(half_bits(halves, number)); }
+
+// The nibble of input k of a block.
+inline int nibble_at(const uint8_t* nibbles, int64_t lane, int64_t k) {
+  const uint8_t both = nibbles[k % 16 / 4 * 64 + lane * 4 + k % 4];
+  return k < 16 ? both & 15 : both >> 4;
+}
+
+// x[32] = one block of an output.
+inline void unpack_block(int64_t format, const uint8_t* panel, int64_t block, int64_t lane, float* x) {
+  switch (format) {
+    case FLOAT32:
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = float_at(panel, (block * BLOCK + k) * PANEL + lane);
+      return;
+    case FLOAT16:
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = half_at(panel, (block * BLOCK + k) * PANEL + lane);
+      return;
+    case BFLOAT16:
+      for (int64_t k = 0; k < BLOCK; ++k) {
+        x[k] = float_of_bfloat16(half_bits(panel, (block * BLOCK + k) / 2 * 2 * PANEL + lane * 2 + k % 2));
+      }
+      return;
+    case INT8: {
+      const uint8_t* at = panel + block * Int8Weights::BLOCK_BYTES;
+      const float scale = half_at(at + BLOCK * PANEL, lane);
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(at[k / 4 * 64 + lane * 4 + k % 4] - 128) * scale;
+      return;
+    }
+    case INT4: {
+      const uint8_t* at = panel + block * Int4Weights::BLOCK_BYTES;
+      const uint8_t* scales = at + Int4Weights::NIBBLES;
+      const float scale = half_at(scales, lane), offset = half_at(scales, PANEL + lane);
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(nibble_at(at, lane, k)) * scale + offset;
+      return;
+    }
+    case Q4_K: {
+      const uint8_t* head = panel + block / 8 * Q4KWeights::SUPER_BLOCK_BYTES;
+      const uint8_t* at = head + Q4KWeights::HEAD + block % 8 * Q4KWeights::BLOCK_BYTES;
+      const float scale = half_at(head, lane) * at[Q4KWeights::NIBBLES + lane];
+      const float least = half_at(head, PANEL + lane) * at[Q4KWeights::NIBBLES + PANEL + lane];
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(nibble_at(at, lane, k)) * scale - least;
+      return;
+    }
+    case Q6_K: {
+      const uint8_t* head = panel + block / 8 * Q6KWeights::SUPER_BLOCK_BYTES;
+      const uint8_t* at = head + Q6KWeights::HEAD + block % 8 * Q6KWeights::BLOCK_BYTES;
+      const uint8_t* bits = at + Q6KWeights::NIBBLES + lane * 4;
+      const uint8_t* scales = at + Q6KWeights::NIBBLES + Q6KWeights::BITS + lane;
+      for (int64_t k = 0; k < BLOCK; ++k) {
+        const float scale = half_at(head, lane) * static_cast<int8_t>(scales[k / 16 * PANEL]);
+        const int high = bits[k / 16 * 64 + k % 4] >> (k % 16 / 4 * 2) & 3;
+        x[k] = static_cast<float>(nibble_at(at, lane, k) + 16 * high - 32) * scale;
+      }
+      return;
+    }
+  }
+}
+
+inline int64_t panel_bytes(int64_t format, int64_t inputs) {
+  switch (format) {
+    case FLOAT32:
+      return Float32Weights::panel_bytes(inputs);
+    case BFLOAT16:
+      return Bfloat16Weights::panel_bytes(inputs);
+    case FLOAT16:
+      return Float16Weights::panel_bytes(inputs);
+    case INT8:
+      return Int8Weights::panel_bytes(inputs);
+    case INT4:
+      return Int4Weights::panel_bytes(inputs);
+    case Q4_K:
+      return Q4KWeights::panel_bytes(inputs);
+    default:
+      return Q6KWeights::panel_bytes(inputs);
+  }
+}
+
+inline void unpack_row(const Matrix& matrix, int64_t output, float* x) {
+  const uint8_t* panel = matrix.panels + output / PANEL * panel_bytes(matrix.format, matrix.inputs);
+  for (int64_t block = 0; block < matrix.inputs / BLOCK; ++block) {
+    unpack_block(matrix.format, panel, block, output % PANEL, x + block * BLOCK);
+  }
+}

@@ -1,0 +1,85 @@
+// The instructions of AMX that the kernels use, in C++, for CPUs without them. Included before every translation unit.
+
+#pragma once
+
+#if defined(__AMX_TILE__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace amx_emulation {
+
+struct Tiles {
+  uint8_t shapes[64];
+  uint8_t data[8][16][64];
+  int64_t height(int tile) const { return shapes[48 + tile]; }
+  int64_t width(int tile) const { return shapes[16 + 2 * tile] | shapes[17 + 2 * tile] << 8; }
+};
+
+inline thread_local Tiles tiles;
+
+inline void load_shapes(const void* shapes) {
+  std::memset(&tiles, 0, sizeof tiles);
+  std::memcpy(tiles.shapes, shapes, 64);
+}
+inline void load(int tile, const void* from, int64_t stride) {
+  std::memset(tiles.data[tile], 0, sizeof tiles.data[tile]);
+  for (int64_t row = 0; row < tiles.height(tile); ++row) {
+    std::memcpy(tiles.data[tile][row], static_cast<const uint8_t*>(from) + row * stride, static_cast<size_t>(tiles.width(tile)));
+  }
+}
+inline void store(int tile, void* to, int64_t stride) {
+  for (int64_t row = 0; row < tiles.height(tile); ++row) {
+    std::memcpy(static_cast<uint8_t*>(to) + row * stride, tiles.data[tile][row], static_cast<size_t>(tiles.width(tile)));
+  }
+}
+
+// sums[row][column] += a[row] · b[column]; `dot` multiplies four bytes.
+template <class Sum, class Dot>
+inline void multiply(int sums, int a, int b, Dot dot) {
+  for (int64_t row = 0; row < tiles.height(sums); ++row) {
+    for (int64_t column = 0; column < tiles.width(sums) / 4; ++column) {
+      Sum sum;
+      std::memcpy(&sum, &tiles.data[sums][row][4 * column], 4);
+      for (int64_t k = 0; k < tiles.width(a) / 4; ++k) sum += dot(&tiles.data[a][row][4 * k], &tiles.data[b][k][4 * column]);
+      std::memcpy(&tiles.data[sums][row][4 * column], &sum, 4);
+    }
+  }
+}
+inline float bfloat16(const uint8_t* x) {
+  const uint32_t bits = static_cast<uint32_t>(x[0]) << 16 | static_cast<uint32_t>(x[1]) << 24;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline void multiply_bfloat16(int sums, int a, int b) {
+  multiply<float>(sums, a, b, [](const uint8_t* x, const uint8_t* y) {
+    return bfloat16(x) * bfloat16(y) + bfloat16(x + 2) * bfloat16(y + 2);
+  });
+}
+inline void multiply_integers(int sums, int a, int b) {
+  multiply<int32_t>(sums, a, b, [](const uint8_t* x, const uint8_t* y) {
+    int32_t sum = 0;
+    for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(x[i]) * y[i];
+    return sum;
+  });
+}
+
+}  // namespace amx_emulation
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbf16ps
+#undef _tile_dpbsud
+#define _tile_loadconfig amx_emulation::load_shapes
+#define _tile_release() static_cast<void>(0)
+#define _tile_loadd(tile, from, stride) amx_emulation::load(tile, from, stride)
+#define _tile_stored(tile, to, stride) amx_emulation::store(tile, to, stride)
+#define _tile_zero(tile) std::memset(amx_emulation::tiles.data[tile], 0, 1024)
+#define _tile_dpbf16ps amx_emulation::multiply_bfloat16
+#define _tile_dpbsud amx_emulation::multiply_integers
+
+#endif
