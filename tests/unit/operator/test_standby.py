@@ -57,7 +57,8 @@ def test_a_change_replaces_one_at_a_time(pair: Cluster) -> None:
     pair.patch(coordinator={"routing": {"policy": "RoundRobin"}})
     assert applied(pair) == {SECOND}
     pair.step()
-    pair.objects[SECOND]["status"] = {**ROLLED_OUT, "observedGeneration": 3}
+    roll_out(pair, SECOND)
+    pair.objects[SECOND]["status"]["observedGeneration"] -= 1
     assert applied(pair) == set(), "its pod is still that of the old template"
     roll_out(pair, SECOND)
     assert applied(pair) == {FIRST}
