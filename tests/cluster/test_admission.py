@@ -46,6 +46,10 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             ["spec.weights.revision", "no other revisions", "remove spec.weights"],
         ),
         (
+            manifest({"model": SOURCE, "rollout": {"maxUnavailable": 0}}),
+            ["spec.rollout.maxUnavailable", "raise one of them"],
+        ),
+        (
             manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
             ["spec.engine.batching.maxTokens", "set at least"],
         ),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from localcluster import LocalCluster
-from megatron_operator import kubectl
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD
 
@@ -30,14 +31,15 @@ def make_release(fleet: InProcessFleet, make_operator: Callable[..., OperatorPro
 
 
 @pytest.fixture
-def update(control_plane: LocalCluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def update(control_plane: LocalCluster, namespace: str) -> Callable[[str], Awaitable[str]]:
     """`kubectl megatron update NAME`."""
-    monkeypatch.setenv("KUBECONFIG", str(control_plane.kubeconfig))
 
-    def call(name: str) -> str:
-        done = CliRunner().invoke(kubectl.main, ["update", name, "-n", namespace])
-        assert done.exit_code == 0, done.output
-        return done.output
+    async def call(name: str) -> str:
+        command = [sys.executable, "-m", "megatron_operator.kubectl", "update", name, "-n", namespace]
+        environment = {**os.environ, "KUBECONFIG": str(control_plane.kubeconfig)}
+        done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return call
 
@@ -61,7 +63,7 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     fleet: InProcessFleet,
     make_release: Callable[..., Any],
     make_resource: Callable[[str], Any],
-    update: Callable[[str], str],
+    update: Callable[[str], Awaitable[str]],
 ) -> None:
     resources = [make_resource(name) for name in ("u-0", "u-1")]
     operator = make_release(*OLD)
@@ -73,7 +75,7 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
         await resource.settled("Running")
         await resource.until(lambda status: "plan" not in status)
     before = [await images(api, resource) for resource in resources]
-    assert update("u-0") == "u-0: is up to date\n"
+    assert await update("u-0") == "u-0: is up to date\n"
 
     assert operator.stop() == 0
     operator = make_release(*NEW)
@@ -85,7 +87,7 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     assert operator.lines("signal sent") == []
 
     for resource in resources:
-        update(resource.name)
+        await update(resource.name)
     seen: list[tuple[str, str]] = []
     while True:
         statuses = [await resource.status() for resource in resources]

@@ -85,6 +85,7 @@ def test_defaults_are_those_of_the_reference() -> None:
             },
             "image.path: has no .revision. placeholder",
         ),
+        (_spec(rollout={"maxUnavailable": 0}), "maxUnavailable: is 0 and .*maxSurge is 0"),
         (_spec(engine={"batching": {"maxTokens": 8, "maxRequests": 9}}), "maxTokens: is 8.*maxRequests = 9"),
         (
             {
@@ -236,3 +237,11 @@ def test_a_path_of_a_model_stays_in_its_volume(kind: str, path: str, accepted: b
     else:
         with pytest.raises(ValidationError, match="path"):
             parse_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "unavailable"),
+    [({}, 1), ({"maxSurge": 1}, 0), ({"maxSurge": 1, "maxUnavailable": 2}, 2), ({"maxUnavailable": 3}, 3)],
+)
+def test_a_rollout_with_surge_takes_no_capacity_by_default(rollout: dict[str, int], unavailable: int) -> None:
+    assert parse_spec(_spec(rollout=rollout)).rollout.unavailable == unavailable
