@@ -28,8 +28,9 @@ class Answer:
     began: float
     seconds: float
     longest_gap: float
-    """The longest wait for the next token, or for the first."""
+    """The longest wait for the next token, or for the first; of a whole answer its duration."""
     fault: str = ""
+    streamed: bool = False
 
 
 @dataclass
@@ -127,7 +128,7 @@ class LoadClient:
         except (httpx.HTTPError, RuntimeError, ValueError) as error:
             fault = f"{question!r}, stream={stream}, after {time.monotonic() - began:.1f} s: {error!r}"
         seconds = time.monotonic() - began
-        return Answer(began, seconds, max(gap, time.monotonic() - last) if stream else seconds, fault)
+        return Answer(began, seconds, max(gap, time.monotonic() - last) if stream else seconds, fault, stream)
 
     def _body(self, question: str) -> dict[str, Any]:
         message = {"role": "user", "content": question}

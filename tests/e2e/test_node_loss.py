@@ -193,6 +193,7 @@ def test_a_standby_takes_over_from_a_lost_node(
                     load.answered(2 * WORKERS, seconds=180)
                     assert active_node(kube) == first, "the coordinator of the lost node took over when it returned"
                 series.append(done)
-                print(done.row(), flush=True)
+                waits = [answer.longest_gap for answer in done.answers if answer.streamed]
+                print(done.row(), f"in a stream {max(waits):.1f} s |", flush=True)
     assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
     assert all(disturbance.answers for disturbance in series)

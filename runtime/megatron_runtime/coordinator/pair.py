@@ -109,7 +109,7 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """This process ends: let the other coordinator take over. False if it cannot be told."""
+        """This process ends: let the other coordinator take over. False if it cannot be notified."""
         was_active = self._election.active
         if not self._report():
             return False
