@@ -137,9 +137,9 @@ class VllmProcess:
             self._socket.sendall(frame([map_of(settings), checks_only]))
             _, started, error = receive(self._socket)
         except OSError as lost:
-            self.kill()
-            kind = VllmKilledError if self._process.returncode == -signal.SIGKILL else VllmError
-            raise kind(f"vLLM did not start: {cause_of(self._log, self._process.returncode)}") from lost
+            status = self._end_status()
+            kind = VllmKilledError if status == -signal.SIGKILL else VllmError
+            raise kind(f"vLLM did not start: {cause_of(self._log, status)}") from lost
         except BaseException:
             self.kill()
             raise
@@ -188,20 +188,21 @@ class VllmProcess:
             self._losing = asyncio.create_task(self._lose())
 
     async def _lose(self) -> None:
-        lost = await asyncio.to_thread(self._lost)
+        status = await asyncio.to_thread(self._end_status)
+        lost = VllmError(f"vLLM failed: {cause_of(self._log, status)}")
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(lost)
         self._calls.clear()
         self._on_lost(lost)
 
-    def _lost(self) -> VllmError:
-        """Return the cause of an unexpected end."""
+    def _end_status(self) -> int | None:
+        """Return the exit status of a process that closed its connection; None if it did not end. Kill what is left."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         status = self._process.poll()
         self.kill()
-        return VllmError(f"vLLM failed: {cause_of(self._log, status)}")
+        return status
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the result of a method. Raises VllmError, VllmRejectedError."""
