@@ -97,10 +97,10 @@ def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             logger.warning("an answer of %d tokens has no text: %r", len(tokens), error)
-    failure, events = reply.get("error"), []
-    if isinstance(failure, dict):
-        is_transient = failure.get("is_transient")
-        events = _error_events(number, failure.get("code"), str(failure.get("message")), is_transient=is_transient)
+    cause, events = reply.get("error"), []
+    if isinstance(cause, dict):
+        is_transient = cause.get("is_transient")
+        events = _error_events(number, cause.get("code"), str(cause.get("message")), is_transient=is_transient)
     return _reply(number, str(reply.get("status")), tokens, events, fields)
 
 
