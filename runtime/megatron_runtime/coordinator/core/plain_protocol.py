@@ -93,10 +93,10 @@ def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames
     if detokenize is not None and "generated_text" not in fields:
         try:
             fields["generated_text"] = detokenize(tokens)
-        except BaseException as failure:  # a panic of the tokenizers library is no Exception
-            if isinstance(failure, KeyboardInterrupt | SystemExit):
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            logger.warning("an answer of %d tokens has no text: %r", len(tokens), failure)
+            logger.warning("an answer of %d tokens has no text: %r", len(tokens), error)
     cause, events = reply.get("error"), []
     if isinstance(cause, dict):
         is_transient = cause.get("is_transient")
@@ -128,7 +128,7 @@ _ERROR_CLASSES = {
     ErrorCode.QUEUE_FULL: "RequestOverflowError",
     ErrorCode.TOO_LARGE: "MaxSequenceLengthOverflowError",
 }
-_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
+_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED})
 
 
 def _error_events(number: int, code: Any, message: str, *, is_transient: bool | None = None) -> list[dict[str, Any]]:
