@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 from eventually import LONG_SECONDS
 
 from megatron_runtime.apis._llm_base import _EventLoopManager
@@ -166,7 +167,7 @@ def test_the_thread_uses_the_callers_device_when_start_returns(monkeypatch) -> N
         current_device=lambda: 3,
         set_device=lambda device: devices.append((device, threading.current_thread())),
     )
-    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch, "cuda", cuda)
     manager = _EventLoopManager()
     manager.start()
     assert [device for device, _ in devices] == [3]
@@ -179,7 +180,7 @@ def test_start_fails_if_the_device_cannot_be_set(monkeypatch) -> None:
         raise RuntimeError(f"no device {device}")
 
     cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 9, set_device=reject)
-    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch, "cuda", cuda)
     manager = _EventLoopManager()
     with pytest.raises(RuntimeError, match="no device 9"):
         manager.start()
