@@ -41,7 +41,7 @@ ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE hatch_build.py ./
 COPY operator/megatron_operator operator/megatron_operator
 COPY runtime/megatron_runtime runtime/megatron_runtime
 COPY kernels/megatron_kernels kernels/megatron_kernels

@@ -38,6 +38,7 @@ INPUTS = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
+    "hatch_build.py",
     "requirements",
     "operator/megatron_operator",
     "runtime/megatron_runtime",
