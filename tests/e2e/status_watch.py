@@ -20,7 +20,15 @@ from typing import Any
 from machine import scaled
 
 from localcluster.kubectl import RESOURCE, Kubectl
-from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_REVISION, SERVER
+from megatron_operator.render.context import (
+    COORDINATOR,
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_REVISION,
+    SERVER,
+    STANDBY,
+)
 
 LOOK_SECONDS = 0.2
 PROBE_SECONDS = 1.0
@@ -267,9 +275,11 @@ class StatusWatch:
 
 
 def _pod(pod: Mapping[str, Any], probe: Probe) -> Pod:
+    """A standby counts as a coordinator: either of the two may be the active one."""
     labels = pod["metadata"]["labels"]
+    component = labels.get(LABEL_COMPONENT, "")
     return Pod(
-        component=labels.get(LABEL_COMPONENT, ""),
+        component=COORDINATOR if component == STANDBY else component,
         engine=labels.get(LABEL_ENGINE, ""),
         revision=labels.get(LABEL_REVISION, ""),
         leaving="deletionTimestamp" in pod["metadata"],
