@@ -202,7 +202,7 @@ def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None
     coordinator = DataParallelInferenceCoordinator(None, 0, None, block_size_tokens=4, enable_prefix_caching=True)
     try:
         assert coordinator.address.startswith("tcp://127.0.0.1:")
-        assert len(coordinator.compute_request_hashes(list(range(8)))) == 1
+        assert len(coordinator.compute_request_hashes(list(range(8)))) == 2
         assert coordinator.compute_request_hashes([1, 2, 3]) == []
         with pytest.raises(RuntimeError, match="no engine is registered"):
             coordinator.get_next_data_parallel_rank()

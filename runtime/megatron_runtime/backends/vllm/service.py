@@ -385,7 +385,8 @@ def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     setup, checks_only = receive(end)
     signal.signal(signal.SIGTERM, lambda *_: None)  # its children get it, too, and have other handlers
-    threading.Thread(target=_end_with_engine, args=(end,), daemon=True).start()
+    # Its own descriptor: the event loop closes `end`, and another file can get its number while the thread polls.
+    threading.Thread(target=_end_with_engine, args=(end.dup(),), daemon=True).start()
     service, started, error = None, {}, None
     try:
         settings = settings_of(setup)
