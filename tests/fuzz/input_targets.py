@@ -9,7 +9,7 @@ from pathlib import Path
 from machine import scaled
 from pydantic import BaseModel, ValidationError
 
-from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, texts_of
+from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, parts_of
 from megatron_runtime.protocol.messages import MalformedMessageError, decode
 from megatron_runtime.sampling import grammar_compiler
 from megatron_runtime.sampling.structured_output import GrammarCompiler
@@ -60,7 +60,7 @@ def _event_stream(data: bytes) -> None:
     middle = len(data) // 2
     for part in (data[:middle], data[middle:]):
         for event in reader.feed(part):
-            list(texts_of(event))
+            list(parts_of(event))
 
 
 class _Bytes:

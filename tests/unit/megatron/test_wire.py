@@ -11,6 +11,7 @@ import multiprocessing
 from collections.abc import Iterator
 from enum import Enum
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import pytest
@@ -87,12 +88,14 @@ class Tokenizer:
         return " ".join(map(str, tokens))
 
 
-def _be_coordinator(address: Connection) -> None:
+def _be_coordinator(address: Connection, has_engine: Event) -> None:
     from megatron.core.inference import data_parallel_inference_coordinator as module
 
     module.Headers = DOCUMENTED
     module.socket.gethostname = lambda: "127.0.0.1"
-    module.DataParallelInferenceCoordinator(address, 1, Tokenizer()).start()
+    coordinator = module.DataParallelInferenceCoordinator(address, 1, Tokenizer())
+    has_engine.set()
+    coordinator.start()
 
 
 class Engine:
@@ -120,26 +123,28 @@ class Engine:
 
 
 @pytest.fixture
-def megatron_coordinator() -> Iterator[str]:
+def megatron_coordinator() -> Iterator[tuple[str, Event]]:
+    """Its address, and whether its engine is registered: it takes the first peer for it."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_be_coordinator, args=(sender,), daemon=True)
+    has_engine = fork.Event()
+    process = fork.Process(target=_be_coordinator, args=(sender, has_engine), daemon=True)
     process.start()
     sender.close()
     assert receiver.poll(LONG_SECONDS)
-    yield receiver.recv()
+    yield receiver.recv(), has_engine
     process.kill()
     process.join()
 
 
-async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: str) -> None:
-    engine = Engine(megatron_coordinator)
-    client = InferenceClient(megatron_coordinator, deserialize=False)
+async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: tuple[str, Event]) -> None:
+    address, has_engine = megatron_coordinator
+    engine = Engine(address)
+    assert await asyncio.to_thread(has_engine.wait, LONG_SECONDS)
+    client = InferenceClient(address, deserialize=False)
     try:
-        # Sent before the registration; the engine must register first.
-        starting = asyncio.create_task(client.start(connect_timeout_seconds=LONG_SECONDS))
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
         params = SamplingParams(num_tokens_to_generate=3)
-        await starting
         for prompt in ([1, 2], "some text"):
             future = client.add_request(prompt, params)
             header, number, forwarded, sampling = await engine.hear()

@@ -128,7 +128,7 @@ _ERROR_CLASSES = {
     ErrorCode.QUEUE_FULL: "RequestOverflowError",
     ErrorCode.TOO_LARGE: "MaxSequenceLengthOverflowError",
 }
-_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED})
+_PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 
 def _error_events(number: int, code: Any, message: str, *, is_transient: bool | None = None) -> list[dict[str, Any]]:
