@@ -116,6 +116,10 @@ class Reason(Documented):
         "The backend of the engines cannot run the spec; the message names the field. Running pods serve on.",
     )
     CHILD_REFUSED = "ChildRefused", "The API server rejects a child for another reason, such as a quota."
+    GATEWAY_API_MISSING = (
+        "GatewayApiMissing",
+        "spec.server.httpRoute is set and the cluster has no HTTPRoute kind. Everything else goes on.",
+    )
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
