@@ -19,7 +19,10 @@ class Documented(StrEnum):
 
 
 class ConditionType(Documented):
-    READY = "Ready", "An OpenAI server and at least one engine serve; False while Paused, Suspended or Stopped."
+    READY = (
+        "Ready",
+        "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested.",
+    )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
     ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
