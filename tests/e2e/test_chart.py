@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -66,7 +67,7 @@ def test_an_unknown_chart_value_is_rejected_by_name(platform: Platform, value: s
 
 def test_names_images_and_further_fields_of_the_pod_can_be_set(platform: Platform) -> None:
     digest = f"sha256:{'0' * 64}"
-    values = {
+    values: dict[str, Any] = {
         "fullnameOverride": "full",
         "nameOverride": "short",
         "serviceAccount": {"create": False, "name": "existing"},

@@ -114,7 +114,7 @@ def test_removed_fields_remove_their_objects(make_cluster: Any) -> None:
     assert deleted == {INGRESS, ROUTE}
 
 
-def test_without_the_gateway_api_the_status_says_so_and_the_resource_serves(make_cluster: Any) -> None:
+def test_without_the_gateway_api_the_status_reports_it_and_the_resource_serves(make_cluster: Any) -> None:
     cluster: Cluster = make_cluster(server={"httpRoute": GATEWAYS})
     (apply,) = [
         action for action in decide(cluster.world()).actions if isinstance(action, ApplyChild) and action.ref == ROUTE
