@@ -37,13 +37,22 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["services", "configmaps"], OWN),
     _rule("", ["serviceaccounts"], APPLY),
     _rule("policy", ["poddisruptionbudgets"], OWN),
-    _rule("networking.k8s.io", ["networkpolicies"], OWN),
+    _rule("networking.k8s.io", ["networkpolicies", "ingresses"], OWN),
+    _rule("gateway.networking.k8s.io", ["httproutes"], ["get", "create", "patch", "delete"]),
     _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
 limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
+
+VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
+EDIT_RULES: list[Rule] = [
+    _rule(GROUP, [PLURAL], ["create", "update", "patch", "delete", "deletecollection"]),
+    _rule(GROUP, [f"{PLURAL}/scale"], ["update", "patch"]),
+]
+"""Permissions of users, which Kubernetes aggregates to its ClusterRoles view, and edit and admin."""
+AGGREGATED = {"view": (VIEW_RULES, ("view",)), "edit": (EDIT_RULES, ("edit", "admin"))}
 
 HOME_RULES: list[Rule] = [
     _rule("coordination.k8s.io", ["leases"], ["get", "create", "update"]),
@@ -55,7 +64,7 @@ HOME_RULES: list[Rule] = [
 
 def rules_file() -> dict[str, list[Rule]]:
     """Return the content of the chart's `files/rules.yaml`."""
-    return {"resource": RESOURCE_RULES, "home": HOME_RULES}
+    return {"resource": RESOURCE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
 
 
 def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
@@ -83,6 +92,14 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
         "metadata": _meta(name, namespace),
         "rules": rules,
     }
+
+
+def _aggregated_role(name: str) -> Manifest:
+    """Return a ClusterRole whose rules Kubernetes adds to its own roles of these names."""
+    rules, into = AGGREGATED[name]
+    role = _role("ClusterRole", f"{NAME}-{name}", None, rules)
+    role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}
+    return role
 
 
 def _field(path: str) -> dict[str, Any]:
@@ -174,6 +191,7 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_ru
         account,
         _role("ClusterRole", NAME, None, RESOURCE_RULES),
         _binding("ClusterRole", NAME, None, namespace),
+        *(_aggregated_role(name) for name in AGGREGATED),
         _role("Role", NAME, namespace, HOME_RULES),
         _binding("Role", NAME, namespace, namespace),
         _network_policy(namespace),

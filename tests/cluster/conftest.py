@@ -20,7 +20,7 @@ from machine import scaled
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, RESOURCE, SECRET, Kind
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES
 from megatron_operator.model.crd import custom_resource_definition
 
@@ -35,6 +35,7 @@ ROLE = Kind("Role", "rbac.authorization.k8s.io", "v1", "roles")
 BINDING = Kind("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
 CLUSTER_ROLE = Kind("ClusterRole", "rbac.authorization.k8s.io", "v1", "clusterroles")
 CLUSTER_BINDING = Kind("ClusterRoleBinding", "rbac.authorization.k8s.io", "v1", "clusterrolebindings")
+GATEWAY_API_VERSION = "v1.4.0"
 CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
 
@@ -67,6 +68,19 @@ def install_crd(cluster: LocalCluster) -> None:
     cluster.run_kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
     name = custom_resource_definition()["metadata"]["name"]
     cluster.run_kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+
+
+@pytest.fixture
+def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
+    """The HTTPRoute kind, from the Go module of the Gateway API, for one test."""
+    command = ["go", "mod", "download", "-json", f"sigs.k8s.io/gateway-api@{GATEWAY_API_VERSION}"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
+    crd = Path(found["Dir"]) / "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"
+    control_plane.run_kubectl("apply", "--server-side", "-f", str(crd))
+    name = f"crd/{HTTP_ROUTE.plural}.{HTTP_ROUTE.group}"
+    control_plane.run_kubectl("wait", "--for=condition=Established", name, "--timeout=30s")
+    yield
+    control_plane.run_kubectl("delete", name)
 
 
 @pytest.fixture

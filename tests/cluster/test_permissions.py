@@ -10,7 +10,7 @@ from eventually import eventually
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import CHILD_KINDS, Kind, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, HTTP_ROUTE, Kind, kind_of
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES, Rule
 
 from .audit_log import AuditLog, Request
@@ -18,6 +18,7 @@ from .audit_log import AuditLog, Request
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 Permission = tuple[str, str, str]
+INGRESS = kind_of("networking.k8s.io/v1", "Ingress")
 
 
 def granted(rules: Sequence[Rule]) -> set[Permission]:
@@ -54,6 +55,7 @@ async def live(resource: Any, api: Any) -> None:
     rotated = {"generation": 2, "stage": "Settled"}
     await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
     await change_standby(resource)
+    await change_front_door(resource, api)
     await forbid_pods(api, resource.namespace)
     await resource.patch(replicas=3)
     await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
@@ -70,6 +72,20 @@ async def change_standby(resource: Any) -> None:
             return (f"Deployment {resource.name}-standby" in await resource.children()) is present
 
         await eventually(changed, seconds=60, what=f"coordinator.replicas is {replicas}")
+    await resource.settled("Running")
+
+
+async def change_front_door(resource: Any, api: Any) -> None:
+    """Add an Ingress and an HTTPRoute, and remove them."""
+    wanted = {"ingress": {"hosts": ["demo.example"]}, "httpRoute": {"parentRefs": [{"name": "gateway"}]}}
+    for fields in (wanted, dict.fromkeys(wanted)):
+        await resource.patch(server=fields)
+
+        async def changed(present: bool = fields is wanted) -> bool:
+            found = [await api.get(kind, resource.namespace, resource.name) for kind in (INGRESS, HTTP_ROUTE)]
+            return all((each is not None) is present for each in found)
+
+        await eventually(changed, seconds=60, what=f"server is {fields}")
     await resource.settled("Running")
 
 
@@ -125,7 +141,7 @@ def log(control_plane: LocalCluster, namespace: str) -> AuditLog:
 
 
 async def test_every_permission_of_the_role_is_needed_and_none_is_missing(
-    resource: Any, make_resource: Any, make_operator: Any, node: Any, api: Any, log: AuditLog
+    resource: Any, make_resource: Any, make_operator: Any, gateway_api: None, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3")
     await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
@@ -133,7 +149,14 @@ async def test_every_permission_of_the_role_is_needed_and_none_is_missing(
 
 @pytest.mark.skipif(not SOAK, reason="repeats the test above with the ClusterRole: `make soak` runs it")
 async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missing(
-    resource: Any, make_resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
+    resource: Any,
+    make_resource: Any,
+    make_operator: Any,
+    cluster_wide: None,
+    gateway_api: None,
+    node: Any,
+    api: Any,
+    log: AuditLog,
 ) -> None:
     operator = make_operator("--resync-seconds", "3", everywhere=True)
     await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))

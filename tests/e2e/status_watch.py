@@ -82,10 +82,11 @@ def false_claims(status: Mapping[str, Any], pods: list[Pod], *, generates: bool 
     states = {entry["name"]: entry["state"] for entry in status.get("engines") or ()}
     state, counted = status.get("state"), status.get("readyReplicas", 0)
     updated = {engine for engine in answering if _revisions(engines, engine) == {status.get("revision")}}
+    serving = claimed("Ready") == "True" and state not in ("Paused", "Suspended", "Stopped")
     found = {
         "state Running, and no engine answers": state == "Running" and not answering,
-        "Ready, and no engine answers": claimed("Ready") == "True" and not answering,
-        "Ready, and no server answers": claimed("Ready") == "True" and not _answers(pods, SERVER),
+        "Ready, and no engine answers": serving and not answering,
+        "Ready, and no server answers": serving and not _answers(pods, SERVER),
         "readyReplicas counts an engine that does not answer": counted > len(answering),
         "readyReplicas omits an engine that is ready": state == "Running" and counted < len(whole),
         "updatedReplicas counts an engine of another revision": status.get("updatedReplicas", 0)

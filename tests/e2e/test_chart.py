@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -62,6 +63,42 @@ def test_an_unknown_chart_value_is_rejected_by_name(platform: Platform, value: s
     rejected = subprocess.run(command, check=False, capture_output=True, text=True)
     assert rejected.returncode != 0
     assert words in rejected.stderr
+
+
+def test_names_images_and_further_fields_of_the_pod_can_be_set(platform: Platform) -> None:
+    digest = f"sha256:{'0' * 64}"
+    values: dict[str, Any] = {
+        "fullnameOverride": "full",
+        "nameOverride": "short",
+        "serviceAccount": {"create": False, "name": "existing"},
+        "operator": {
+            "image": {"repository": "operator", "digest": digest},
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"note": "b"},
+            "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ca"}],
+        },
+        "rbac": {"aggregateRoles": False},
+    }
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "-f", "-"]
+    output = subprocess.run(command, input=yaml.safe_dump(values), check=True, capture_output=True, text=True).stdout
+    documents = [doc for doc in yaml.safe_load_all(output) if doc]
+    assert "ServiceAccount" not in {doc["kind"] for doc in documents}
+    assert not [doc for doc in documents if doc["metadata"]["name"].endswith(("-view", "-edit"))]
+    (deployment,) = [doc for doc in documents if doc["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert deployment["metadata"]["name"] == "full"
+    assert deployment["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] == "short"
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["annotations"] == {"note": "b"}
+    assert template["spec"]["serviceAccountName"] == "existing"
+    assert container["image"] == f"operator@{digest}"
+    assert values["operator"]["extraEnv"][0] in container["env"]
+    assert values["operator"]["extraVolumes"][0] in template["spec"]["volumes"]
+    assert values["operator"]["extraVolumeMounts"][0] in container["volumeMounts"]
 
 
 SWITCHES = {

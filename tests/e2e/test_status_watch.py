@@ -103,6 +103,6 @@ def test_a_false_claim_is_found(claim: str, claimed: dict[str, Any], found: list
 
 
 def test_tokens_contradict_a_paused_resource() -> None:
-    paused = status(state="Paused", Ready="False", engines=("PAUSED", "PAUSED"))
+    paused = status(state="Paused", engines=("PAUSED", "PAUSED"))
     assert false_claims(paused, pods(ENGINE_0, ENGINE_1)) == set()
     assert false_claims(paused, pods(ENGINE_0, ENGINE_1), generates=True) == {"state Paused, and tokens are generated"}

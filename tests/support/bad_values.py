@@ -67,6 +67,8 @@ def _along(path: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
 
 def _minimal(schema: Schema) -> Any:
     """Return a minimal valid value, so that only the one field is invalid."""
+    if schema.get("type") == "array":
+        return [_minimal(schema["items"])]
     if schema.get("type") != "object":
         return "org/name" if "org/name" in schema["description"] else "x"
     return {name: _minimal(schema["properties"][name]) for name in schema.get("required", ())}

@@ -1,9 +1,9 @@
 {{- define "megatron.fullname" -}}
-{{- if hasSuffix "operator" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-operator" (.Release.Name | trunc 43 | trimSuffix "-") }}{{ end }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride | trunc 52 | trimSuffix "-" }}{{ else if hasSuffix "operator" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-operator" (.Release.Name | trunc 43 | trimSuffix "-") }}{{ end }}
 {{- end }}
 
 {{- define "megatron.selector" -}}
-app.kubernetes.io/name: megatron-operator
+app.kubernetes.io/name: {{ .Values.nameOverride | default "megatron-operator" | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
@@ -19,5 +19,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "megatron.image" -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}

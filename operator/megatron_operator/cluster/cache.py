@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from megatron_operator.cluster.kinds import HTTP_ROUTE
 from megatron_operator.cluster.projection import SeenChild, SeenPod, SeenResource
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 
@@ -136,7 +137,10 @@ class ResourceCache:
 
     def applied(self, child: SeenChild) -> None:
         """Record the answer to an apply: it is current, and verified while its fingerprint is unchanged."""
-        self._remember(child)
+        if child.ref.kind == HTTP_ROUTE.kind:
+            self._unwatched[child.ref] = child
+        else:
+            self._remember(child)
         self._applied[child.ref] = (child.uid, child.fingerprint)
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
@@ -147,7 +151,7 @@ class ResourceCache:
             self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """Record a child of a kind that is not watched (the keys Secret), as read or created now."""
+        """Record a child of a kind that is not watched (the keys Secret, the HTTPRoute), as read or created now."""
         if child is None:
             self._unwatched.pop(ref, None)
         else:
@@ -159,7 +163,11 @@ class ResourceCache:
 
     def deleted(self, uid: str) -> None:
         """Record an accepted deletion; the object counts as terminating until the watch shows it."""
-        self._deleted.add(uid)
+        unwatched = {ref for ref, child in self._unwatched.items() if child.uid == uid}
+        for ref in unwatched:
+            del self._unwatched[ref]
+        if not unwatched:
+            self._deleted.add(uid)
 
     def gone(self, uid: str) -> None:
         """Record that this object does not exist."""

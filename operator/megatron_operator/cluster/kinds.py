@@ -39,6 +39,8 @@ POD = Kind("Pod", "", "v1", "pods")
 SERVICE = Kind("Service", "", "v1", "services")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = Kind("Event", "events.k8s.io", "v1", "events")
+HTTP_ROUTE = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
+"""A child that is read by name and not watched, because a cluster may not have the kind."""
 
 CHILD_KINDS: tuple[Kind, ...] = (
     Kind("Deployment", "apps", "v1", "deployments"),
@@ -49,10 +51,12 @@ CHILD_KINDS: tuple[Kind, ...] = (
     Kind("ServiceAccount", "", "v1", "serviceaccounts"),
     Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
     Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+    Kind("Ingress", "networking.k8s.io", "v1", "ingresses"),
 )
-"""Kinds that the operator applies, watches (by label) and deletes. Secrets are only read by name."""
+"""Kinds that the operator applies, watches (by label) and deletes. Secrets and HTTPRoutes are only read by name."""
 
-_BY_NAME = {(kind.api_version, kind.kind): kind for kind in (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT)}
+_ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, HTTP_ROUTE)
+_BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> Kind:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from megatron_operator.cluster.api import KubeApi, Object
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, POD, RESOURCE, SECRET, SERVICE, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, POD, RESOURCE, SECRET, SERVICE, kind_of
 from megatron_operator.cluster.projection import (
     SeenChild,
     SeenPod,
@@ -71,6 +71,7 @@ class Observer:
         self._options = options
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys: tuple[str, Object] | None = None
+        self._route_known = False
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
         self._missing_since: dict[str, float] = {}
@@ -99,6 +100,9 @@ class Observer:
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
         """Read a child after a rejected write."""
+        if ref.kind == HTTP_ROUTE.kind:
+            self._route_known = False
+            return
         before = self._cache.child(ref)
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
@@ -124,6 +128,7 @@ class Observer:
         spec = parse_spec(resource.spec)
         secret = await self._read_keys(resource) if self._options.admin is not None else None
         coordinator = await self._coordinator(resource, secret)
+        await self._read_route(resource)
         return World(
             resource=ResourceView(
                 name=resource.name,
@@ -273,6 +278,23 @@ class Observer:
             self._keys = (seen.uid, obj)
         return self._keys[1]
 
+    async def _read_route(self, resource: SeenResource) -> None:
+        """Read the HTTPRoute, also without spec.server.httpRoute, because an earlier spec may have had it: at first, at
+        every resync and after a rejected write. One that the resource does not own, or that the operator may not read,
+        counts as absent: then its apply has the error."""
+        if self._route_known:
+            return
+        ref = ChildRef(HTTP_ROUTE.kind, resource.name, HTTP_ROUTE.api_version)
+        try:
+            obj = await self._api.get(HTTP_ROUTE, resource.namespace, ref.name)
+        except ApiError as error:
+            if error.code != 403:
+                raise
+            obj = None
+        seen = None if obj is None else project_child({**obj, "apiVersion": ref.api_version, "kind": ref.kind})
+        self._cache.read_unwatched(ref, seen if seen is not None and seen.owner_uid == resource.uid else None)
+        self._route_known = True
+
     async def _catch_up(self) -> None:
         """Read objects that were written but have not appeared in the watch."""
         resource = self._cache.resource()
@@ -288,6 +310,7 @@ class Observer:
             return
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys = None
+        self._route_known = False
         selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
         async with self._options.audits:

@@ -19,7 +19,10 @@ class Documented(StrEnum):
 
 
 class ConditionType(Documented):
-    READY = "Ready", "An OpenAI server and at least one engine serve; False while Paused, Suspended or Stopped."
+    READY = (
+        "Ready",
+        "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested.",
+    )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
     ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
@@ -116,6 +119,10 @@ class Reason(Documented):
         "The backend of the engines cannot run the spec; the message names the field. Running pods serve on.",
     )
     CHILD_REFUSED = "ChildRefused", "The API server rejects a child for another reason, such as a quota."
+    GATEWAY_API_MISSING = (
+        "GatewayApiMissing",
+        "spec.server.httpRoute is set and the cluster has no HTTPRoute kind. Everything else goes on.",
+    )
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."

@@ -26,7 +26,7 @@ from megatron_operator.model.status import MegatronInferenceStatus
 
 Schema = dict[str, Any]
 
-_DROPPED = ("title", "additionalProperties", "$defs")
+_DROPPED = ("title", "$defs")
 
 COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("State", "string", ".status.state", 0),
@@ -81,6 +81,8 @@ def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
         siblings = {key: value for key, value in node.items() if key != "anyOf"}
         return _structural({**option, **siblings}, definitions)
     found = {key: value for key, value in node.items() if key not in _DROPPED}
+    if found.get("additionalProperties") is False:
+        del found["additionalProperties"]
     if found.get("default", ...) is None:
         del found["default"]
     if "properties" in found:

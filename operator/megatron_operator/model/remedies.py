@@ -165,6 +165,11 @@ REMEDIES: dict[Reason, Remedy] = {
         "Read the API server's message, for example of a quota, an admission webhook or a missing permission of the "
         "operator. The operator tries again by itself.",
     ),
+    Reason.GATEWAY_API_MISSING: Remedy(
+        Symptom.SPEC_REJECTED,
+        "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or remove spec.server.httpRoute. The "
+        "operator tries again every 15 s.",
+    ),
     Reason.CHILD_NOT_OWNED: Remedy(
         Symptom.SPEC_REJECTED,
         "Delete the object that the message names, or give the resource another name. The operator never touches an "

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from megatron_operator.model.base import ApiModel, Matches, Name, cel, section
+from megatron_operator.model.front_door import HttpRouteSpec, IngressSpec, ServiceSpec
 from megatron_operator.model.source import Dtype, ModelSpec, SecretKeyRef, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
@@ -327,6 +328,13 @@ class ServerSpec(ApiModel):
     )
     tls: TlsSpec | None = Field(
         default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
+    )
+    service: ServiceSpec = section(ServiceSpec, "The Service NAME, the address of the servers.")
+    ingress: IngressSpec | None = Field(
+        default=None, description="An Ingress to the servers; the operator creates none if absent."
+    )
+    http_route: HttpRouteSpec | None = Field(
+        default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
     )
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None, description="File of accepted API keys, one per line. If set, every request needs one."

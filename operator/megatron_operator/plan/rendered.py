@@ -24,6 +24,7 @@ from megatron_operator.render.context import (
 )
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.front_door import HTTP_ROUTE, front_door
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 
@@ -50,6 +51,7 @@ class Rendered:
         """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
         manifests, findings = plain_children(self.ctx), {}
         builds: dict[str, Callable[[], Manifest]] = {
+            **front_door(self.ctx),
             self.ctx.coordinator_name: lambda: coordinator_deployment(self.ctx),
             self.ctx.server_name: lambda: server_deployment(self._server_ctx),
         }
@@ -172,6 +174,11 @@ class Rendered:
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
+        if ref.kind == HTTP_ROUTE and rejection.code == 404:
+            message = (
+                f"the API server does not serve {ref.api_version} {HTTP_ROUTE}; install the CRDs of the Gateway API"
+            )
+            return Reason.GATEWAY_API_MISSING, f"spec.server.httpRoute: {message}, or remove the field"
         malformed = rejection.code in (400, 422) or MALFORMED_OBJECT in rejection.message
         template = ref.kind in ("Deployment", "StatefulSet") and malformed
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED

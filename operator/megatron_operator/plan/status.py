@@ -291,7 +291,9 @@ def condition(
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
     running = state is ResourceState.RUNNING and scene.desired is DesiredState.RUNNING
     serves = running and server_wait(scene) is None and any(engine.responsive for engine in scene.engines)
-    return ("True" if serves else "False"), verdict.reason, verdict.message
+    # Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+    quiet = scene.desired is not DesiredState.RUNNING and state is REACHED[scene.desired] and scene.observed is state
+    return ("True" if serves or quiet else "False"), verdict.reason, verdict.message
 
 
 def _coordinator_ready(scene: Scene) -> Finding:

@@ -25,6 +25,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
@@ -59,6 +60,7 @@ def upkeep(scene: Scene) -> list[Action]:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
     actions += _leftover_standby(scene)
+    actions += _leftover_front_door(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
 
 
@@ -197,6 +199,21 @@ def _leftover_standby(scene: Scene) -> list[Action]:
     return [
         DeleteChild(view.ref, view.uid, "spec.coordinator.replicas is 1")
         for view in views
+        if view is not None and view.owned and not view.deleting
+    ]
+
+
+def _leftover_front_door(scene: Scene) -> list[Action]:
+    """Delete the Ingress and the HTTPRoute that the spec no longer has."""
+    server, name = scene.ctx.spec.server, scene.ctx.name
+    found = (
+        (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
+        (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
+    )
+    views = ((field, scene.world.children.get(ref)) for wanted, field, ref in found if wanted is None)
+    return [
+        DeleteChild(view.ref, view.uid, f"spec.server.{field} is absent")
+        for field, view in views
         if view is not None and view.owned and not view.deleting
     ]
 

@@ -1,4 +1,4 @@
-"""Services: `NAME` for the OpenAI servers, `NAME-coordinator`, and a headless one for the ranks of each engine."""
+"""Services: `NAME-coordinator`, its standby's, and a headless one for the ranks of each engine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ from megatron_operator.render.context import (
     PORT_CLIENT,
     PORT_ENGINE,
     PORT_HEALTH,
-    PORT_HTTP,
     PORT_RENDEZVOUS,
-    SERVER,
     Manifest,
     RenderContext,
     child,
     seal,
     selector,
 )
-
-
-def front_service(ctx: RenderContext) -> Manifest:
-    scheme, port = ("https", 443) if ctx.spec.server.tls is not None else ("http", 80)
-    spec = {
-        "selector": selector(ctx, SERVER),
-        "ports": [{"name": scheme, "port": port, "targetPort": PORT_HTTP, "appProtocol": scheme}],
-    }
-    return seal(child(ctx, "Service", ctx.name, component=SERVER, spec=spec))
 
 
 def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:

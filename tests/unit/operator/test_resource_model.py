@@ -152,7 +152,8 @@ def test_the_schema_is_structural_and_every_field_is_described() -> None:
     for part in ("spec", "status"):
         for path, node in _nodes(schema[part]):
             assert "type" in node, path
-            assert not {"$ref", "anyOf", "allOf", "oneOf", "additionalProperties", "title"} & set(node), path
+            assert not {"$ref", "anyOf", "allOf", "oneOf", "title"} & set(node), path
+            assert not {"additionalProperties", "properties"} <= set(node), path
             if path:
                 assert node.get("description") or path.endswith("[]"), path
 

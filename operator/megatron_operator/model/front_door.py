@@ -1,0 +1,100 @@
+"""How clients outside the cluster reach the OpenAI servers: `spec.server.service`, `.ingress` and `.httpRoute`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from megatron_operator.model.base import ApiModel, Matches, Name, cel
+
+_HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_A_HOST = "a host name in lower case, such as models.example.com or *.example.com"
+
+Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+IngressHost = Annotated[str, Field(max_length=253), Matches("spec.server.ingress.hosts", _HOST, _A_HOST)]
+RouteHost = Annotated[str, Field(max_length=253), Matches("spec.server.httpRoute.hostnames", _HOST, _A_HOST)]
+PathPrefix = Annotated[
+    str,
+    Matches(
+        "spec.server.httpRoute.pathPrefix",
+        r"^(/[-A-Za-z0-9._~]+)+$",
+        "a path that begins with / and does not end with /, such as /models/demo",
+    ),
+]
+HeaderName = Annotated[
+    str,
+    Matches("spec.server.httpRoute.modelHeader", r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model"),
+]
+
+
+class ServiceType(StrEnum):
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+_CLASS_NEEDS_TYPE = (
+    "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the type, "
+    "or remove the class"
+)
+
+
+class ServiceSpec(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE)
+            ]
+        }
+    )
+
+    type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
+    annotations: Annotations | None = Field(default=None, description="Annotations of the Service.")
+    load_balancer_class: Name | None = Field(
+        default=None, description="Implementation of the load balancer; that of the cluster if absent."
+    )
+
+    @model_validator(mode="after")
+    def _class_of_load_balancers(self) -> Self:
+        if self.load_balancer_class is not None and self.type is not ServiceType.LOAD_BALANCER:
+            raise ValueError(_CLASS_NEEDS_TYPE)
+        return self
+
+
+class IngressSpec(ApiModel):
+    class_name: Name | None = Field(default=None, description="IngressClass; that of the cluster if absent.")
+    hosts: list[IngressHost] | None = Field(
+        default=None, min_length=1, max_length=16, description="Host names; every host if absent."
+    )
+    tls_secret_name: Name | None = Field(
+        default=None, description="Secret with the certificate that the ingress controller serves; HTTP if absent."
+    )
+    annotations: Annotations | None = Field(default=None, description="Annotations of the Ingress.")
+
+
+class ParentRef(ApiModel):
+    name: Name = Field(description="Name of a Gateway.")
+    namespace: Name | None = Field(default=None, description="Its namespace; that of the resource if absent.")
+    section_name: Name | None = Field(default=None, description="Listener of the Gateway; all listeners if absent.")
+
+
+class HttpRouteSpec(ApiModel):
+    parent_refs: list[ParentRef] = Field(
+        min_length=1, max_length=16, description="Gateways that the route attaches to."
+    )
+    hostnames: list[RouteHost] | None = Field(
+        default=None, min_length=1, max_length=16, description="Host names; those of the Gateway's listeners if absent."
+    )
+    path_prefix: PathPrefix | None = Field(
+        default=None,
+        description="Path before /v1, which the Gateway removes. It tells the resources of one host name apart.",
+        max_length=256,
+    )
+    model_header: HeaderName | None = Field(
+        default=None,
+        description="Header whose value must be the name of the model or of one of its adapters, so that several "
+        "resources share one URL.",
+        max_length=64,
+    )

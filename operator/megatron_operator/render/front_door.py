@@ -1,0 +1,118 @@
+"""Objects by which clients reach the OpenAI servers: Service `NAME`, and on request an Ingress and an HTTPRoute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_operator.model.front_door import ServiceType
+from megatron_operator.model.pod_policy import Switch
+from megatron_operator.model.resource import GROUP
+from megatron_operator.render.context import (
+    PORT_HTTP,
+    SERVER,
+    Manifest,
+    NotAllowed,
+    RenderContext,
+    child,
+    seal,
+    selector,
+)
+from megatron_operator.render.pod_policy import Violation
+
+NETWORKING = "networking.k8s.io/v1"
+GATEWAY = "gateway.networking.k8s.io/v1"
+HTTP_ROUTE = "HTTPRoute"
+MATCHES_PER_RULE = 64
+"""Limit of the Gateway API."""
+
+
+def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
+    """Return the builders of the objects that the spec wants, by kind and name. They raise NotAllowed."""
+    server = ctx.spec.server
+    builds: dict[str, Callable[[], Manifest]] = {f"Service {ctx.name}": lambda: front_service(ctx)}
+    if server.ingress is not None:
+        builds[f"Ingress {ctx.name}"] = lambda: ingress(ctx)
+    if server.http_route is not None:
+        builds[f"{HTTP_ROUTE} {ctx.name}"] = lambda: http_route(ctx)
+    return builds
+
+
+def front_service(ctx: RenderContext) -> Manifest:
+    scheme, port = _port(ctx)
+    service = ctx.spec.server.service
+    spec: dict[str, Any] = {
+        "selector": selector(ctx, SERVER),
+        "ports": [{"name": scheme, "port": port, "targetPort": PORT_HTTP, "appProtocol": scheme}],
+    }
+    if service.type is not ServiceType.CLUSTER_IP:
+        spec["type"] = service.type.value
+    if service.load_balancer_class is not None:
+        spec["loadBalancerClass"] = service.load_balancer_class
+    manifest = child(ctx, "Service", ctx.name, component=SERVER, spec=spec)
+    return seal(_annotated(ctx, manifest, service.annotations, "spec.server.service.annotations"))
+
+
+def ingress(ctx: RenderContext) -> Manifest:
+    """Return the Ingress, which routes all paths of its hosts to the servers."""
+    wanted = ctx.spec.server.ingress
+    assert wanted is not None
+    backend = {"service": {"name": ctx.name, "port": {"number": _port(ctx)[1]}}}
+    http = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
+    spec: dict[str, Any] = {"rules": [{"host": host, "http": http} for host in wanted.hosts or ()] or [{"http": http}]}
+    if wanted.class_name is not None:
+        spec["ingressClassName"] = wanted.class_name
+    if wanted.tls_secret_name is not None:
+        hosts = {"hosts": list(wanted.hosts)} if wanted.hosts else {}
+        spec["tls"] = [{**hosts, "secretName": wanted.tls_secret_name}]
+    manifest = child(ctx, "Ingress", ctx.name, api_version=NETWORKING, component=SERVER, spec=spec)
+    return seal(_annotated(ctx, manifest, wanted.annotations, "spec.server.ingress.annotations"))
+
+
+def http_route(ctx: RenderContext) -> Manifest:
+    """Return the HTTPRoute. With `modelHeader` it matches the names of the model and of its adapters."""
+    wanted = ctx.spec.server.http_route
+    assert wanted is not None
+    path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
+    matches: list[dict[str, Any]] = [path]
+    if wanted.model_header is not None:
+        names = [ctx.model_name, *(adapter.name for adapter in ctx.spec.model.adapters or ())]
+        header = {"type": "Exact", "name": wanted.model_header}
+        matches = [{**path, "headers": [{**header, "value": name}]} for name in names]
+    rule: dict[str, Any] = {"backendRefs": [{"name": ctx.name, "port": _port(ctx)[1]}]}
+    if wanted.path_prefix is not None:
+        rewrite = {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}
+        rule["filters"] = [{"type": "URLRewrite", "urlRewrite": rewrite}]
+    groups = (matches[start : start + MATCHES_PER_RULE] for start in range(0, len(matches), MATCHES_PER_RULE))
+    spec: dict[str, Any] = {
+        "parentRefs": [ref.model_dump(mode="json", exclude_none=True) for ref in wanted.parent_refs],
+        "rules": [{**rule, "matches": group} for group in groups],
+    }
+    if wanted.hostnames is not None:
+        spec["hostnames"] = list(wanted.hostnames)
+    return seal(child(ctx, HTTP_ROUTE, ctx.name, api_version=GATEWAY, component=SERVER, spec=spec))
+
+
+def _port(ctx: RenderContext) -> tuple[str, int]:
+    """Return scheme and port of the Service."""
+    return ("https", 443) if ctx.spec.server.tls is not None else ("http", 80)
+
+
+def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
+    """Add annotations.
+
+    Raises:
+        NotAllowed: an annotation is one of the operator's, or contains configuration that an ingress controller runs.
+    """
+    policy = ctx.settings.pod_policy
+    listed = policy.metadata if policy is not None else ()
+    for key, value in (wanted or {}).items():
+        if key.startswith(f"{GROUP}/"):
+            raise NotAllowed(str(Violation(f"{field}[{key}]", value, f"keys of {GROUP} are the operator's own")))
+        allowed = any(key == entry or (entry.endswith("/") and key.startswith(entry)) for entry in listed)
+        if policy is not None and "snippet" in key and not allowed:
+            allowed_keys = "keys with configuration that an ingress controller runs are not allowed"
+            raise NotAllowed(str(Violation(f"{field}[{key}]", value, allowed_keys, Switch.METADATA)))
+    if wanted:
+        manifest["metadata"]["annotations"] = dict(wanted)
+    return manifest
