@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.alias_generators import to_camel
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
@@ -73,3 +73,9 @@ def cel(rule: str, message: str, *, expression: str | None = None, field_path: s
     if field_path is not None:
         entry["fieldPath"] = field_path
     return entry
+
+
+PodTemplate = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_operator.model.front_door import ServiceType
 from megatron_operator.model.pod_policy import Switch
 from megatron_operator.model.resource import GROUP
+from megatron_operator.model.server import ServiceType
 from megatron_operator.render.context import (
     PORT_HTTP,
     SERVER,

@@ -1,4 +1,4 @@
-"""Tool calls: how models write them, parsers of their answers, and a description of tools for models without a format.
+"""Tool calls: how models write them, and parsers of their answers.
 
 A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
 result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
@@ -11,7 +11,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
@@ -597,13 +597,6 @@ _FORMATS = (
 )
 """Text of a chat template, and the format that a template with this text describes. The first match counts."""
 
-_INSTRUCTIONS = (
-    "You can call these functions, given as JSON between <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    f"To call one, write its name and its arguments as one JSON object between {HermesParser.OPEN}{HermesParser.CLOSE}:"
-    f'\n{HermesParser.OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
-    f"{HermesParser.CLOSE}"
-)
-
 
 def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
     """Return the parser for a setting: a name of PARSERS, "none" or "auto". Raises ValueError for another name.
@@ -615,35 +608,6 @@ def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
     if name != "none" and name not in PARSERS:
         raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
     return PARSERS.get(name)
-
-
-def without_tool_roles(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Return a conversation for a chat template without support for tools: the Hermes format, written as text.
-
-    The system message describes the tools; calls and results become text. Only the roles system, user and assistant
-    remain.
-    """
-    plain = [_plain_message(message) for message in messages]
-    if not tools:
-        return plain
-    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = _INSTRUCTIONS.format(tools=described)
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
-    return [{"role": "system", "content": instructions}, *plain]
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    calls = [
-        f"{HermesParser.OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HermesParser.CLOSE}"
-        for call in message.get("tool_calls", ())
-    ]
-    return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}
 
 
 def _expect(condition: bool) -> None:

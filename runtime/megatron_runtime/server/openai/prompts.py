@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.schema import ChatMessage, Tool
-from megatron_runtime.server.tools import without_tool_roles
+from megatron_runtime.server.tool_prompts import without_tool_roles
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
 from megatron_runtime.tokenization.chat_template import RENDERERS
 

@@ -1,4 +1,4 @@
-"""How clients outside the cluster reach the OpenAI servers: `spec.server.service`, `.ingress` and `.httpRoute`."""
+"""`spec.server`: the OpenAI servers, and how clients outside the cluster reach them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_operator.model.base import ApiModel, Matches, Name, cel
+from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, section
+from megatron_operator.model.source import SecretKeyRef
 
 _HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 _A_HOST = "a host name in lower case, such as models.example.com or *.example.com"
@@ -97,4 +98,74 @@ class HttpRouteSpec(ApiModel):
         description="Header whose value must be the name of the model or of one of its adapters, so that several "
         "resources share one URL.",
         max_length=64,
+    )
+
+
+class ToolCallParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    GPT_OSS = "gpt_oss"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
+class ReasoningParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"
+    GEMMA4 = "gemma4"
+    GPT_OSS = "gpt_oss"
+
+
+class TlsSpec(ApiModel):
+    secret_name: Name = Field(
+        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is loaded "
+        "without a restart."
+    )
+
+
+class ServerSpec(ApiModel):
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Number of OpenAI servers. If absent, 1 is created, and the operator does not change the number "
+        "afterwards, so that an autoscaler may set that of the Deployment.",
+    )
+    tls: TlsSpec | None = Field(
+        default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
+    )
+    service: ServiceSpec = section(ServiceSpec, "The Service NAME, the address of the servers.")
+    ingress: IngressSpec | None = Field(
+        default=None, description="An Ingress to the servers; the operator creates none if absent."
+    )
+    http_route: HttpRouteSpec | None = Field(
+        default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
+    )
+    api_keys_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="File of accepted API keys, one per line. If set, every request needs one."
+    )
+    share_prefix_cache: bool = Field(
+        default=False,
+        description="API keys share cached prefixes. Response times and cached_tokens then reveal to the holder of one "
+        "key which prompts others have sent.",
+    )
+    allow_priority: bool = Field(
+        default=False, description="Requests may set a priority; otherwise one other than 0 is answered with 400."
+    )
+    tool_call_parser: ToolCallParser | None = Field(
+        default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None,
+        description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
+        "chat template, none leaves it in the text.",
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Merged into the rendered pod, containers by name (the container is server), as far as the "
+        "operator's pod policy allows.",
     )
