@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from eventually import eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
+from machine import scaled
 from soak import repeated, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
@@ -55,6 +56,14 @@ class Scene:
     def add_streams(self) -> None:
         for number in range(STREAMS):
             self.load.add([number, *self.random.choices(range(50_000), k=7)], self.random.randint(20, 100))
+
+    async def tokens_at_rest(self) -> int:
+        """Return the number of tokens that have arrived, when no more are on their way."""
+        tokens = -1
+        while tokens != self.load.tokens:
+            tokens = self.load.tokens
+            await asyncio.sleep(scaled(0.5))
+        return tokens
 
     async def active(self) -> list[bool]:
         return [bool((await process.metrics())["megatron_coordinator_active"]) for process in self.pair]
@@ -133,7 +142,7 @@ async def test_verbs_hold_across_a_takeover(scene: Scene) -> None:
     """The standby takes the state and the fence of the engines, so an old leader changes nothing."""
     paused = await scene.link.control(Header.PAUSE, fence=7)
     assert paused.ok
-    tokens = scene.load.tokens
+    tokens = await scene.tokens_at_rest()
     await scene.pair[0].kill()
     status = await until_status(scene.link, lambda status: status.state == "PAUSED", what="the standby is PAUSED")
     assert status.fence == 7

@@ -231,8 +231,10 @@ def test_the_operator_has_no_permission_to_list_secrets_or_change_foreign_object
     rules = [
         rule
         for manifest in install_manifests(namespace="n", image="i", runtime_image="r", vllm_runtime_image="v")
+        if not any("aggregate-to" in label for label in manifest["metadata"].get("labels", ()))  # roles of users
         for rule in manifest.get("rules", [])
     ]
+    assert rules
     for rule in rules:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
