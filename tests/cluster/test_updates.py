@@ -83,7 +83,7 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     await operator.start()
     for resource in resources:
         await resource.until(lambda status: condition(status, "UpdateAvailable")["status"] == "True")
-    await asyncio.sleep(scaled(3))  # time for a restart that nobody asked for
+    await asyncio.sleep(scaled(3))  # time for a restart without a request
     assert [await images(api, resource) for resource in resources] == before
     assert operator.lines("signal sent") == []
 
