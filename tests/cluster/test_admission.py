@@ -72,10 +72,6 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             ["spec.model.dtype", "spec.engine.vllm.args.quantization"],
         ),
         (
-            manifest({"model": {**SOURCE, "format": "TorchDist"}, "engine": {"backend": "VLLM"}}),
-            ["spec.model.format", "megatron convert"],
-        ),
-        (
             manifest({"model": SOURCE, "engine": {"backend": "VLLM"}, "parallelism": {"tensor": 2}}),
             ["spec.engine.vllm.allowPickleBetweenPods", "can run code there", "set it to true"],
         ),

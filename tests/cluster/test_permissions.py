@@ -111,8 +111,12 @@ async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) ->
 async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -> None:
     """Create two resources whose children's names are in use: by objects that pods refer to, and by workloads."""
     taken, other = make_resource("taken"), make_resource("other")
-    await taken.create(replicas=1)
-    await eventually(lambda: has(taken, "StatefulSet"), seconds=60, what="the children whose names are reused")
+    server = {"ingress": {"hosts": ["demo.example"]}}
+    await taken.create(replicas=1, server=server)
+    for kind_name in ("StatefulSet", "Ingress"):
+        await eventually(
+            lambda kind_name=kind_name: has(taken, kind_name), seconds=60, what=f"a {kind_name} named taken"
+        )
     children = await taken.children()
     await taken.delete()
     await taken.until_gone()
@@ -127,7 +131,7 @@ async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -
         body = {key: value for key, value in child.items() if key not in ("metadata", "spec", "status")}
         await api.create(kind, {**body, "metadata": metadata, **({"spec": spec} if spec else {})}, manager="other")
     for resource in (taken, other):
-        await resource.create(replicas=1)
+        await resource.create(replicas=1, server=server)
         await resource.until(lambda status: "is not owned by this resource" in str(status), seconds=60)
 
 
