@@ -269,8 +269,9 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option(
     "--linger-seconds",
     type=SECONDS,
-    default=2,
-    help="After SIGTERM, time without a new request before the server closes.",
+    default=8,
+    help="After SIGTERM, time without a new request before the server closes: more than load balancers need to notice "
+    "that it is not ready.",
 )
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
