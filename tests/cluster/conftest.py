@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,16 @@ def reinstall_crd(control_plane: LocalCluster) -> Iterator[Callable[[], None]]:
 def install_crd(cluster: LocalCluster) -> None:
     manifest = json.dumps(custom_resource_definition())
     cluster.run_kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
-    name = custom_resource_definition()["metadata"]["name"]
-    cluster.run_kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    wait_until_established(cluster, custom_resource_definition()["metadata"]["name"])
+
+
+def wait_until_established(cluster: LocalCluster, name: str) -> None:
+    """Wait by reading: `kubectl wait` fails on a new CRD whose conditions are null."""
+    deadline = time.monotonic() + scaled(30)
+    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
+    while cluster.run_kubectl("get", f"crd/{name}", "-o", established, check=False).stdout != "True":
+        assert time.monotonic() < deadline, f"the CRD {name} is not established"
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -76,11 +85,13 @@ def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
     command = ["go", "mod", "download", "-json", f"sigs.k8s.io/gateway-api@{GATEWAY_API_VERSION}"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
     crd = Path(found["Dir"]) / "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"
-    control_plane.run_kubectl("apply", "--server-side", "-f", str(crd))
-    name = f"crd/{HTTP_ROUTE.plural}.{HTTP_ROUTE.group}"
-    control_plane.run_kubectl("wait", "--for=condition=Established", name, "--timeout=30s")
-    yield
-    control_plane.run_kubectl("delete", name)
+    name = f"{HTTP_ROUTE.plural}.{HTTP_ROUTE.group}"
+    try:
+        control_plane.run_kubectl("apply", "--server-side", "-f", str(crd))
+        wait_until_established(control_plane, name)
+        yield
+    finally:
+        control_plane.run_kubectl("delete", f"crd/{name}", "--ignore-not-found")
 
 
 @pytest.fixture
