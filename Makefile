@@ -51,6 +51,11 @@ build/native.stamp: build/setup.stamp kernels/megatron_kernels/cpu/build.py $(wi
 	$(PY) -m megatron_kernels.cpu.build
 	touch $@
 
+# The browser for tests of web pages. After the compiler, because one apt-get runs at a time.
+build/chromium.stamp: build/native.stamp
+	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Chromium is missing, which runs the tests of web pages: installing it"; apt-get update -q; apt-get install -yq chromium; }
+	touch $@
+
 # Weights for tests and benchmarks only.
 build/test-weights.stamp: build/setup.stamp
 	@$(UV) pip install -q '$(TEST_WEIGHTS)'
@@ -75,7 +80,7 @@ FAST := operator operator_io wire client requests coordinator engine_core sampli
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
 	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$((2 * $(WORKERS))) --dist loadfile --no-loadscope-reorder
 
-test-unit: setup build/test-weights.stamp
+test-unit: setup build/chromium.stamp build/test-weights.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/unit tests/fuzz -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
