@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.messages import tokens_to_bytes
 
@@ -14,7 +14,7 @@ BLOCK = 4
 PROMPT = list(range(16))
 
 
-def hashes_of(router: Router, prompt: list[int], **options: str) -> list[int]:
+def hashes_of(router: Router, prompt: list[int], **options: str) -> PromptHashes:
     return router.hashes_of(tokens_to_bytes(prompt), **options)
 
 
@@ -38,17 +38,17 @@ def test_without_prefixes_the_fewest_in_flight_and_the_lowest_index_win(engines)
     pool = engines(3)
     load(pool[0], 2)
     choose = router(RoutingPolicy.LOAD_BALANCED)
-    assert hashes_of(choose, PROMPT) == []
-    assert choose.select(pool, []) is pool[1]
+    assert hashes_of(choose, PROMPT) == {}
+    assert choose.select(pool, {}) is pool[1]
     load(pool[1], 1)
-    assert choose.select(pool, []) is pool[2]
+    assert choose.select(pool, {}) is pool[2]
 
 
 def test_in_turn(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.ROUND_ROBIN)
-    assert [choose.select(pool, []).index for _ in range(5)] == [0, 1, 2, 0, 1]
-    assert choose.select([pool[0], pool[1]], []) is pool[0]
+    assert [choose.select(pool, {}).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert choose.select([pool[0], pool[1]], {}) is pool[0]
 
 
 def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
@@ -106,16 +106,16 @@ def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engi
     choose.assigned(pool[1], hashes, request=b"a")
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
-    choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request=b"b")
+    choose.assigned(pool[1], {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50)}, request=b"b")
     assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     (engine,) = engines(1)
     choose = router()
-    choose.assigned(engine, [1, 2, 3, 4], request=b"a")
-    choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request=b"b")
-    assert choose._matches([engine], [1, 2, 3, 4])[0][0] == 2
+    choose.assigned(engine, {BLOCK: [1, 2, 3, 4]}, request=b"a")
+    choose.assigned(engine, {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2)}, request=b"b")
+    assert choose._matches([engine], {BLOCK: [1, 2, 3, 4]})[0][0] == 0.5
 
 
 def test_evicted_blocks_count_no_more(engines) -> None:
@@ -123,29 +123,30 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     choose = router(alpha=1.0)
     hashes = hashes_of(choose, PROMPT)
     choose.assigned(pool[1], hashes, request=b"a")
-    choose.assigned(pool[0], hashes[:2], request=b"b")
-    choose.evicted(pool[1], hashes[1:])
+    blocks = hashes[BLOCK]
+    choose.assigned(pool[0], {BLOCK: blocks[:2]}, request=b"b")
+    choose.evicted(pool[1], blocks[1:])
     assert choose.select(pool, hashes) is pool[0]
-    choose.evicted(pool[0], hashes[:1])
+    choose.evicted(pool[0], blocks[:1])
     assert choose._matches(pool, hashes)[0] == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._matches(pool, hashes)[0][0] == 4
+    assert choose._matches(pool, hashes)[0][0] == 1.0
     choose.forget_all()
-    choose.evicted(pool[1], hashes)
+    choose.evicted(pool[1], blocks)
     assert choose._matches(pool, hashes)[0] == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"), [(RoutingPolicy.LONGEST_PREFIX, 4), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0)]
+    ("policy", "share"), [(RoutingPolicy.LONGEST_PREFIX, 1.0), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0.0)]
 )
-def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, depth: int) -> None:
+def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, share: float) -> None:
     """The policy that compares first blocks knows them from the prompts that it dispatched."""
     pool = engines(2)
     choose = router(policy, alpha=1.0)
     hashes = hashes_of(router(), PROMPT)
-    choose.stored(pool[1], hashes)
-    assert choose._matches(pool, hashes)[1][0] == depth
-    assert choose.select(pool, hashes) is pool[1 if depth else 0]
+    choose.stored(pool[1], hashes[BLOCK])
+    assert choose._matches(pool, hashes)[1][0] == share
+    assert choose.select(pool, hashes) is pool[1 if share else 0]
 
 
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
@@ -154,16 +155,16 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert choose._matches(pool, hashes) == [(4, 2), (0, 0), (4, 1)]
+    assert choose._matches(pool, hashes) == [(1.0, 2), (0.0, 0), (1.0, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
 
 
 def test_tenants_with_different_salts_share_no_prefix() -> None:
-    plain, one, other = (hashes_of(router(), PROMPT, salt=salt) for salt in ("", "one", "other"))
+    plain, one, other = (hashes_of(router(), PROMPT, salt=salt)[BLOCK] for salt in ("", "one", "other"))
     assert len({*plain, *one, *other}) == 12
-    assert one == hashes_of(router(), PROMPT, salt="one")
+    assert one == hashes_of(router(), PROMPT, salt="one")[BLOCK]
 
 
 def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) -> None:
@@ -173,14 +174,32 @@ def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) ->
     turns = []
     for order in orders:
         choose = router(deterministic=True)
-        turns.append([choose.select(order, []).name for _ in range(4)])
+        turns.append([choose.select(order, {}).name for _ in range(4)])
     assert turns == [["engine-0", "engine-1", "engine-2", "engine-0"]] * 2
 
 
 def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
-    assert hashes_of(router(), PROMPT[:3]) == []
-    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == []
-    assert len(hashes_of(router(), PROMPT)) == 4
+    assert hashes_of(router(), PROMPT[:3]) == {}
+    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == {}
+    assert len(hashes_of(router(), PROMPT)[BLOCK]) == 4
+
+
+def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_hold(engines) -> None:
+    """While a change of the block size is rolled out. The third engine announces no size."""
+    pool = engines(3)
+    for engine, size in zip(pool, (8, 4, 0), strict=True):
+        engine.block_size_tokens = size
+    choose = Router(RoutingPolicy.LONGEST_PREFIX, alpha=1.0)
+    prompt = tokens_to_bytes(PROMPT)
+    hashes = choose.hashes_of(prompt, pool)
+    assert {size: len(blocks) for size, blocks in hashes.items()} == {8: 2, 4: 4}
+    choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], pool), request=b"half")
+    choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], pool), request=b"three quarters")
+    choose.assigned(pool[2], hashes, request=b"unknown")
+    assert [share for share, _ in choose._matches(pool, hashes)] == [0.5, 0.75, 0.0]
+    assert choose.select(pool, hashes) is pool[1]
+    choose.assigned(pool[0], hashes, request=b"whole")
+    assert choose.select(pool, hashes) is pool[0]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import PromptHashes, Router
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
@@ -285,7 +285,7 @@ class Dispatcher:
     def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
         if entry.hashes is None and len(candidates) > 1:
             entry.hashes = self._hashes_of(entry, candidates)
-        engine = self._router.select(candidates, entry.hashes or ())
+        engine = self._router.select(candidates, entry.hashes or {})
         if entry.meta.text and not engine.tokenizes:
             message = f"the prompt is text, and engine {engine.name} has no tokenizer: send token ids"
             self.fail(entry, ErrorCode.INVALID_REQUEST, message)
@@ -325,9 +325,9 @@ class Dispatcher:
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
 
-    def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
+    def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> PromptHashes:
         if entry.meta.text:  # the engine tokenizes it
-            return []
+            return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
         key = adapter.key if adapter is not None else ""
         return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt, adapter=key)

@@ -249,7 +249,7 @@ class Entry:
     engine: Engine | None = None
     former: list[int] = field(default_factory=list)
     plain_id: int | None = None
-    hashes: list[int] | None = None
+    hashes: Mapping[int, Sequence[int]] | None = None
     slot: int | None = None
     crashes: Sequence[Crash] = ()
     crash_position: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ MAX_KNOWN_BLOCKS = 1 << 16
 """Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
 MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
+PromptHashes = Mapping[int, Sequence[int]]
+"""Block size in tokens -> the hashes of the blocks of a prompt; never an empty sequence."""
 
 
 class Router:
@@ -56,37 +58,37 @@ class Router:
 
     def hashes_of(
         self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: str = ""
-    ) -> list[int]:
-        """Block hashes of a prompt (little-endian int32) that the policy uses."""
+    ) -> PromptHashes:
+        """Block hashes of a prompt (little-endian int32) that the policy uses, for each block size of the engines:
+        while a change of the block size is rolled out, there are two."""
         if not self._by_prefix:
-            return []
-        size = self._block_size or (candidates[0].block_size_tokens if candidates else 0)
-        if size < 1:
-            return []
+            return {}
+        sizes = {self._block_size} if self._block_size else {engine.block_size_tokens for engine in candidates}
         if self._hash is None:
             from megatron_runtime.requests.hashing import (
                 frame_hashes,  # NumPy: imported when it is needed, not at start
             )
 
             self._hash = frame_hashes
-        if self._by_first_block:
-            prompt = prompt[: size * TOKEN_BYTES]
-        return self._hash(prompt, size, salt=salt, adapter=adapter)
+        hashes = {}
+        for size in sizes:
+            if size > 0 and len(prompt) >= size * TOKEN_BYTES:
+                used = prompt[: size * TOKEN_BYTES] if self._by_first_block else prompt
+                hashes[size] = self._hash(used, size, salt=salt, adapter=adapter)
+        return hashes
 
-    def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
+    def select(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
         """The engine for a request, from a non-empty sequence."""
         if self._by_turn:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
-        if self._by_first_block:
-            hashes = hashes[:1]
 
         best, best_score, best_given = candidates[0], -1.0, 0
-        for_match, for_room = self._alpha / len(hashes), 1 - self._alpha
-        for engine, (depth, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
+        for_match, for_room = self._alpha, 1 - self._alpha
+        for engine, (match, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
             slots, waiting = engine.max_requests, len(engine.in_flight)
-            score = for_match * depth + (for_room * (slots - waiting) / slots if waiting < slots else 0.0)
+            score = for_match * match + (for_room * (slots - waiting) / slots if waiting < slots else 0.0)
             if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
                 best, best_score, best_given = engine, score, given
         return best
@@ -101,9 +103,9 @@ class Router:
         self._last_index = chosen.index
         return chosen
 
-    def assigned(self, engine: Engine, hashes: Sequence[int], *, request: bytes) -> None:
+    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes) -> None:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
-        self.learn(engine, hashes)
+        self.learn(engine, self._of_engine(hashes, engine))
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._clock})
 
@@ -148,18 +150,23 @@ class Router:
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
 
-    def _matches(self, engines: Iterable[Engine], hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """Of each engine: how many blocks of the prompt it holds, and when it was last given the deepest of them."""
-        first, blocks = hashes[0], len(hashes)
+    def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
+        return hashes.get(self._block_size or engine.block_size_tokens, ())
+
+    def _matches(self, engines: Iterable[Engine], hashes: PromptHashes) -> list[tuple[float, int]]:
+        """Of each engine: the share of the prompt's blocks that it holds, and when it was last given the deepest."""
         found = []
         for engine in engines:
             held = self._held.get(engine.index)
+            blocks = self._of_engine(hashes, engine)
+            if self._by_first_block:
+                blocks = blocks[:1]
             # Blocks are chained: without the first, a deeper one is of no use.
-            if held is None or first not in held:
-                found.append((0, 0))
+            if held is None or not blocks or blocks[0] not in held:
+                found.append((0.0, 0))
                 continue
-            depth = blocks
-            while (given := held.get(hashes[depth - 1])) is None:
+            depth = len(blocks)
+            while (given := held.get(blocks[depth - 1])) is None:
                 depth -= 1
-            found.append((depth, given))
+            found.append((depth / len(blocks), given))
         return found
