@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -44,6 +41,14 @@ from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
+PAGE_FILES = (
+    "chat.css",
+    "chat.js",
+    "conversations.js",
+    "server.js",
+    "turns.js",
+    "vendor/markdown-it.esm.min.js",
+)
 _CLIENT_CLOSED_REQUEST = 499
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -70,7 +75,7 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
-    _add_console(app)
+    _add_page(app)
     _add_get_routes(app, service)
     for path, handler, body in _POST_ROUTES:
         _add_post_route(app, service, path=path, handler=handler, body=body)
@@ -117,31 +122,35 @@ class RequestMiddleware:
             await app(scope, receive, observed)
 
 
-def _add_console(app: FastAPI) -> None:
-    """Serve a page at / to chat with the model: one file that loads nothing from other servers.
+def _add_page(app: FastAPI) -> None:
+    """Serve the page at /, to chat with the model. It loads nothing from other servers.
 
-    The page itself needs no API key. If keys are set, its requests under /v1 send the one that the user enters.
+    Its files need no API key. If keys are set, its requests under /v1 send the one that the user enters.
     """
-    page = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
-    # Only the script and style of the page run, and they can connect to this server only.
+    folder = resources.files(__package__).joinpath("page")
+    files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
     policy = (
-        f"default-src 'none'; script-src {_hashes(page, 'script')}; style-src {_hashes(page, 'style')}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    fixed = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-    headers = {"Content-Security-Policy": policy, **fixed}
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
 
-    async def console() -> Response:
-        return Response(page, media_type="text/html", headers=headers)
+    def respond_with(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+        async def respond() -> Response:
+            return Response(content, media_type=media_type, headers=headers)
 
-    app.add_api_route("/", console, methods=["GET"], include_in_schema=False)
+        return respond
 
-
-def _hashes(page: str, element: str) -> str:
-    """Return sources of a Content-Security-Policy that allow only the content of the page's elements of this name."""
-    bodies = re.findall(rf"<{element}\b[^>]*>(.*?)</{element}>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+    page = respond_with(folder.joinpath("index.html").read_bytes(), "text/html")
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    for path, content in files.items():
+        kind = "text/css" if path.endswith(".css") else "text/javascript"
+        app.add_api_route(path, respond_with(content, kind), methods=["GET"], include_in_schema=False)
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
