@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -115,6 +115,8 @@ class FakeCoordinator:
     adapters: tuple[Adapter, ...] | None = ()
     adapter_errors: dict[str, str] = field(default_factory=dict)
     """Why an engine has not loaded an adapter of the list, by name."""
+    reports_adapter_errors: bool = True
+    """Whether a failed SET_ADAPTERS names the adapters that cannot be loaded."""
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -136,9 +138,12 @@ class FakeCoordinator:
         """All ranks confirm the open operation."""
         if self.open is None:
             return
-        bad = next((each for each in self.open.adapters or () if each.source in self.bad_sources), None)
-        if bad is not None:
-            self.fail(f"ENGINE_FAILED: demo-engine-0: adapter {bad.name!r} from {bad.source}: no such file", code=500)
+        bad = [each for each in self.open.adapters or () if each.source in self.bad_sources]
+        if bad:
+            causes = {each.name: f"adapter {each.name!r} from {each.source}: no such file" for each in bad}
+            errors = {name: f"demo-engine-0: {cause}" for name, cause in causes.items()}
+            message = f"ENGINE_FAILED: demo-engine-0: {'; '.join(causes.values())}"
+            self.fail(message, code=500, adapter_errors=errors if self.reports_adapter_errors else {})
             return
         if self.open.source in self.bad_sources:
             self.fail(f"rank 0: no weights at {self.open.source}")
@@ -169,11 +174,11 @@ class FakeCoordinator:
         if moves and signal.kind in SIGNAL_TARGET:
             self.state = SIGNAL_TARGET[signal.kind]
 
-    def fail(self, message: str, *, code: int = 0) -> None:
+    def fail(self, message: str, *, code: int = 0, adapter_errors: Mapping[str, str] | None = None) -> None:
         assert self.open is not None
         signal, self.open = self.open, None
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.FAILED, signal.kind, message=message, code=code
+            OperationOutcome.FAILED, signal.kind, message=message, code=code, adapter_errors=adapter_errors or {}
         )
 
     def snapshot(self) -> CoordinatorSnapshot:

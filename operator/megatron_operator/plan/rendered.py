@@ -122,6 +122,10 @@ class Rendered:
             return None
         return engine_statefulset(stored, index, pods=stored.spec.pods_per_engine if pods else 0)
 
+    def is_recorded(self, revision: str) -> bool:
+        """Return whether the inputs of a revision are recorded, and are rendered as before."""
+        return self._stored_context(revision) is not None
+
     def _stored_context(self, revision: str) -> RenderContext | None:
         if revision not in self._stored_contexts:
             ref = ChildRef(revision_render.KIND, revision_render.revision_name(self.ctx, revision), APPS)

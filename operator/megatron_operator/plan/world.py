@@ -189,6 +189,8 @@ class OperationReport:
     missed its deadline (504); otherwise 0."""
     confirmed_ranks: int = 0
     total_ranks: int = 0
+    adapter_errors: Mapping[str, str] = field(default_factory=dict)
+    """A failed SET_ADAPTERS: by name, why an adapter could not be loaded. Empty: the engines do not report it."""
 
 
 @dataclass(frozen=True, slots=True)
