@@ -10,10 +10,12 @@ import click
 
 from megatron_operator import __version__
 from megatron_operator.explain import causes, explanation
+from megatron_operator.model.resource import VERSION
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE
 from megatron_operator.resource_client import ClusterError, ResourceClient
+from megatron_operator.storage_migration import migrate as migrate_storage
 from megatron_operator.terminal import fail, say, say_lines
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
@@ -85,6 +87,20 @@ def update(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         fail(error)
     say(f"{name}: update requested" if found is not None else f"{name}: is up to date")
+
+
+@main.command()
+@click.option("--context", help="Context of the kubeconfig.")
+def migrate(context: str | None) -> None:
+    """Rewrite all resources of the cluster in the storage version of the API. Nothing restarts."""
+    try:
+        found = migrate_storage(context=context)
+    except ClusterError as error:
+        fail(error)
+    if found.needed:
+        say(f"stored versions were {', '.join(found.before)}; {found.rewritten} resources rewritten in {VERSION}")
+    else:
+        say(f"nothing to migrate: the only stored version is {VERSION}")
 
 
 def _verb(verb: str) -> None:

@@ -214,6 +214,19 @@ async def operator(make_operator: Callable[..., OperatorProcess]) -> OperatorPro
     return process
 
 
+@pytest.fixture
+def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
+    """helm in the test's namespace. A failure of the command fails the test."""
+    program = control_plane.program("helm")
+
+    def call(*arguments: str) -> None:
+        command = [program, "--kubeconfig", control_plane.kubeconfig, "--namespace", namespace, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return call
+
+
 class Resource:
     """One MegatronInference as a user sees it."""
 

@@ -174,7 +174,7 @@ class StatusWatch:
 
     def __enter__(self) -> StatusWatch:
         namespaced = f"namespaces/{self._kube.namespace}"
-        group = f"/apis/inference.megatron.dev/v1alpha1/{namespaced}/{RESOURCE.partition('.')[0]}"
+        group = f"/apis/inference.megatron.dev/v1beta1/{namespaced}/{RESOURCE.partition('.')[0]}"
         self._watch(f"{group}?fieldSelector=metadata.name%3D{self._name}", self._take_resource)
         self._watch(
             f"/api/v1/{namespaced}/pods?labelSelector=app.kubernetes.io%2Finstance%3D{self._name}", self._take_pod

@@ -1,4 +1,4 @@
-"""`MegatronInference` v1alpha1: the spec and all its defaults.
+"""`MegatronInference`: the spec and all its defaults.
 
 Cross-field rules are defined twice: as CEL for the API server and as validators for the offline commands (`render`,
 `plan`). Tests check that both give the same results.
@@ -21,8 +21,12 @@ from megatron_operator.model.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
 GROUP = "inference.megatron.dev"
-VERSION = "v1alpha1"
+VERSION = "v1beta1"
+"""The version that the API server stores, and the only one that the operator and the command line use."""
 API_VERSION = f"{GROUP}/{VERSION}"
+OLDER_VERSIONS = ("v1alpha1",)
+"""Deprecated versions with the same schema, which the API server also serves."""
+SERVED_API_VERSIONS = tuple(f"{GROUP}/{version}" for version in (VERSION, *OLDER_VERSIONS))
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"
 SHORT_NAME = "mi"

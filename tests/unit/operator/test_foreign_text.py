@@ -226,7 +226,7 @@ def test_texts_of_a_resource_are_shown_on_one_line(make_cluster: Any) -> None:
 
 def _file(tmp_path: Path, spec: dict[str, Any]) -> str:
     manifest = {
-        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "apiVersion": "inference.megatron.dev/v1beta1",
         "kind": "MegatronInference",
         "metadata": {"name": "demo"},
         "spec": {**MINIMAL, **spec},
