@@ -114,6 +114,8 @@ SWITCHES = {
     "networkPolicy.egress=false": ["--no-egress-policies"],
     "vllm.allowCode=true": ["--allow-vllm-code"],
     "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
+    "runtime.logFormat=json": ["--runtime-log-format", "json"],
+    "runtime.logFormat=null": [],
     "podPolicy=null": [],
     "networkPolicy.egress=null": [],
 }

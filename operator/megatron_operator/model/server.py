@@ -146,7 +146,9 @@ class ServerSpec(ApiModel):
         default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
     )
     api_keys_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="File of accepted API keys, one per line. If set, every request needs one."
+        default=None,
+        description="File of accepted API keys, one per line or YAML with names, limits and models. If set, every "
+        "request needs one.",
     )
     share_prefix_cache: bool = Field(
         default=False,

@@ -15,6 +15,7 @@ import zmq
 from megatron_runtime.client import megatron_protocol
 from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
@@ -58,12 +59,16 @@ class RequestOptions(TypedDict, total=False):
     tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
                       Empty: this client.
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
+    request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
+    traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
     """
 
     deadline_seconds: float | None
     engine: str
     tenant: str
     adapter: str
+    request_id: str
+    traceparent: str
 
 
 class InferenceClient:
@@ -406,7 +411,8 @@ class InferenceClient:
                 if self._deserialize:
                     result = result.merge()
         except (MalformedMessageError, ValueError, TypeError, KeyError) as error:
-            logger.exception("the answer to request %d cannot be read", request.request_id)
+            extra = of_request(request.meta.request_id)
+            logger.exception("the answer to request %d cannot be read", request.request_id, extra=extra)
             self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
             return
         self._forget(request)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import TypeAlias
 
-from megatron_runtime.coordinator.core.records import Client, Counters, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.records import Client, Counters, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -153,6 +153,7 @@ class Context:
     randbits:    returns an integer of that many random bits.
     needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
+    ended:       traced requests that ended since the shell took them; None: the shell makes no spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
     """
@@ -168,6 +169,7 @@ class Context:
         self.clients = ClientRegistry()
         self.counters = Counters()
         self.effects: list[Effect] = []
+        self.ended: list[Ended] | None = None
         self.needs_pump = False
         self.next_timer = math.inf
         self._timers: dict[str, tuple[float, Callable[[], None]]] = {}

@@ -19,9 +19,10 @@ from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import PromptHashes, Router
 from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -313,9 +314,15 @@ class Dispatcher:
             self.fail(entry, ErrorCode.INVALID_REQUEST, str(error))
             return
         self._context.effects.append((engine.peer, frames))
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(meta.request_id)
+            logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
         entry.engine, entry.dispatch_id = engine, dispatch_id
+        entry.dispatches += 1
+        if entry.dispatched_at is None:
+            entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
         entry.dispatched_bytes = len(entry.generated)
         engine.in_flight[dispatch_id] = entry
@@ -468,8 +475,11 @@ class Dispatcher:
             self._context.send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
             entry.engine.unsettled = not entry.engine.plain
 
-    def forget(self, entry: Entry) -> None:
-        """Remove a request that ended from every table."""
+    def forget(self, entry: Entry, *, error: str = "") -> None:
+        """Remove a request that ended from every table. error: why it ended without an answer."""
+        if self._context.ended is not None and entry.meta.traceparent:
+            engine = entry.engine.name if entry.engine is not None else ""
+            self._context.ended.append(Ended(entry, engine, self._context.now, error))
         if self.queue.length:
             self.queue.discard(entry)
         if entry.slot is not None:
@@ -496,17 +506,20 @@ class Dispatcher:
         """End requests that no client waits for, also at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
-            self.forget(entry)
+            self.forget(entry, error="aborted")
             self._counters.aborted += 1
 
     def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
         """End an open request with an error."""
         self.withdraw(entry)
-        self.forget(entry)
+        self.forget(entry, error=message)
         self._answer_error(entry, code, message, retry_after=retry_after)
 
     def _answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
         self._counters.error_answers += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(entry.meta.request_id)
+            logger.debug("request %s rejected: %s %s", entry.uid.hex(), code.name, message, extra=extra)
         if entry.client.plain:
             frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
         else:

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Role
@@ -227,6 +227,7 @@ class Entry:
     admitted_bytes: its cost in the journal when it was admitted.
     is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
+    dispatched_at, dispatches: its first dispatch, None before, and their number.
     """
 
     uid: bytes
@@ -257,6 +258,8 @@ class Entry:
     admitted_bytes: int = 0
     is_replay: bool = False
     moved_at: float | None = None
+    dispatched_at: float | None = None
+    dispatches: int = 0
 
     @property
     def tokens_so_far(self) -> int:
@@ -303,6 +306,19 @@ class Tenant:
             if not last.generated:
                 return last
         return None
+
+
+class Ended(NamedTuple):
+    """A traced request that ended.
+
+    engine: name of its last engine; empty: it had none.
+    error:  why it ended without an answer; empty: an engine answered it.
+    """
+
+    entry: Entry
+    engine: str
+    at: float
+    error: str
 
 
 class Levels:
