@@ -1,5 +1,5 @@
-"""Health checks over statuses of the planner: Argo CD's script, run by Lua 5.1 as in Argo CD, the expressions of Flux, run
-by a CEL engine, and the rule of kstatus."""
+"""Health checks over statuses of the planner: the script of Argo CD, run by Lua 5.1 as in Argo CD, the expressions of
+Flux, run by a CEL engine, and the rule of kstatus."""
 
 from __future__ import annotations
 
