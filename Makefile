@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
+.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -143,6 +143,9 @@ bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, bes
 	@mkdir -p build
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
+
+lint-chart: setup ## helm lint, and kubeconform over what the chart and the operator render; needs Go
+	@PYTHONPATH=. $(PY) tools/check_chart.py
 
 lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	@$(BEGIN)

@@ -381,5 +381,30 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     say_lines(lines)
 
 
+@main.command()
+@click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
+@click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
+@click.option("--api-key", envvar="MEGATRON_API_KEY", help="API key for the server.")
+@click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+)
+@click.option("--context", help="Context of the kubeconfig.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds for all checks."
+)
+def verify(timeout: float, **options: Any) -> None:
+    """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
+    import asyncio
+
+    from megatron_operator import verify as checks
+
+    try:
+        asyncio.run(checks.verify(timeout_seconds=timeout, **options))
+    except checks.VerificationError as error:
+        fail(error)
+
+
 if __name__ == "__main__":
     main()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_operator.manifest_file import ResourceFileError, read_resource
+from megatron_operator.manifest_file import ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.resource import API_VERSION
 
@@ -38,3 +39,16 @@ def test_a_file_of_a_deprecated_version_is_read_and_others_are_rejected(tmp_path
     assert read_resource(older) == read_resource(SAMPLE)
     with pytest.raises(ResourceFileError, match=r"apiVersion: is 'inference\.megatron\.dev/v2'; use .*/v1beta1"):
         read_resource(unknown)
+
+
+def test_the_metadata_of_the_chart_describe_the_current_version_and_the_icon() -> None:
+    chart = yaml.safe_load((ROOT / "charts/megatron-inference/Chart.yaml").read_text())
+    (described,) = yaml.safe_load(chart["annotations"]["artifacthub.io/crds"])
+    crd = custom_resource_definition()
+    storage = next(entry["name"] for entry in crd["spec"]["versions"] if entry["storage"])
+    assert (described["name"], described["version"]) == (crd["metadata"]["name"], storage)
+    (example,) = yaml.safe_load(chart["annotations"]["artifacthub.io/crdsExamples"])
+    assert resource_of(example, origin="Chart.yaml").name == "demo"
+    kind, _, data = chart["icon"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert base64.b64decode(data) == (ROOT / "docs/assets/icon.svg").read_bytes()
