@@ -1,13 +1,17 @@
 """Which engine a request goes to: pure decisions, then the same over sockets."""
 
 import json
+import random
 from collections import Counter
 
 import pytest
+from soak import SOAK
 
+from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
+from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
 
 BLOCK = 4
@@ -57,6 +61,45 @@ def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
     choose.assigned(pool[1], hashes_of(choose, PROMPT[:8]), request=b"a")
     choose.assigned(pool[2], hashes_of(choose, PROMPT[:4]), request=b"b")
     assert choose.select(pool, hashes_of(choose, PROMPT)) is pool[1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("policy", [RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.FIRST_PREFIX_BLOCK])
+def test_the_search_by_load_and_by_holder_finds_what_a_look_at_every_engine_does(policy, alpha) -> None:
+    for seed in range(400 if SOAK else 40):
+        rng = random.Random(seed)
+        choose = router(policy, alpha=alpha)
+        by_load = EnginesByLoad(load_by(policy, alpha=alpha))
+        pool = []
+        for number in range(rng.randint(2, 12)):
+            engine = Engine(f"engine-{number}", (1, bytes([number])), 1, number, 0.0, serving=True)
+            engine.state, engine.max_requests = EngineState.RUNNING, rng.choice([4, 8, 12])
+            pool.append(engine)
+            by_load.put(engine)
+        chains = [[rng.getrandbits(60) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+        chains += [[*chains[0][:2], rng.getrandbits(60)], chains[1][:1] + chains[0][1:]]
+        for _ in range(60):
+            engine, chain = rng.choice(pool), rng.choice(chains)
+            step = rng.random()
+            if step < 0.3:
+                load(engine, rng.randint(0, engine.max_requests))
+                by_load.put(engine)
+            elif step < 0.5:
+                choose.learn(engine, chain[: rng.randint(1, len(chain))])
+            elif step < 0.6:
+                choose.stored(engine, rng.sample(chain, k=rng.randint(1, len(chain))))
+            elif step < 0.7:
+                choose.evicted(engine, rng.sample(chain, k=1))
+            elif step < 0.73:
+                choose.forget(engine)
+            elif step < 0.8:
+                engine.suspect = not engine.suspect
+            open_engines = [each for each in pool if each.has_room()]
+            assert {each for each in by_load if each.has_room()} == set(open_engines)
+            first = next((each for each in by_load if each.has_room()), None)
+            if first is not None:
+                found = choose.with_prefix({BLOCK: chain}, least_loaded=first, fits=Engine.has_room)
+                assert found is choose.select(open_engines, {BLOCK: chain})
 
 
 def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:
@@ -191,15 +234,16 @@ def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_
         engine.block_size_tokens = size
     choose = Router(RoutingPolicy.LONGEST_PREFIX, alpha=1.0)
     prompt = tokens_to_bytes(PROMPT)
-    hashes = choose.hashes_of(prompt, pool)
+    hashes = choose.hashes_of(prompt, (8, 4, 0))
     assert {size: len(blocks) for size, blocks in hashes.items()} == {8: 2, 4: 4}
-    choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], pool), request=b"half")
-    choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], pool), request=b"three quarters")
+    choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], (8, 4, 0)), request=b"half")
+    choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], (8, 4, 0)), request=b"three quarters")
     choose.assigned(pool[2], hashes, request=b"unknown")
     assert [share for share, _ in choose._matches(pool, hashes)] == [0.5, 0.75, 0.0]
     assert choose.select(pool, hashes) is pool[1]
     choose.assigned(pool[0], hashes, request=b"whole")
     assert choose.select(pool, hashes) is pool[0]
+    assert choose.with_prefix(hashes, least_loaded=pool[2], fits=lambda engine: True) is pool[0]
 
 
 @pytest.mark.slow

@@ -231,6 +231,7 @@ class Membership:
             logger.info("engine %s registered (serving: %s)", hello.name, hello.serving)
         engine.heard = self._context.now
         engine.learn(hello)
+        self._engines.announced(engine)
         self.recovery.registered(engine, hello, survivor=hello.serving and not renewed)
         current = self._verbs.current
         if current is not None and engine not in current.signalled:
