@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from eventually import LONG_SECONDS
+from machine import scaled
 from soak import SOAK
 
 from localcluster import installation
@@ -30,6 +31,7 @@ from .disturbances import (
     kill,
     lose,
     lose_behind_a_late_proxy,
+    pods,
     reject_and_revert,
     settled,
     to_and_fro,
@@ -113,6 +115,32 @@ ROWS = (
         back={"engine": {"podTemplate": {"spec": {"tolerations": None}}}},
     ),
 )
+
+
+STALL_SECONDS = 2.0
+"""Longest wait for a token of a stream during a rollout with a surge engine."""
+
+
+@pytest.mark.skipif(not SOAK, reason="one more rollout under load; `make soak` runs it")
+def test_a_rollout_of_one_engine_with_a_surge_engine_stalls_no_stream(kube: Kubectl) -> None:
+    deployed = deploy(kube, replicas=1, rollout={"maxSurge": 1}, lifecycle={"drainSeconds": 60})
+    kube.wait("mi/demo", "condition=Progressing=False")
+    before = {pod["metadata"]["uid"] for pod in pods(kube, "engine")}
+    what = "rollout of the only engine with a surge engine"
+    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{heading(HEADING)}")
+    with (
+        LoadClient(deployed.chat.url, deployed.chat.model, workers=2, tokens=TOKENS) as load,
+        StatusWatch(kube, "demo", last_token=lambda: load.last_token) as watch,
+        load.during(what) as done,
+        watch.during() as record,
+    ):
+        change(kube, replicas=1, engine={"batching": {"maxRequests": 12}})
+    waits = [answer.longest_gap for answer in done.answers if answer.streamed]
+    print(f"{done.row()} {record.cells()} in a stream {max(waits):.1f} s |", flush=True)
+    assert [pod["metadata"]["name"] for pod in pods(kube, "engine")] == ["demo-engine-0-0"]
+    assert not before & {pod["metadata"]["uid"] for pod in pods(kube, "engine")}
+    assert [*done.faults, *record.faults(degraded=frozenset())] == []
+    assert max(waits) <= scaled(STALL_SECONDS)
 
 
 def test_no_request_fails_and_no_status_is_false(kube: Kubectl, request: pytest.FixtureRequest) -> None:

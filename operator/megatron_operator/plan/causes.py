@@ -138,6 +138,13 @@ SCHEDULING: tuple[Cause, ...] = (
     ),
     _cause(
         Reason.UNSCHEDULABLE,
+        r"didn't match pod affinity rules",
+        "if spec.engine.topology.packBy is set, all pods of the engine must share a domain: label the nodes, free a "
+        "domain for all of them, or delete the engine's pods so that the scheduler chooses another domain; otherwise "
+        "correct podAffinity in podTemplate",
+    ),
+    _cause(
+        Reason.UNSCHEDULABLE,
         r"insufficient nvidia\.com/gpu",
         "free GPUs, add nodes that have them, or lower spec.replicas or parallelism",
     ),

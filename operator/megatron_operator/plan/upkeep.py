@@ -25,7 +25,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
-from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, NETWORKING
+from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
@@ -204,11 +204,12 @@ def _leftover_standby(scene: Scene) -> list[Action]:
 
 
 def _leftover_front_door(scene: Scene) -> list[Action]:
-    """Delete the Ingress and the HTTPRoute that the spec no longer has."""
+    """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
     server, name = scene.ctx.spec.server, scene.ctx.name
     found = (
         (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
         (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
+        (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
     )
     views = ((field, scene.world.children.get(ref)) for wanted, field, ref in found if wanted is None)
     return [
