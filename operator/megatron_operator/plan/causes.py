@@ -92,6 +92,12 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
     ),
     _cause(
         Reason.ACCESS_DENIED,
+        r"access to (s3|gs|az|https)://\S+ is denied \(40[13]",
+        "set spec.model.source.objectStore.credentialsSecretRef, or give the ServiceAccount of the resource an "
+        "identity that may read the objects",
+    ),
+    _cause(
+        Reason.ACCESS_DENIED,
         r"\b(401|403)\b.*(client error|unauthorized|forbidden)|gated repo|GatedRepoError|invalid (user )?token",
         "set spec.model.source.huggingFace.tokenSecretRef to a token that may read the repository",
     ),

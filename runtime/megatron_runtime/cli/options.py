@@ -177,7 +177,9 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
 
 
 model = click.option(
-    "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
+    "--model",
+    default="builtin:smollm2-135m",
+    help="builtin:NAME, hf:ORG/NAME[@REVISION], s3://BUCKET/PREFIX (or gs, az, https), a GGUF file or a directory.",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 

@@ -104,7 +104,8 @@ class ServerSettings:
 
 
 def default_model_name(model: str) -> str:
-    """Return the default name of a model: what follows "builtin:", or the name of the repository, file or directory."""
+    """Return the default name of a model: what follows "builtin:", or the name of the repository, file, directory or
+    prefix."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
 
