@@ -145,6 +145,8 @@ def engine(
 ) -> None:
     """Run one data-parallel engine until SIGTERM.
 
+    Without --revision, the STOP signal ends it, too. With it, a stopped engine waits for SIGTERM.
+
     Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
     and MASTER_PORT if there are several machines, or by torchrun.
 

@@ -128,7 +128,11 @@ class EngineWorker:
         self._registry.register(EngineMetrics(self.lifecycle, backend))
 
     async def run(self) -> None:
-        """Serve until `ended` is set or the engine fails."""
+        """Serve until `ended` is set, the engine fails, or STOP ends it.
+
+        After STOP an engine of a resource idles: the kubelet would start an ended container again. Such an engine has a
+        revision.
+        """
         await self._backend.start(self)
         health = None
         if self._settings.health_port is not None:
@@ -316,6 +320,8 @@ class EngineWorker:
                 self._drop_all()
                 self._weights_wanted = False
                 self._link.close("stopped")
+                if not self._settings.revision:
+                    self.ended.set()
 
     async def _enter(self, ack: HelloAck) -> None:
         """Reach the state of HELLO_ACK. Load its adapters first, and the weights if they are needed."""
@@ -434,8 +440,8 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
-    """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
-    termination message has the cause, also that of an error of the factory, which is raised.
+    """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
+    if the engine fails. The termination message has the cause, also that of an error of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
