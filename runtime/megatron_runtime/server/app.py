@@ -38,6 +38,7 @@ from megatron_runtime.server.guards import check_host
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
+from megatron_runtime.server.openai.embeddings import EmbeddingRequest, create_embedding
 from megatron_runtime.server.openai.messages import (
     CountTokensRequest,
     MessagesRequest,
@@ -293,22 +294,13 @@ async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Resp
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
-async def create_embedding(service: Service, request: Request) -> Response:
-    """Raise ApiError 501: no engine returns hidden states."""
-    message = (
-        "POST /v1/embeddings is not offered: the engines return tokens, not hidden states. Use a server of an "
-        "embedding model."
-    )
-    raise ApiError(501, message, code="not_implemented", is_final=True)
-
-
 _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
     ("responses", create_response, ResponsesRequest),
     ("messages", create_message, MessagesRequest),
     ("messages/count_tokens", count_message_tokens, CountTokensRequest),
-    ("embeddings", create_embedding, None),
+    ("embeddings", create_embedding, EmbeddingRequest),
     ("tokenize", tokenize, TokenizeRequest),
     ("detokenize", detokenize, DetokenizeRequest),
     ("start_profile", start_profile, None),
