@@ -161,6 +161,9 @@ class RequestMiddleware:
         try:
             with self._service.serving(state):
                 await app(scope, receive, observed)
+        except Exception:
+            status = status or 500  # the outermost middleware answers
+            raise
         finally:
             if span is not None:
                 # No status: the client disconnected before the answer began.
@@ -326,7 +329,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail)).response()
         case _:
-            return ApiError(500, "The server failed to answer this request.", code="internal_error").response()
+            response = ApiError(500, "The server failed to answer this request.", code="internal_error").response()
+            response.headers["x-request-id"] = request.state.request_id  # RequestMiddleware does not see this answer
+            return response
 
 
 def _shown_path(request: Request) -> str:
