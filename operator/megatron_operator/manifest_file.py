@@ -13,6 +13,7 @@ from megatron_operator.model.release import Release
 from megatron_operator.model.resource import (
     API_VERSION,
     KIND,
+    SERVED_API_VERSIONS,
     MegatronInferenceSpec,
     check_adapter_names,
     check_name,
@@ -83,7 +84,7 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
     Raises:
         ResourceFileError: it is invalid.
     """
-    if manifest.get("apiVersion") != API_VERSION:
+    if manifest.get("apiVersion") not in SERVED_API_VERSIONS:
         raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
     metadata = manifest.get("metadata") or {}
     try:

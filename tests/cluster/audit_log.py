@@ -15,6 +15,7 @@ class Request:
 
     verb: str
     group: str
+    version: str
     resource: str
     """With the subresource: `deployments/status`."""
     namespace: str
@@ -74,6 +75,7 @@ def _request(entry: dict[str, Any]) -> Request:
     return Request(
         verb=entry["verb"],
         group=asked.get("apiGroup", ""),
+        version=asked.get("apiVersion", ""),
         resource="/".join(parts),
         namespace=asked.get("namespace", ""),
         name=asked.get("name", ""),

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from machine import scaled
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, RESOURCE, SECRET, Kind
-from megatron_operator.install import HOME_RULES, RESOURCE_RULES
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, Kind
+from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
 from megatron_operator.model.crd import custom_resource_definition
 
 from .api_server_proxy import ApiProxy
@@ -36,7 +37,15 @@ ROLE = Kind("Role", "rbac.authorization.k8s.io", "v1", "roles")
 BINDING = Kind("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
 CLUSTER_ROLE = Kind("ClusterRole", "rbac.authorization.k8s.io", "v1", "clusterroles")
 CLUSTER_BINDING = Kind("ClusterRoleBinding", "rbac.authorization.k8s.io", "v1", "clusterrolebindings")
-GATEWAY_API_VERSION = "v1.4.0"
+OPTIONAL_CRDS = (
+    ("sigs.k8s.io/gateway-api@v1.4.0", "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml", HTTP_ROUTE),
+    (
+        "sigs.k8s.io/gateway-api-inference-extension@v1.1.0",
+        "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+        INFERENCE_POOL,
+    ),
+)
+"""Go modules, and the files of their CRDs."""
 CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
 
@@ -81,17 +90,17 @@ def wait_until_established(cluster: LocalCluster, name: str) -> None:
 
 @pytest.fixture
 def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
-    """The HTTPRoute kind, from the Go module of the Gateway API, for one test."""
-    command = ["go", "mod", "download", "-json", f"sigs.k8s.io/gateway-api@{GATEWAY_API_VERSION}"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
-    crd = Path(found["Dir"]) / "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"
-    name = f"{HTTP_ROUTE.plural}.{HTTP_ROUTE.group}"
+    """The kinds HTTPRoute and InferencePool, from their Go modules, for one test."""
+    names = [f"{kind.plural}.{kind.group}" for _, _, kind in OPTIONAL_CRDS]
     try:
-        control_plane.run_kubectl("apply", "--server-side", "-f", str(crd))
-        wait_until_established(control_plane, name)
+        for (module, file, _), name in zip(OPTIONAL_CRDS, names, strict=True):
+            command = ["go", "mod", "download", "-json", module]
+            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
+            control_plane.run_kubectl("apply", "--server-side", "-f", str(Path(found["Dir"]) / file))
+            wait_until_established(control_plane, name)
         yield
     finally:
-        control_plane.run_kubectl("delete", f"crd/{name}", "--ignore-not-found")
+        control_plane.run_kubectl("delete", "crd", *names, "--ignore-not-found")
 
 
 @pytest.fixture
@@ -132,8 +141,10 @@ async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[I
 
 
 @pytest.fixture
-async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespace: str, tmp_path: Path) -> Path:
-    """The kubeconfig of an account with the chart's namespaced Role and no other permission."""
+async def operator_kubeconfig(
+    api: KubeApi, control_plane: LocalCluster, namespace: str, tmp_path: Path
+) -> AsyncIterator[Path]:
+    """The kubeconfig of an account with the chart's namespaced Role, and its ClusterRole for nodes."""
     meta = {"name": "megatron-operator", "namespace": namespace}
     subject = {"kind": "ServiceAccount", **meta}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "megatron-operator"}
@@ -148,7 +159,21 @@ async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespa
     config["contexts"][0]["context"]["user"] = "operator"
     path = tmp_path / "operator-kubeconfig"
     path.write_text(yaml.safe_dump(config))
-    return path
+    async with granted_everywhere(api, namespace, f"megatron-operator-nodes-{namespace}", NODE_RULES):
+        yield path
+
+
+@asynccontextmanager
+async def granted_everywhere(api: KubeApi, namespace: str, name: str, rules: Sequence[Rule]) -> AsyncIterator[None]:
+    """Grant the operator's account a ClusterRole."""
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+    subject = {"kind": "ServiceAccount", "name": "megatron-operator", "namespace": namespace}
+    binding = {"metadata": {"name": name}, "roleRef": role, "subjects": [subject]}
+    await api.request("POST", CLUSTER_ROLE.path(None), body={"metadata": {"name": name}, "rules": list(rules)})
+    await api.request("POST", CLUSTER_BINDING.path(None), body=binding)
+    yield
+    await api.request("DELETE", CLUSTER_BINDING.path(None, name))
+    await api.request("DELETE", CLUSTER_ROLE.path(None, name))
 
 
 @pytest.fixture
@@ -163,15 +188,8 @@ async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
 async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) -> AsyncIterator[None]:
     """Grant the operator's account the chart's ClusterRole, and in its own namespace the rules of its home."""
     await api.merge_patch(ROLE, namespace, "megatron-operator", {"rules": HOME_RULES}, manager="test")
-    meta = {"name": f"megatron-operator-{namespace}", "namespace": ""}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": meta["name"]}
-    subject = {"kind": "ServiceAccount", "name": "megatron-operator", "namespace": namespace}
-    await api.request("POST", CLUSTER_ROLE.path(None), body={"metadata": meta, "rules": RESOURCE_RULES})
-    binding = {"metadata": meta, "roleRef": role, "subjects": [subject]}
-    await api.request("POST", CLUSTER_BINDING.path(None), body=binding)
-    yield
-    await api.request("DELETE", CLUSTER_BINDING.path(None, meta["name"]))
-    await api.request("DELETE", CLUSTER_ROLE.path(None, meta["name"]))
+    async with granted_everywhere(api, namespace, f"megatron-operator-{namespace}", RESOURCE_RULES):
+        yield
 
 
 @pytest.fixture
@@ -212,6 +230,19 @@ async def operator(make_operator: Callable[..., OperatorProcess]) -> OperatorPro
     process = make_operator()
     await process.start()
     return process
+
+
+@pytest.fixture
+def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
+    """helm in the test's namespace. A failure of the command fails the test."""
+    program = control_plane.program("helm")
+
+    def call(*arguments: str) -> None:
+        command = [program, "--kubeconfig", control_plane.kubeconfig, "--namespace", namespace, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return call
 
 
 class Resource:

@@ -82,6 +82,7 @@ class FakeNode:
         self._api = api
         self._namespace = namespace
         self._folder = folder
+        self._cut_off: list[Container] = []
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -91,11 +92,24 @@ class FakeNode:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for container in self.containers.values():
+        for container in (*self.containers.values(), *self._cut_off):
             _end(container, signal.SIGKILL)
 
     def engine(self, name: str) -> Container:
         return next(container for container in self.containers.values() if container.engine == name)
+
+    def cut_off(self, name: str) -> WarmProcess:
+        """Leave the process of an engine running when its pod is deleted, as on a node that is cut off."""
+        container = self.engine(name)
+        assert container.process is not None
+        self._cut_off.append(container)
+        return container.process
+
+    async def runs(self, name: str, *, unlike: Mapping[str, Any]) -> bool:
+        """Return whether another pod of an engine than this one is ready."""
+        uid = unlike["metadata"]["uid"]
+        found = (container for container in self.containers.values() if container.engine == name)
+        return any(container.ready and container.pod["metadata"]["uid"] != uid for container in found)
 
     def signal_engine(self, name: str, number: signal.Signals) -> None:
         process = self.engine(name).process
@@ -112,7 +126,9 @@ class FakeNode:
         found = await self._api.list(POD, self._namespace, selector=CHILD_SELECTOR)
         pods = {pod["metadata"]["uid"]: pod for pod in found}
         for uid in [uid for uid in self.containers if uid not in pods]:
-            _end(self.containers.pop(uid), signal.SIGTERM)
+            container = self.containers.pop(uid)
+            if container not in self._cut_off:
+                _end(container, signal.SIGTERM)
         for uid, pod in pods.items():
             if uid not in self.containers and self._may_start(pod):
                 self.containers[uid] = await self._start(pod)

@@ -25,7 +25,7 @@ MANY = [{**ON_HUB, "name": f"a{number}"} for number in range(65)]
 
 
 def manifest(spec: dict[str, Any], name: str = "demo") -> str:
-    body = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "metadata": {"name": name}}
+    body = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "metadata": {"name": name}}
     return json.dumps({**body, "spec": spec})
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from localcluster import LocalCluster
-
 pytestmark = pytest.mark.cluster
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,26 +34,15 @@ def earlier_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / CHART
 
 
-@pytest.fixture
-def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
-    program = control_plane.program("helm")
-
-    def call(*arguments: str) -> None:
-        command = [program, "--kubeconfig", control_plane.kubeconfig, "--namespace", namespace, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return call
-
-
 async def test_upgrade_and_uninstall_do_not_interrupt_serving(
     resource: Any, operator: Any, node: Any, helm: Callable[..., None], earlier_chart: Path, kubectl: Any
 ) -> None:
-    # The chart's operator pods never start on a control plane: the test's operator process reconciles. The CRD is
-    # installed by earlier tests. The release has another name than the test's operator, so uninstalling it does not
-    # delete that operator's account.
+    # The chart's operator pods never start on a control plane: the test's operator process, which is the current one,
+    # reconciles with the current CRD. The release has another name than the test's operator, so uninstalling it does
+    # not delete that operator's account.
     release = ("trial", "--take-ownership", "--set", "operator.image.tag=test")
-    await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], str(earlier_chart), *release[1:])
+    earlier = (str(earlier_chart), *release[1:], "--set", "crd.install=false")
+    await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], *earlier)
     await resource.create(replicas=2)
     await resource.settled("Running")
     before = await serving(resource, node)

@@ -9,7 +9,7 @@ import pytest
 from eventually import eventually
 from machine import scaled
 
-from megatron_operator.cluster.kinds import HTTP_ROUTE, SERVICE, kind_of
+from megatron_operator.cluster.kinds import HTTP_ROUTE, INFERENCE_POOL, POD, SERVICE, kind_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -23,6 +23,7 @@ SERVER = {
         "pathPrefix": "/demo",
         "modelHeader": "x-model",
     },
+    "inferencePool": {"endpointPickerRef": {"name": "picker", "port": 9003, "failureMode": "FailOpen"}},
 }
 
 
@@ -31,24 +32,53 @@ async def test_the_objects_are_accepted_kept_and_removed(
 ) -> None:
     await resource.create(replicas=1, server=SERVER)
     await resource.settled("Running")
-    service, ingress, route = [await found(api, resource, kind) for kind in (SERVICE, INGRESS, HTTP_ROUTE)]
+    kinds = (SERVICE, INGRESS, HTTP_ROUTE, INFERENCE_POOL)
+    service, ingress, route, pool = [await found(api, resource, kind) for kind in kinds]
     assert service["spec"]["loadBalancerClass"] == "example.com/lb"
     assert service["metadata"]["annotations"]["example.com/a"] == "b"
     assert ingress["spec"]["rules"][0]["host"] == "demo.example"
     assert route["spec"]["rules"][0]["matches"][0]["headers"][0]["value"] == "demo"
+    assert route["spec"]["rules"][0]["backendRefs"][0]["kind"] == "InferencePool"
+    owner = pool["metadata"]["ownerReferences"][0]
+    assert (owner["uid"], owner["controller"]) == ((await resource.get())["metadata"]["uid"], True)
+    assert pool["spec"]["endpointPickerRef"] == {
+        "group": "",
+        "kind": "Service",
+        "name": "picker",
+        "port": {"number": 9003},
+        "failureMode": "FailOpen",
+    }
+    selector = ",".join(f"{key}={value}" for key, value in pool["spec"]["selector"]["matchLabels"].items())
+    names = [pod["metadata"]["name"] for pod in await api.list(POD, resource.namespace, selector=selector)]
+    assert names
+    assert all(name.startswith("demo-server-") for name in names)
     await asyncio.sleep(scaled(3))  # time for a write without a change
-    assert (await found(api, resource, HTTP_ROUTE))["metadata"]["resourceVersion"] == route["metadata"][
-        "resourceVersion"
-    ]
+    for kind, before in ((HTTP_ROUTE, route), (INFERENCE_POOL, pool)):
+        now = await found(api, resource, kind)
+        assert now["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
 
     await resource.patch(server=dict.fromkeys(SERVER))
 
     async def removed() -> bool:
-        kinds = (INGRESS, HTTP_ROUTE)
+        kinds = (INGRESS, HTTP_ROUTE, INFERENCE_POOL)
         left = [await api.get(kind, resource.namespace, resource.name) for kind in kinds]
-        return left == [None, None] and (await found(api, resource, SERVICE))["spec"]["type"] == "ClusterIP"
+        return left == [None] * 3 and (await found(api, resource, SERVICE))["spec"]["type"] == "ClusterIP"
 
-    await eventually(removed, seconds=60, what="Ingress and HTTPRoute are deleted")
+    await eventually(removed, seconds=60, what="Ingress, HTTPRoute and InferencePool are deleted")
+
+
+async def test_a_deleted_resource_leaves_no_pool(
+    resource: Any, operator: Any, gateway_api: None, node: Any, api: Any
+) -> None:
+    await resource.create(replicas=1, server={"inferencePool": SERVER["inferencePool"]})
+    await resource.settled("Running")
+    await found(api, resource, INFERENCE_POOL)
+    await resource.delete()
+
+    async def gone() -> bool:
+        return await api.get(INFERENCE_POOL, resource.namespace, resource.name) is None
+
+    await eventually(gone, seconds=60, what="the garbage collector deletes the InferencePool")
 
 
 async def test_without_the_gateway_api_everything_else_serves(
@@ -61,6 +91,8 @@ async def test_without_the_gateway_api_everything_else_serves(
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
     await resource.patch(desiredState="Running", server={"httpRoute": None})
+    await resource.until(lambda status: reason(status, "Degraded") == "InferenceExtensionMissing", seconds=60)
+    await resource.patch(server={"inferencePool": None})
     await resource.until(lambda status: reason(status, "Degraded") == "AllWell", seconds=60)
 
 

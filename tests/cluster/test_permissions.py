@@ -10,14 +10,16 @@ from eventually import eventually
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import CHILD_KINDS, HTTP_ROUTE, Kind, kind_of
-from megatron_operator.install import HOME_RULES, RESOURCE_RULES, Rule
+from megatron_operator.cluster.kinds import CHILD_KINDS, OPTIONAL_KINDS, Kind, kind_of
+from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
 
 from .audit_log import AuditLog, Request
+from .lost_node import replaced, terminate_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 Permission = tuple[str, str, str]
+ALL_RULES = [*RESOURCE_RULES, *HOME_RULES, *NODE_RULES]
 INGRESS = kind_of("networking.k8s.io/v1", "Ingress")
 
 
@@ -56,6 +58,7 @@ async def live(resource: Any, api: Any) -> None:
     await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
     await change_standby(resource)
     await change_front_door(resource, api)
+    await lose_node(resource, api)
     await forbid_pods(api, resource.namespace)
     await resource.patch(replicas=3)
     await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
@@ -76,16 +79,29 @@ async def change_standby(resource: Any) -> None:
 
 
 async def change_front_door(resource: Any, api: Any) -> None:
-    """Add an Ingress and an HTTPRoute, and remove them."""
-    wanted = {"ingress": {"hosts": ["demo.example"]}, "httpRoute": {"parentRefs": [{"name": "gateway"}]}}
+    """Add an Ingress, an HTTPRoute and an InferencePool, and remove them."""
+    wanted = {
+        "ingress": {"hosts": ["demo.example"]},
+        "httpRoute": {"parentRefs": [{"name": "gateway"}]},
+        "inferencePool": {"endpointPickerRef": {"name": "picker"}},
+    }
     for fields in (wanted, dict.fromkeys(wanted)):
         await resource.patch(server=fields)
 
         async def changed(present: bool = fields is wanted) -> bool:
-            found = [await api.get(kind, resource.namespace, resource.name) for kind in (INGRESS, HTTP_ROUTE)]
+            kinds = (INGRESS, *OPTIONAL_KINDS)
+            found = [await api.get(kind, resource.namespace, resource.name) for kind in kinds]
             return all((each is not None) is present for each in found)
 
         await eventually(changed, seconds=60, what=f"server is {fields}")
+    await resource.settled("Running")
+
+
+async def lose_node(resource: Any, api: Any) -> None:
+    """Let a pod of an engine terminate on a node that does not exist any more."""
+    await resource.patch(lifecycle={"lostNodeSeconds": 1})
+    old = await terminate_on(api, resource.namespace, "demo-engine-0-0", node=f"lost-{resource.namespace}")
+    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
     await resource.settled("Running")
 
 
@@ -148,7 +164,7 @@ async def test_every_permission_of_the_role_is_needed_and_none_is_missing(
     resource: Any, make_resource: Any, make_operator: Any, gateway_api: None, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3")
-    await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
+    await audit(operator, (resource, make_resource), api, log, rules=granted(ALL_RULES))
 
 
 @pytest.mark.skipif(not SOAK, reason="repeats the test above with the ClusterRole: `make soak` runs it")
@@ -163,7 +179,7 @@ async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missin
     log: AuditLog,
 ) -> None:
     operator = make_operator("--resync-seconds", "3", everywhere=True)
-    await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
+    await audit(operator, (resource, make_resource), api, log, rules=granted(ALL_RULES))
 
 
 async def audit(

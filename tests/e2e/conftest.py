@@ -57,12 +57,15 @@ def cluster(platform: Platform) -> Iterator[LocalCluster]:
     grown = LocalCluster(options=Options(nodes=SECOND))
     grown.up()
     grown.build_images()
-    first = grown.settings.nodes[0].name
-    selector = [f"operator.nodeSelector.kubernetes\\.io/hostname={first}"]
-    installation.install_operator(platform.kube, platform.helm, Steps(), values=selector)
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=[on_first_node(grown)])
     yield grown
     grown.restore_network(SECOND)
     grown.thaw_node(SECOND)
+
+
+def on_first_node(cluster: LocalCluster) -> str:
+    """Return the assignment of a chart value that places the operator on the first node."""
+    return f"operator.nodeSelector.kubernetes\\.io/hostname={cluster.settings.nodes[0].name}"
 
 
 @contextmanager

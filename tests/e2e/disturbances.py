@@ -21,10 +21,10 @@ PROXY_SECONDS = 6.0
 COMPONENTS = ("coordinator", "engine", "server")
 
 
-def settled(kube: Kubectl) -> None:
+def settled(kube: Kubectl, *, replicas: int = 2) -> None:
     for component in ("coordinator", "server"):
         kube("rollout", "status", f"deployment/demo-{component}")
-    kube.wait("mi/demo", "jsonpath={.status.ready}=2/2")
+    kube.wait("mi/demo", f"jsonpath={{.status.ready}}={replicas}/{replicas}")
     kube.wait("mi/demo", "condition=EnginesReady")
     kube.wait("mi/demo", "condition=CoordinatorReady")
     kube.wait("mi/demo", "condition=Progressing=False")
@@ -88,13 +88,13 @@ def lose_behind_a_late_proxy(kube: Kubectl, component: str) -> None:
     settled(kube)
 
 
-def change(kube: Kubectl, **spec: Any) -> None:
+def change(kube: Kubectl, *, replicas: int = 2, **spec: Any) -> None:
     """Patch the spec, and wait until every engine has its revision."""
     kube.patch_spec("demo", **spec)
     generation = kube.json("mi", "demo")["metadata"]["generation"]
     kube.wait("mi/demo", f"jsonpath={{.status.observedGeneration}}={generation}")
-    kube.wait("mi/demo", "jsonpath={.status.updatedReplicas}=2")
-    settled(kube)
+    kube.wait("mi/demo", f"jsonpath={{.status.updatedReplicas}}={replicas}")
+    settled(kube, replicas=replicas)
 
 
 def change_and_revert(kube: Kubectl, *, to: dict[str, Any], back: dict[str, Any]) -> None:

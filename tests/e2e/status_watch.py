@@ -133,12 +133,13 @@ class Record:
         """Return the cells of a row: longest false claim in seconds, reasons of Degraded."""
         return f"{max(self.longest.values(), default=0.0):.1f} s | {', '.join(sorted(self.degraded)) or '-'} |"
 
-    def faults(self, *, degraded: frozenset[str] | None) -> list[str]:
+    def faults(self, *, degraded: frozenset[str] | None, absent_seconds: float = 0.0) -> list[str]:
         """Return the claims that were false for too long, and unexpected errors.
 
-        degraded: the expected reasons; None: any.
+        degraded:       the expected reasons; None: any.
+        absent_seconds: the longest time without an operator that leads.
         """
-        limit = scaled(FALSE_SECONDS)
+        limit = scaled(FALSE_SECONDS + absent_seconds)
         found = [f"false for {seconds:.1f} s: {claim}" for claim, seconds in self.longest.items() if seconds > limit]
         if degraded is not None:
             found += [f"Degraded: {reason}: {text}" for reason, text in self.degraded.items() if reason not in degraded]
@@ -173,7 +174,7 @@ class StatusWatch:
 
     def __enter__(self) -> StatusWatch:
         namespaced = f"namespaces/{self._kube.namespace}"
-        group = f"/apis/inference.megatron.dev/v1alpha1/{namespaced}/{RESOURCE.partition('.')[0]}"
+        group = f"/apis/inference.megatron.dev/v1beta1/{namespaced}/{RESOURCE.partition('.')[0]}"
         self._watch(f"{group}?fieldSelector=metadata.name%3D{self._name}", self._take_resource)
         self._watch(
             f"/api/v1/{namespaced}/pods?labelSelector=app.kubernetes.io%2Finstance%3D{self._name}", self._take_pod

@@ -8,13 +8,15 @@ import pytest
 import yaml
 
 from localcluster import installation
+from localcluster.kubectl import Kubectl
+from localcluster.progress import Steps
 from megatron_operator.install import install_manifests
 
-from .conftest import Platform
+from .conftest import Platform, deploy
 
 
 def test_the_chart_installs_what_the_install_manifest_does(platform: Platform) -> None:
-    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--skip-tests"]
     output = subprocess.run([*command, "-n", "megatron-system"], check=True, capture_output=True, text=True).stdout
     chart = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.safe_load_all(output) if doc}
     plain = install_manifests(
@@ -37,6 +39,25 @@ def test_the_chart_installs_what_the_install_manifest_does(platform: Platform) -
     assert chart == {}
 
 
+def test_helm_test_passes_with_a_model_and_names_what_does_not_answer(platform: Platform, kube: Kubectl) -> None:
+    demo = deploy(kube)
+    kubeconfig = ["--kubeconfig", platform.cluster.kubeconfig, "-n", installation.OPERATOR_NAMESPACE]
+
+    def helm_test(url: str) -> subprocess.CompletedProcess[str]:
+        values = [f"tests.serverUrl={url}", "tests.timeoutSeconds=20"]
+        installation.install_operator(platform.kube, platform.helm, Steps(), values=values)
+        command = [platform.helm, *kubeconfig, "test", installation.RELEASE, "--logs"]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    namespace = demo.kube("get", "mi", demo.name, "-o", "jsonpath={.metadata.namespace}")
+    passed = helm_test(f"http://{demo.name}.{namespace}")
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "Phase:          Succeeded" in passed.stdout
+    failed = helm_test(f"http://absent.{namespace}")
+    assert failed.returncode != 0
+    assert "check failed that the model answers" in failed.stdout + failed.stderr
+
+
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS: dict[str, list[str]] = {
     "namespaced": ["--set", "operator.namespaces={team-a,team-b}", "--set", "operator.replicas=2"],
@@ -48,7 +69,7 @@ VARIANTS: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_of_the_chart_renders_to_its_golden_file(platform: Platform, name: str) -> None:
     """Compare all but the CRD, which the test above compares with the code."""
-    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--skip-tests"]
     variant = [*VARIANTS[name], "--set", "crd.install=false", "-n", "megatron-system"]
     rendered = subprocess.run([*command, *variant], check=True, capture_output=True, text=True).stdout
     assert rendered == (GOLDEN / f"chart-{name}.yaml").read_text()
@@ -114,6 +135,8 @@ SWITCHES = {
     "networkPolicy.egress=false": ["--no-egress-policies"],
     "vllm.allowCode=true": ["--allow-vllm-code"],
     "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
+    "runtime.logFormat=json": ["--runtime-log-format", "json"],
+    "runtime.logFormat=null": [],
     "podPolicy=null": [],
     "networkPolicy.egress=null": [],
 }

@@ -51,7 +51,7 @@ def ask_with_the_openai_sdk(url: str) -> None:
 
 def test_an_invalid_resource_is_rejected_with_field_and_remedy(kube: Kubectl) -> None:
     manifest = {
-        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "apiVersion": "inference.megatron.dev/v1beta1",
         "kind": "MegatronInference",
         "metadata": {"name": "two"},
         "spec": {"model": {"source": {"builtin": "smollm2-135m", "huggingFace": {"repo": "a/b"}}}},

@@ -1,6 +1,7 @@
 """A second node is lost with an engine, and with the coordinator: no request fails, and every token is compared.
 
 With a standby, a lost coordinator delays no token by more than ten seconds, with the operator's leader on its node too.
+The status is compared with what the processes answer meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
 from localcluster.progress import Steps
+from megatron_operator.cluster.lease import LeaseSettings
 
 from .conftest import SAMPLE, SECOND, Platform, deploy, own_namespace, printed_when_failed
 from .disturbances import pods, settled
@@ -32,6 +34,8 @@ from .status_watch import StatusWatch, heading
 pytestmark = pytest.mark.skipif(not SOAK, reason="takes eight minutes; `make soak` runs it")
 WORKERS, TOKENS = 3, 32
 HOSTNAME = "kubernetes.io/hostname"
+LEASE_SECONDS = LeaseSettings("", "", "").duration
+"""Without its leader the status does not change for this long."""
 
 
 @pytest.fixture
@@ -169,13 +173,19 @@ def test_a_standby_takes_over_from_a_lost_node(
 ) -> None:
     first, second = (node.name for node in cluster.settings.nodes)
     series: list[Disturbance] = []
+    false_claims: list[str] = []
     with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
         spec = spread_spec(first)
         deployed = deploy(kube, **spec, coordinator={"replicas": 2})
         settled(kube)
         kube("wait", "deployment/demo-standby", "--for=condition=Available", "--timeout=120s")
-        print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{HEADING}")
-        with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
+        print(
+            f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{heading(HEADING)}"
+        )
+        with (
+            LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load,
+            StatusWatch(kube, "demo") as watch,
+        ):
             for operator_at in (first, second):
                 place_on(second, lambda: active_node(kube), lambda: delete_coordinator(kube, node=first))
                 place_on(
@@ -185,7 +195,7 @@ def test_a_standby_takes_over_from_a_lost_node(
                 )
                 assert node_of(kube, "coordinator") | node_of(kube, "standby") == {first, second}
                 what = "an engine and the active coordinator" + (" and the operator" if operator_at == second else "")
-                with load.during(f"loss of a node with {what}") as done:
+                with load.during(f"loss of a node with {what}") as done, watch.during() as record:
                     with lost(cluster):
                         load.answered(2 * WORKERS, seconds=180)
                     kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
@@ -193,7 +203,10 @@ def test_a_standby_takes_over_from_a_lost_node(
                     load.answered(2 * WORKERS, seconds=180)
                     assert active_node(kube) == first, "the coordinator of the lost node took over when it returned"
                 series.append(done)
+                absent = LEASE_SECONDS if operator_at == second else 0.0
+                false_claims += record.faults(degraded=None, absent_seconds=absent)
                 waits = [answer.longest_gap for answer in done.answers if answer.streamed]
-                print(done.row(), f"in a stream {max(waits):.1f} s |", flush=True)
+                print(done.row(), record.cells(), f"in a stream {max(waits):.1f} s |", record.longest, flush=True)
     assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
+    assert false_claims == []
     assert all(disturbance.answers for disturbance in series)

@@ -5,7 +5,7 @@ Every token is compared, and so is what the status claims with what the processe
 
 import os
 import platform as machine
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -13,11 +13,16 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import LONG_SECONDS
+from machine import scaled
 from soak import SOAK
 
+from localcluster import installation
+from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
+from localcluster.progress import Steps
 
-from .conftest import SAMPLE, deploy
+from .conftest import SAMPLE, Platform, deploy, on_first_node
 from .disturbances import (
     change,
     change_and_revert,
@@ -26,6 +31,7 @@ from .disturbances import (
     kill,
     lose,
     lose_behind_a_late_proxy,
+    pods,
     reject_and_revert,
     settled,
     to_and_fro,
@@ -111,6 +117,32 @@ ROWS = (
 )
 
 
+STALL_SECONDS = 2.0
+"""Longest wait for a token of a stream during a rollout with a surge engine."""
+
+
+@pytest.mark.skipif(not SOAK, reason="one more rollout under load; `make soak` runs it")
+def test_a_rollout_of_one_engine_with_a_surge_engine_stalls_no_stream(kube: Kubectl) -> None:
+    deployed = deploy(kube, replicas=1, rollout={"maxSurge": 1}, lifecycle={"drainSeconds": 60})
+    kube.wait("mi/demo", "condition=Progressing=False")
+    before = {pod["metadata"]["uid"] for pod in pods(kube, "engine")}
+    what = "rollout of the only engine with a surge engine"
+    print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} CPUs ({machine.machine()})\n{heading(HEADING)}")
+    with (
+        LoadClient(deployed.chat.url, deployed.chat.model, workers=2, tokens=TOKENS) as load,
+        StatusWatch(kube, "demo", last_token=lambda: load.last_token) as watch,
+        load.during(what) as done,
+        watch.during() as record,
+    ):
+        change(kube, replicas=1, engine={"batching": {"maxRequests": 12}})
+    waits = [answer.longest_gap for answer in done.answers if answer.streamed]
+    print(f"{done.row()} {record.cells()} in a stream {max(waits):.1f} s |", flush=True)
+    assert [pod["metadata"]["name"] for pod in pods(kube, "engine")] == ["demo-engine-0-0"]
+    assert not before & {pod["metadata"]["uid"] for pod in pods(kube, "engine")}
+    assert [*done.faults, *record.faults(degraded=frozenset())] == []
+    assert max(waits) <= scaled(STALL_SECONDS)
+
+
 def test_no_request_fails_and_no_status_is_false(kube: Kubectl, request: pytest.FixtureRequest) -> None:
     if SOAK:
         request.getfixturevalue("cluster")
@@ -139,3 +171,54 @@ def test_no_request_fails_and_no_status_is_false(kube: Kubectl, request: pytest.
                 faults.setdefault(row.what, []).append(fault)
             assert done.answers
     assert faults == {}
+
+
+def containers(kube: Kubectl, resource: str) -> dict[str, int]:
+    """Return the number of restarts of each pod of a resource, by its UID."""
+    found = kube.json("pods", "-l", f"app.kubernetes.io/instance={resource}")["items"]
+    return {
+        pod["metadata"]["uid"]: sum(status["restartCount"] for status in pod["status"].get("containerStatuses", ()))
+        for pod in found
+    }
+
+
+@pytest.fixture
+def upgrade(platform: Platform, cluster: LocalCluster) -> Iterator[Callable[..., None]]:
+    """Upgrade the chart with further values; the values of all tests are restored at the end."""
+
+    def upgrade(*values: str) -> None:
+        chosen = [on_first_node(cluster), *values]
+        installation.install_operator(platform.kube, platform.helm, Steps(), values=chosen)
+
+    yield upgrade
+    upgrade()
+
+
+@pytest.mark.skipif(not SOAK, reason="takes four minutes; `make soak` runs it")
+def test_a_chart_upgrade_restarts_no_resource_and_offers_its_image(upgrade: Callable[..., None], kube: Kubectl) -> None:
+    """Two resources under load. The new default image of their engines and servers is offered, not used."""
+    names = ("demo", "other")
+    demo, other = (deploy(kube, name=name, replicas=1) for name in names)
+    before = {name: containers(kube, name) for name in names}
+    with (
+        LoadClient(demo.chat.url, demo.chat.model, workers=2, tokens=TOKENS) as load,
+        LoadClient(other.chat.url, other.chat.model, workers=2, tokens=TOKENS) as second_load,
+        StatusWatch(kube, "demo", last_token=lambda: load.last_token) as watch,
+    ):
+        with (
+            load.during("upgrade of the chart, with two resources") as done,
+            second_load.during("the same, at the other resource") as second,
+            watch.during() as record,
+        ):
+            upgrade("runtime.image.tag=next")
+            for name in names:
+                kube.wait(f"mi/{name}", "condition=UpdateAvailable")
+            load.answered(8, seconds=LONG_SECONDS)
+            second_load.answered(8, seconds=LONG_SECONDS)
+            status = {name: kube.json("mi", name)["status"] for name in names}
+        print(f"\n{heading(HEADING)}\n{done.row()} {record.cells()}\n{second.row()} - | - |", flush=True)
+    assert [*done.faults, *second.faults, *record.faults(degraded=frozenset())] == []
+    for name in names:
+        offered = next(entry for entry in status[name]["conditions"] if entry["type"] == "UpdateAvailable")
+        assert (offered["reason"], ":next;" in offered["message"]) == ("UpdateAvailable", True), offered
+        assert containers(kube, name) == before[name], f"{name} was restarted"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from machine import scaled
-from playwright.async_api import ConsoleMessage, Page, async_playwright
+from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 WIDTH, HEIGHT = 1280, 800
@@ -30,6 +30,7 @@ def executable() -> str:
 async def page() -> AsyncIterator[Page]:
     """An empty page of a new browser with a profile of its own. Its timeouts are scaled to this machine."""
     errors: list[str] = []
+    expect.set_options(timeout=1000 * scaled(30))
 
     def on_console(message: ConsoleMessage) -> None:
         if message.type == "error" and "Content Security Policy" in message.text:

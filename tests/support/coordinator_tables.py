@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
@@ -9,6 +10,7 @@ from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.open_requests import Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Entry, Levels, Tenant
+from megatron_runtime.coordinator.core.routing import load_by
 
 
 def check_tables(core: CoordinatorCore) -> None:
@@ -17,10 +19,20 @@ def check_tables(core: CoordinatorCore) -> None:
     by_route = set(core.clients._by_route.values())
     assert registered == set(core.clients._by_peer.values()) == by_route, "a client is half registered"
     assert set(core.engines._by_name.values()) == set(core.engines._by_peer.values()), "an engine is half registered"
+    _check_loads(core)
     _check_requests(core.dispatcher)
     _check_quarantine(core.dispatcher.quarantine)
     _check_queue(core.dispatcher.queue)
     _check_tenants(core.dispatcher.tenants, list(core.dispatcher.journal))
+
+
+def _check_loads(core: CoordinatorCore) -> None:
+    load = load_by(core.context.settings.routing_policy, alpha=core.context.settings.alpha)
+    order = []
+    for engine in core.engines:
+        waiting, slots = len(engine.in_flight), engine.max_requests
+        order.append((load(waiting, slots) if waiting < slots else math.inf, engine.index))
+    assert core.engines._by_load._order == sorted(order), "an engine is not in its place by load"
 
 
 def _check_requests(dispatcher: Dispatcher) -> None:

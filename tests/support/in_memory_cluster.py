@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -31,7 +31,7 @@ from megatron_operator.model.states import (
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.decide import decide
-from megatron_operator.plan.reduce import reduce_child, reduce_pod
+from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
 from megatron_operator.plan.world import (
     AdapterReport,
     ApplyChild,
@@ -65,6 +65,7 @@ from megatron_runtime.transport.security import KeyPair
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OWNER_UID = "owner-uid"
+GRACE_SECONDS = 30
 LANDS: dict[SignalKind, EngineState] = {
     SignalKind.PAUSE: EngineState.PAUSED,
     SignalKind.UNPAUSE: EngineState.RUNNING,
@@ -115,6 +116,8 @@ class FakeCoordinator:
     adapters: tuple[Adapter, ...] | None = ()
     adapter_errors: dict[str, str] = field(default_factory=dict)
     """Why an engine has not loaded an adapter of the list, by name."""
+    reports_adapter_errors: bool = True
+    """Whether a failed SET_ADAPTERS names the adapters that cannot be loaded."""
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -136,9 +139,12 @@ class FakeCoordinator:
         """All ranks confirm the open operation."""
         if self.open is None:
             return
-        bad = next((each for each in self.open.adapters or () if each.source in self.bad_sources), None)
-        if bad is not None:
-            self.fail(f"ENGINE_FAILED: demo-engine-0: adapter {bad.name!r} from {bad.source}: no such file", code=500)
+        bad = [each for each in self.open.adapters or () if each.source in self.bad_sources]
+        if bad:
+            causes = {each.name: f"adapter {each.name!r} from {each.source}: no such file" for each in bad}
+            errors = {name: f"demo-engine-0: {cause}" for name, cause in causes.items()}
+            message = f"ENGINE_FAILED: demo-engine-0: {'; '.join(causes.values())}"
+            self.fail(message, code=500, adapter_errors=errors if self.reports_adapter_errors else {})
             return
         if self.open.source in self.bad_sources:
             self.fail(f"rank 0: no weights at {self.open.source}")
@@ -169,11 +175,11 @@ class FakeCoordinator:
         if moves and signal.kind in SIGNAL_TARGET:
             self.state = SIGNAL_TARGET[signal.kind]
 
-    def fail(self, message: str, *, code: int = 0) -> None:
+    def fail(self, message: str, *, code: int = 0, adapter_errors: Mapping[str, str] | None = None) -> None:
         assert self.open is not None
         signal, self.open = self.open, None
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.FAILED, signal.kind, message=message, code=code
+            OperationOutcome.FAILED, signal.kind, message=message, code=code, adapter_errors=adapter_errors or {}
         )
 
     def snapshot(self) -> CoordinatorSnapshot:
@@ -237,6 +243,8 @@ class Cluster:
         self.objects: dict[ChildRef, dict[str, Any]] = {}
         self.unverified: set[ChildRef] = set()
         self.pods: dict[str, dict[str, Any]] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
+        """Nodes whose kubelet does not answer, by name; they may be ready. Pods on them are deleted only by force."""
         self.coordinator: FakeCoordinator | None = None
         self.rejections: dict[ChildRef, Rejection] = {}
         self.reject: set[ChildRef] = set()
@@ -299,6 +307,7 @@ class Cluster:
             vetted=dict(self.vetted),
             failed_creations=dict(self.failed_creations),
             unregistered_seconds=self._unregistered(),
+            lost_nodes={name: since for name, node in self.nodes.items() if (since := lost_since(node)) is not None},
             may_update=self.may_update,
         )
 
@@ -367,7 +376,7 @@ class Cluster:
         elif isinstance(action, DeletePods):
             for name, uid in action.pods:
                 assert self.pods[name]["metadata"]["uid"] == uid
-                self._delete_pod(name)
+                self._delete_pod(name, force=action.force)
         elif isinstance(action, Signal):
             assert self.coordinator is not None
             assert (self.status["lifecycle"]["operationId"], self.status["lifecycle"]["phase"]) == (
@@ -400,11 +409,11 @@ class Cluster:
         self.checked.append(pod["metadata"]["labels"]["inference.megatron.dev/revision"])
         return pod
 
-    def remove(self, kind: str, name: str, uid: str) -> None:
+    def remove(self, kind: str, name: str, uid: str, *, force: bool = False) -> None:
         """Delete an object or pod if the uid matches."""
         if kind == "Pod":
             if self.pods[name]["metadata"]["uid"] == uid:
-                self._delete_pod(name)
+                self._delete_pod(name, force=force)
             return
         for ref, obj in list(self.objects.items()):
             if (ref.kind, ref.name) == (kind, name) and obj["metadata"]["uid"] == uid:
@@ -417,6 +426,15 @@ class Cluster:
         obj["metadata"]["uid"] = known["metadata"]["uid"] if known else f"uid-{next(self.uids)}"
         obj["metadata"].setdefault("resourceVersion", "2")
         self.objects[ref] = obj
+
+    def lose_node(self, engine: str, *, ready: str = "Unknown") -> None:
+        """Lose the node of the pods of an engine, which Kubernetes then evicts. ready: status of its condition."""
+        condition = {"type": "Ready", "status": ready, "lastTransitionTime": stamp_seconds(self.now)}
+        self.nodes[f"node-of-{engine}"] = {"metadata": {}, "status": {"conditions": [condition]}}
+        for name in self.engine_pods():
+            if name.startswith(f"{engine}-"):
+                self.pods[name]["spec"]["nodeName"] = f"node-of-{engine}"
+                self._remove_pod(name)
 
     # --- Kubernetes, engines and the coordinator ----------------------------------------------------------------
 
@@ -459,7 +477,8 @@ class Cluster:
                 wanted[pod["metadata"]["name"]] = {"template": pod, "index": 0}
                 self._run_check(pod)
         for name in set(self.pods) - set(wanted):
-            self._remove_pod(name)
+            if "deletionTimestamp" not in self.pods[name]["metadata"]:
+                self._remove_pod(name)
         for name, made in wanted.items():
             server_key = (made["template"]["metadata"].get("annotations") or {}).get(ANNOTATION_SERVER_KEY)
             if name in self.pods and self.pods[name]["metadata"].get("server_key") != server_key:
@@ -501,13 +520,18 @@ class Cluster:
         self.coordinator.keys = None
         self.log.append("the coordinator is restarted")
 
-    def _delete_pod(self, name: str) -> None:
+    def _delete_pod(self, name: str, *, force: bool = False) -> None:
         if not _is_check(self.pods[name]):
             self.deleted_pods.append(name)
-        self._remove_pod(name)
+        self._remove_pod(name, force=force)
 
-    def _remove_pod(self, name: str) -> None:
-        pod = self.pods.pop(name)
+    def _remove_pod(self, name: str, *, force: bool = False) -> None:
+        pod = self.pods[name]
+        if pod["spec"].get("nodeName") in self.nodes and not force:
+            ends = stamp_seconds(self.now + timedelta(seconds=GRACE_SECONDS))
+            pod["metadata"] |= {"deletionTimestamp": ends, "deletionGracePeriodSeconds": GRACE_SECONDS}
+        else:
+            del self.pods[name]
         engine = pod["metadata"]["labels"].get("inference.megatron.dev/engine")
         if engine and self.coordinator:
             self.coordinator.engines.pop(engine, None)
@@ -519,6 +543,8 @@ class Cluster:
         for pod in self.pods.values():
             labels = pod["metadata"]["labels"]
             name = labels.get("inference.megatron.dev/engine")
+            if pod["metadata"].get("deletionTimestamp"):
+                continue
             if not name or name in self.broken_engines or labels["apps.kubernetes.io/pod-index"] != "0":
                 continue
             others = (other["metadata"]["labels"] for other in self.pods.values())

@@ -135,8 +135,12 @@ async def test_an_adapter_that_engines_cannot_read_changes_nothing(pool: Pool, t
     await pool.set_adapters(present)
     await pool.until_loaded(present, engines=3)
     with pytest.raises(ControlRejectedError, match="adapter 'lost' from /no/such: the directory does not exist") as bad:
-        await pool.set_adapters(present, Adapter("lost", "/no/such"))
+        await pool.set_adapters(Adapter("absent", "/none"), present, Adapter("lost", "/no/such"))
     assert bad.value.code == ErrorCode.ENGINE_FAILED
+    errors = bad.value.ack.adapter_errors or {}
+    assert sorted(errors) == ["absent", "lost"], "every adapter that cannot be loaded is named"
+    assert "adapter 'absent' from /none: the directory does not exist" in errors["absent"]
+    assert (await pool.link.status()).operations[-1].adapter_errors == errors
     await pool.until_loaded(present, engines=3)
 
     directory.rename(tmp_path / "elsewhere")

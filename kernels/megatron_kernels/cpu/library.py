@@ -13,7 +13,7 @@ from megatron_kernels.cpu import build
 ISA_VARIABLE = "MEGATRON_CPU_ISA"
 """Environment variable that selects an instruction set instead of the best one of this CPU."""
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, Q4_K, Q6_K = range(7)
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q4_K, Q5_K, Q6_K = range(9)
 """Formats of a matrix."""
 
 PANEL = 16
@@ -56,7 +56,8 @@ class Layer(ctypes.Structure):
         ("attention_output_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("mlp_output_norm", c_void_p),
-        ("qkv", Matrix),
+        ("num_qkv", c_int64),
+        ("qkv", POINTER(Matrix)),
         ("output", Matrix),
         ("num_experts", c_int64),
         ("gate_up", POINTER(Matrix)),
@@ -110,6 +111,9 @@ class Step(ctypes.Structure):
         ("num_logits", c_int64),
         ("logits", c_void_p),
         ("sums", c_void_p),
+        ("gathered_tokens", c_int64),
+        ("gathered", c_void_p),
+        ("gathered_sums", c_void_p),
     )
 
 
@@ -122,6 +126,7 @@ _FUNCTIONS = {
     "megatron_create_decoder": (c_void_p, POINTER(Model)),
     "megatron_destroy_decoder": (None, c_void_p),
     "megatron_run": (c_int64, c_void_p, c_void_p, POINTER(Step), c_int64, c_int64),
+    "megatron_add_sums": (None, c_void_p, c_void_p, POINTER(Step), c_int64),
     "megatron_multiply": (c_int64, c_void_p, POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "megatron_look_up": (None, POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "megatron_matrix_bytes": (c_int64, POINTER(Matrix)),

@@ -13,6 +13,7 @@ from megatron_kernels.cpu.library import (
     FLOAT16,
     FLOAT32,
     INT4,
+    INT5,
     INT8,
     PANEL,
     Matrix,
@@ -20,12 +21,37 @@ from megatron_kernels.cpu.library import (
     library,
 )
 from megatron_kernels.cpu.memory import WeightMemory
-from megatron_kernels.quantized import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, QuantizedTensor
+from megatron_kernels.quantized import (
+    BF16,
+    F16,
+    F32,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    QuantizedTensor,
+)
 
 BLOCK = 32
 """Inputs of a block of the integer formats. Every format needs whole blocks."""
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4}
-_KEPT = {Q4_0: INT4, Q4_1: INT4, Q8_0: INT8, Q4_K: abi.Q4_K, Q6_K: abi.Q6_K}
+_KEPT = {
+    Q4_0: INT4,
+    Q4_1: INT4,
+    Q5_0: INT5,
+    Q5_1: INT5,
+    Q8_0: INT8,
+    # Q6_K represents the values of Q3_K: the same scales of 16 values, integers of fewer bits.
+    Q3_K: abi.Q6_K,
+    Q4_K: abi.Q4_K,
+    Q5_K: abi.Q5_K,
+    Q6_K: abi.Q6_K,
+}
 QUANTIZED_KINDS = frozenset(_KEPT)
 """GGML types that are packed without a change of any value."""
 _DENSE_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
@@ -51,12 +77,17 @@ def fits(outputs: int, inputs: int) -> bool:
     return outputs % PANEL == 0 and inputs % BLOCK == 0
 
 
+def packed_format(weight: QuantizedTensor, name: str) -> int:
+    """Return the format that a quantized weight is packed in, given the name of the format of dense weights."""
+    return _KEPT[weight.kind] if name in ("int8", "int4") else _FORMATS[name]
+
+
 def pack(
     weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str, memory: WeightMemory | None = None
 ) -> PackedMatrix:
     """Return a weight packed in the format of this name, directly from its memory.
 
-    weight: one weight, or several of one kind of QUANTIZED_KINDS whose rows are concatenated; each must fit by itself.
+    weight: one weight, or several of one packed_format() whose rows are concatenated; each must fit by itself.
     name: float32, bfloat16, float16, int8 or int4. Quantized weights keep their blocks if it is an integer format.
     memory: where the panels are allocated; None allocates separately.
     """
@@ -66,7 +97,7 @@ def pack(
     else:
         quantized = [weight] if isinstance(weight, QuantizedTensor) else weight
         parts = [(part.kind, part.blocks_NB, part.shape) for part in quantized]
-        format = _KEPT[quantized[0].kind] if name in ("int8", "int4") else _FORMATS[name]
+        format = packed_format(quantized[0], name)
     inputs = parts[0][2][1]
     matrices = [Matrix(format, inputs, shape[0], None) for _, _, shape in parts]
     sizes = [library().megatron_matrix_bytes(matrix) for matrix in matrices]

@@ -155,8 +155,11 @@ class KubeApi:
             content_type="application/merge-patch+json",
         )
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete the object with this UID in the background.
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> None:
+        """Delete the object with this UID in the background. grace_seconds: of a pod, if not its own; with 0 the API
+        server does not wait for its kubelet.
 
         Raises:
             ApiError: 404 if it does not exist, 409 if another object has the name now.
@@ -166,6 +169,7 @@ class KubeApi:
             "kind": "DeleteOptions",
             "preconditions": {"uid": uid},
             "propagationPolicy": "Background",
+            **({} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds}),
         }
         await self.request("DELETE", kind.path(namespace, name), body=body)
 

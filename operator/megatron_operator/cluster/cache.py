@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_operator.cluster.kinds import HTTP_ROUTE
+from megatron_operator.cluster.kinds import OPTIONAL_KINDS
 from megatron_operator.cluster.projection import SeenChild, SeenPod, SeenResource
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 
 Key = tuple[str, str]
 """Namespace and name of a resource."""
 
+_UNWATCHED = frozenset(kind.kind for kind in OPTIONAL_KINDS)
 WATCH_LAG_SECONDS = 3.0
 """After this time a write that the watch has not shown is read again."""
 
@@ -137,7 +138,7 @@ class ResourceCache:
 
     def applied(self, child: SeenChild) -> None:
         """Record the answer to an apply: it is current, and verified while its fingerprint is unchanged."""
-        if child.ref.kind == HTTP_ROUTE.kind:
+        if child.ref.kind in _UNWATCHED:
             self._unwatched[child.ref] = child
         else:
             self._remember(child)
@@ -151,7 +152,7 @@ class ResourceCache:
             self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """Record a child of a kind that is not watched (the keys Secret, the HTTPRoute), as read or created now."""
+        """Record a child of a kind that is not watched (the keys Secret, OPTIONAL_KINDS), as read or created now."""
         if child is None:
             self._unwatched.pop(ref, None)
         else:

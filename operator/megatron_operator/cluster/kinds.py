@@ -36,11 +36,14 @@ class Kind:
 RESOURCE = Kind(KIND, GROUP, VERSION, PLURAL)
 SECRET = Kind("Secret", "", "v1", "secrets")
 POD = Kind("Pod", "", "v1", "pods")
+NODE = Kind("Node", "", "v1", "nodes")
 SERVICE = Kind("Service", "", "v1", "services")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = Kind("Event", "events.k8s.io", "v1", "events")
 HTTP_ROUTE = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
-"""A child that is read by name and not watched, because a cluster may not have the kind."""
+INFERENCE_POOL = Kind("InferencePool", "inference.networking.k8s.io", "v1", "inferencepools")
+OPTIONAL_KINDS = (HTTP_ROUTE, INFERENCE_POOL)
+"""Children that are read by name and not watched, because a cluster may not have their kind."""
 
 CHILD_KINDS: tuple[Kind, ...] = (
     Kind("Deployment", "apps", "v1", "deployments"),
@@ -53,9 +56,10 @@ CHILD_KINDS: tuple[Kind, ...] = (
     Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
     Kind("Ingress", "networking.k8s.io", "v1", "ingresses"),
 )
-"""Kinds that the operator applies, watches (by label) and deletes. Secrets and HTTPRoutes are only read by name."""
+"""Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
+name."""
 
-_ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, HTTP_ROUTE)
+_ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 

@@ -150,10 +150,10 @@ class Writer:
             await self._api.delete(kind, namespace, ref.name, uid=uid)
         self._count("delete", kind.kind)
 
-    async def delete_pod(self, name: str, *, namespace: str, uid: str) -> None:
-        """Delete a pod. Raises ApiError like delete_child()."""
+    async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
+        """Delete a pod. force: without waiting for its kubelet. Raises ApiError like delete_child()."""
         async with self._leading(POD):
-            await self._api.delete(POD, namespace, name, uid=uid)
+            await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)
         self._count("delete", POD.kind)
 
 

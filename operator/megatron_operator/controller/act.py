@@ -293,7 +293,7 @@ class Actor:
         logger.info("deleting pods", extra={"owner": action.owner, "why": action.reason})
         for name, uid in action.pods:
             try:
-                await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid)
+                await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid, force=action.force)
             except ApiError as error:
                 if not (error.not_found or error.conflict):
                     raise

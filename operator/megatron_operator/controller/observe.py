@@ -9,12 +9,23 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, POD, RESOURCE, SECRET, SERVICE, kind_of
+from megatron_operator.cluster.kinds import (
+    CHILD_KINDS,
+    EVENT,
+    NODE,
+    OPTIONAL_KINDS,
+    POD,
+    RESOURCE,
+    SECRET,
+    SERVICE,
+    Kind,
+    kind_of,
+)
 from megatron_operator.cluster.projection import (
     SeenChild,
     SeenPod,
@@ -29,6 +40,8 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState
+from megatron_operator.plan.lost_nodes import NODE_SECONDS
+from megatron_operator.plan.reduce import lost_since
 from megatron_operator.plan.world import (
     EVENT_SECONDS,
     POD_EVENTS,
@@ -40,7 +53,7 @@ from megatron_operator.plan.world import (
     ResourceView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE, STANDBY
+from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_INSTANCE, STANDBY
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
@@ -71,10 +84,11 @@ class Observer:
         self._options = options
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys: tuple[str, Object] | None = None
-        self._route_known = False
+        self._optional_known = False
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
         self._missing_since: dict[str, float] = {}
+        self._nodes_due: dict[str, float] = {}
         self._pod_events: dict[str, tuple[str, str]] = {}
         self._pod_events_due: dict[str, float] = {}
 
@@ -100,8 +114,8 @@ class Observer:
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
         """Read a child after a rejected write."""
-        if ref.kind == HTTP_ROUTE.kind:
-            self._route_known = False
+        if ref.kind in {kind.kind for kind in OPTIONAL_KINDS}:
+            self._optional_known = False
             return
         before = self._cache.child(ref)
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
@@ -128,7 +142,7 @@ class Observer:
         spec = parse_spec(resource.spec)
         secret = await self._read_keys(resource) if self._options.admin is not None else None
         coordinator = await self._coordinator(resource, secret)
-        await self._read_route(resource)
+        await self._read_optional(resource)
         return World(
             resource=ResourceView(
                 name=resource.name,
@@ -154,6 +168,7 @@ class Observer:
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
             unregistered_seconds=self._unregistered(coordinator),
+            lost_nodes=await self._lost_nodes(spec.lifecycle.lost_node_seconds),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
@@ -263,6 +278,31 @@ class Observer:
         latest = max(causes or events, key=_seen_at, default=None)
         return None if latest is None else (str(latest["reason"]), str(latest.get("note") or ""))
 
+    async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
+        """Return the lost nodes of engines' pods whose deletion has been overdue for `limit` seconds (see
+        `World.lost_nodes`). A node counts as lost only if that was just read. One that is ready, or that the operator
+        may not read, is read again after some seconds."""
+        now, before = time.monotonic(), datetime.now(UTC) - timedelta(seconds=limit)
+        pods = (pod for pod in self._cache.pods() if pod.component == ENGINE and pod.node)
+        names = {pod.node for pod in pods if pod.ends_at is not None and pod.ends_at <= before}
+        self._nodes_due = {name: due for name, due in self._nodes_due.items() if name in names and due > now}
+        found: dict[str, datetime | None] = {}
+        for name in sorted(names - self._nodes_due.keys()):
+            try:
+                node = await self._api.get(NODE, None, name)
+            except ApiError as error:
+                if error.code != 403:
+                    raise
+                logger.warning("node cannot be read", extra={"node": name, "error": error.message})
+                self._nodes_due[name] = now + NODE_SECONDS
+                continue
+            since = None if node is None else lost_since(node)
+            if node is None or since is not None:
+                found[name] = since
+            else:
+                self._nodes_due[name] = now + NODE_SECONDS
+        return found
+
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """Return the keys Secret: read by name until it exists and is ours, then only at every resync."""
         ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
@@ -278,22 +318,26 @@ class Observer:
             self._keys = (seen.uid, obj)
         return self._keys[1]
 
-    async def _read_route(self, resource: SeenResource) -> None:
-        """Read the HTTPRoute, also without spec.server.httpRoute, because an earlier spec may have had it: at first, at
-        every resync and after a rejected write. One that the resource does not own, or that the operator may not read,
-        counts as absent: then its apply has the error."""
-        if self._route_known:
+    async def _read_optional(self, resource: SeenResource) -> None:
+        """Read the children of kinds that a cluster may lack, also without their field of the spec, because an earlier
+        spec may have had it: at first, at every resync and after a rejected write."""
+        if self._optional_known:
             return
-        ref = ChildRef(HTTP_ROUTE.kind, resource.name, HTTP_ROUTE.api_version)
+        await asyncio.gather(*(self._read_optional_child(kind, resource) for kind in OPTIONAL_KINDS))
+        self._optional_known = True
+
+    async def _read_optional_child(self, kind: Kind, resource: SeenResource) -> None:
+        """Read one of them. One that the resource does not own, or that the operator may not read, counts as absent:
+        then its apply has the error."""
+        ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
-            obj = await self._api.get(HTTP_ROUTE, resource.namespace, ref.name)
+            obj = await self._api.get(kind, resource.namespace, ref.name)
         except ApiError as error:
             if error.code != 403:
                 raise
             obj = None
         seen = None if obj is None else project_child({**obj, "apiVersion": ref.api_version, "kind": ref.kind})
         self._cache.read_unwatched(ref, seen if seen is not None and seen.owner_uid == resource.uid else None)
-        self._route_known = True
 
     async def _catch_up(self) -> None:
         """Read objects that were written but have not appeared in the watch."""
@@ -310,7 +354,7 @@ class Observer:
             return
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys = None
-        self._route_known = False
+        self._optional_known = False
         selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
         async with self._options.audits:

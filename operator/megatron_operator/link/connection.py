@@ -58,8 +58,7 @@ class LinkTimings:
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
     status_interval: float = 2.0
-    """Interval of STATUS messages while nothing is in progress. With `answer_timeout` it is the longest time for which
-    the status of a resource counts on a coordinator that is lost: 5 s."""
+    """Interval of STATUS messages while nothing is in progress."""
     status_interval_busy: float = 0.5
     """Interval of STATUS messages while a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
@@ -72,8 +71,10 @@ class LinkTimings:
     other_key: float = 1.0
     """A connection that is not established in this time is tried with the coordinator's other key or address, if there
     is one."""
-    silence: float = 10.0
-    """Without any message for this long a new socket is opened. Longer than `status_interval` and `answer_timeout`."""
+    silence: float = 3.0
+    """Without any message for this long the coordinator is lost, and a new socket is opened, to the other coordinator
+    of a pair. Coordinators send heartbeats every 0.5 s, so this is noticed before the next STATUS is unanswered.
+    Longer than `status_interval`."""
     ack_margin: float = 5.0
     """Added to the deadline of a signal before it counts as unanswered."""
     flood_pause: float = 10.0

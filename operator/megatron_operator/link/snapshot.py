@@ -100,6 +100,7 @@ def rejection_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
         code=ack.code or 0,
         confirmed_ranks=ack.ranks,
         total_ranks=ack.total_ranks,
+        adapter_errors=_adapter_errors(ack),
     )
 
 
@@ -116,7 +117,13 @@ def _operation(operation: Operation) -> OperationReport:
         code=operation.code or 0,
         confirmed_ranks=operation.ranks,
         total_ranks=operation.total_ranks,
+        adapter_errors=_adapter_errors(operation),
     )
+
+
+def _adapter_errors(failed: Operation | ControlAck) -> dict[str, str]:
+    found = (failed.adapter_errors or {}).items()
+    return {printable(name, NAME_CHARACTERS): printable(error, MESSAGE_CHARACTERS) for name, error in found}
 
 
 def _failed_request(failed: FailedRequest) -> FailedRequestReport:

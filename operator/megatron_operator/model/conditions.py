@@ -123,6 +123,11 @@ class Reason(Documented):
         "GatewayApiMissing",
         "spec.server.httpRoute is set and the cluster has no HTTPRoute kind. Everything else goes on.",
     )
+    INFERENCE_EXTENSION_MISSING = (
+        "InferenceExtensionMissing",
+        "spec.server.inferencePool is set and the cluster has no InferencePool kind. Everything but an HTTPRoute to "
+        "the pool goes on.",
+    )
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."

@@ -6,16 +6,19 @@ no references, no unions, no additionalProperties next to properties.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from pydantic import BaseModel
 
 from megatron_operator.model.base import cel
 from megatron_operator.model.resource import (
+    API_VERSION,
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
     NAME_PATTERN,
+    OLDER_VERSIONS,
     PLURAL,
     RESERVED_SUFFIX_PATTERN,
     SHORT_NAME,
@@ -25,6 +28,8 @@ from megatron_operator.model.resource import (
 from megatron_operator.model.status import MegatronInferenceStatus
 
 Schema = dict[str, Any]
+
+CRD_NAME = f"{PLURAL}.{GROUP}"
 
 _DROPPED = ("title", "$defs")
 
@@ -95,7 +100,7 @@ def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CRD."""
+    """Return the CRD. All versions have the same schema, so the API server converts between them by the name alone."""
     schema = {
         "type": "object",
         "description": "A language model served by data-parallel engines, a coordinator and OpenAI servers.",
@@ -128,10 +133,20 @@ def custom_resource_definition() -> dict[str, Any]:
             for name, kind, path, priority in COLUMNS
         ],
     }
+    older = [
+        {
+            **copy.deepcopy(version),
+            "name": name,
+            "storage": False,
+            "deprecated": True,
+            "deprecationWarning": f"{GROUP}/{name} {KIND} is deprecated; use {API_VERSION}",
+        }
+        for name in OLDER_VERSIONS
+    ]
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": CRD_NAME},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
@@ -143,6 +158,7 @@ def custom_resource_definition() -> dict[str, Any]:
                 "shortNames": [SHORT_NAME],
                 "categories": ["all"],
             },
-            "versions": [version],
+            "conversion": {"strategy": "None"},
+            "versions": [version, *older],
         },
     }

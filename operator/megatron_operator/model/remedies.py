@@ -170,6 +170,11 @@ REMEDIES: dict[Reason, Remedy] = {
         "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or remove spec.server.httpRoute. The "
         "operator tries again every 15 s.",
     ),
+    Reason.INFERENCE_EXTENSION_MISSING: Remedy(
+        Symptom.SPEC_REJECTED,
+        "Install the CRDs of the Gateway API Inference Extension (`inference.networking.k8s.io/v1`), or remove "
+        "spec.server.inferencePool. The operator tries again every 15 s.",
+    ),
     Reason.CHILD_NOT_OWNED: Remedy(
         Symptom.SPEC_REJECTED,
         "Delete the object that the message names, or give the resource another name. The operator never touches an "

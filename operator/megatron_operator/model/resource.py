@@ -1,4 +1,4 @@
-"""`MegatronInference` v1alpha1: the spec and all its defaults.
+"""`MegatronInference`: the spec and all its defaults.
 
 Cross-field rules are defined twice: as CEL for the API server and as validators for the offline commands (`render`,
 `plan`). Tests check that both give the same results.
@@ -21,8 +21,12 @@ from megatron_operator.model.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
 GROUP = "inference.megatron.dev"
-VERSION = "v1alpha1"
+VERSION = "v1beta1"
+"""The version that the API server stores, and the only one that the operator and the command line use."""
 API_VERSION = f"{GROUP}/{VERSION}"
+OLDER_VERSIONS = ("v1alpha1",)
+"""Deprecated versions with the same schema, which the API server also serves."""
+SERVED_API_VERSIONS = tuple(f"{GROUP}/{version}" for version in (VERSION, *OLDER_VERSIONS))
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"
 SHORT_NAME = "mi"
@@ -199,6 +203,24 @@ class NativeSpec(ApiModel):
     )
 
 
+TopologyKey = Annotated[
+    str,
+    Matches(
+        "spec.engine.topology.packBy",
+        r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        "the key of a label of nodes, such as topology.kubernetes.io/zone",
+    ),
+]
+
+
+class TopologySpec(ApiModel):
+    pack_by: TopologyKey = Field(
+        description="Label of nodes whose value all nodes of one engine share, such as that of a rack or an NVLink "
+        "domain. Pods that no such domain has room for stay pending.",
+        max_length=317,
+    )
+
+
 _NATIVE_NEEDS_BACKEND = (
     "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or remove "
     "spec.engine.native"
@@ -241,10 +263,12 @@ class EngineSpec(ApiModel):
     startup_seconds: int = Field(
         default=1800, ge=10, le=86400, description="Time for loading after which a pod is restarted."
     )
+    topology: TopologySpec | None = Field(default=None, description="Placement of the pods of one engine.")
     pod_template: PodTemplate | None = Field(
         default=None,
         description="Merged into the rendered pod, containers by name (the container is engine): resources, "
-        "tolerations, affinity, volumes, … The operator rejects fields that its pod policy does not allow.",
+        "tolerations, affinity, volumes, … In labels, annotations and fields of the placement, $(ENGINE_INDEX) and "
+        "$(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy does not allow.",
     )
 
     @model_validator(mode="after")
@@ -338,6 +362,13 @@ class LifecycleSpec(ApiModel):
     suspend: SuspendSpec = section(SuspendSpec, "What a suspended resource releases.")
     drain_seconds: int = Field(
         default=60, ge=0, le=86400, description="Time for requests to finish before an engine or server is removed."
+    )
+    lost_node_seconds: int = Field(
+        default=60,
+        ge=0,
+        le=86400,
+        description="Time after which a terminating pod of an engine is deleted by force: since the end of its grace "
+        "period, and since its node is not ready. Pods on a node that is ready are never deleted by force.",
     )
     restart_budget: RestartBudget = section(RestartBudget, "When the operator stops restarting a crashing engine.")
 

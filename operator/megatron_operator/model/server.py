@@ -101,6 +101,25 @@ class HttpRouteSpec(ApiModel):
     )
 
 
+class FailureMode(StrEnum):
+    OPEN = "FailOpen"
+    CLOSE = "FailClose"
+
+
+class EndpointPickerRef(ApiModel):
+    name: Name = Field(description="Name of the picker's Service, in the namespace of the resource.")
+    port: int = Field(default=9002, ge=1, le=65535, description="Port of the Service.")
+    failure_mode: FailureMode = Field(
+        default=FailureMode.CLOSE,
+        description="What the Gateway does without an answer of the picker: FailClose drops the request, FailOpen "
+        "sends it to any server.",
+    )
+
+
+class InferencePoolSpec(ApiModel):
+    endpoint_picker_ref: EndpointPickerRef = Field(description="The endpoint picker, which you run.")
+
+
 class ToolCallParser(StrEnum):
     AUTO = "auto"
     NONE = "none"
@@ -145,8 +164,15 @@ class ServerSpec(ApiModel):
     http_route: HttpRouteSpec | None = Field(
         default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
     )
+    inference_pool: InferencePoolSpec | None = Field(
+        default=None,
+        description="An InferencePool of the Gateway API Inference Extension with the servers, to which the HTTPRoute "
+        "then refers instead of the Service. The operator creates none if absent.",
+    )
     api_keys_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="File of accepted API keys, one per line. If set, every request needs one."
+        default=None,
+        description="File of accepted API keys, one per line or YAML with names, limits and models. If set, every "
+        "request needs one.",
     )
     share_prefix_cache: bool = Field(
         default=False,

@@ -32,6 +32,8 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the namespaces of the resources with which kubelets pull images, unless a podTemplate sets
     others."""
+    runtime_log_format: str = "text"
+    """Format of the logs of coordinators, servers and engines: "text" or "json"."""
     security: bool = True
     """CURVE on every socket: keys are created, mounted and passed on the command lines."""
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)

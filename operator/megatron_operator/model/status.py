@@ -1,4 +1,4 @@
-"""`MegatronInference` v1alpha1: the status."""
+"""`MegatronInference`: the status."""
 
 from __future__ import annotations
 

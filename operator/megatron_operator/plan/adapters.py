@@ -10,7 +10,7 @@ from typing import Any
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import LifecyclePhase, SignalKind
 from megatron_operator.plan.clock import seconds_since, stamp
-from megatron_operator.plan.operation import Operation
+from megatron_operator.plan.operation import Operation, adapter_lists
 from megatron_operator.plan.world import AdapterReport, World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
 from megatron_runtime.protocol.adapters import Adapter
@@ -52,8 +52,8 @@ class AdapterView:
             reason = reason if error else Reason.ADAPTER_FAILED.value
             failed_at = failed_at if error else stamp(self.world.now)
             error = report.error
-        elif failed is not None:
-            reason, error = self._reason(failed, before=reason), failed.message
+        elif adapter in self._causes:
+            reason, error = self._reason(failed, before=reason), self._causes[adapter]
         if failed is not None and error:
             failed_at = max(failed_at or "", failed.since)
         engines = report.engines if report is not None else 0
@@ -70,14 +70,28 @@ class AdapterView:
 
     @cached_property
     def _failure(self) -> Operation | None:
-        """The last operation, if it failed to set the list of the spec."""
+        """The last operation, if it failed to set a list."""
         last = self.operation
         if last is None or last.signal is not SignalKind.SET_ADAPTERS or last.phase is not LifecyclePhase.FAILED:
             return None
-        return last if not last.rejected and last.adapters == adapters_digest(self.wanted) else None
+        return last if not last.rejected else None
 
-    def _reason(self, failed: Operation, *, before: str | None) -> str:
+    @cached_property
+    def _causes(self) -> Mapping[Adapter, str | None]:
+        """Why each adapter of the list that the last operation did not set could not be loaded; None: it could. If the
+        engines did not report that, all that are not loaded have the message of the operation."""
+        failed = self._failure
+        tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
+        if failed is None or tried is None:
+            return {}
         report = self.world.coordinator.operations.get(failed.id)
+        errors = report.adapter_errors if report is not None else {}
+        if errors:
+            return {adapter: errors.get(adapter.name) for adapter in tried}
+        return {adapter: failed.message for adapter in tried if (adapter.name, adapter.source) not in self._reports}
+
+    def _reason(self, failed: Operation | None, *, before: str | None) -> str:
+        report = self.world.coordinator.operations.get(failed.id) if failed is not None else None
         if report is None:  # the coordinator has forgotten it: keep the recorded reason
             return before or Reason.ADAPTER_FAILED.value
         unsupported = report.code == ErrorCode.UNSUPPORTED
@@ -93,14 +107,20 @@ class AdapterView:
         return left if left > 0 else None
 
     @cached_property
-    def are_due(self) -> bool:
-        """Whether SET_ADAPTERS should be sent now."""
-        coordinator = self.world.coordinator
+    def due(self) -> str | None:
+        """Digest of the list that SET_ADAPTERS should set now: that of the spec, or without the adapters that cannot be
+        loaded. None: the engines have it, or it failed a moment ago."""
+        coordinator, failed = self.world.coordinator, self._failure
         if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):
-            return False
-        wanted = {(adapter.name, adapter.source) for adapter in self.wanted}
-        is_complete = wanted == set(self._reports) and not any(report.error for report in self._reports.values())
-        return not is_complete and self.retry_in is None
+            return None
+        if self.retry_in is None:
+            wanted = {(adapter.name, adapter.source) for adapter in self.wanted}
+            is_complete = wanted == set(self._reports) and not any(report.error for report in self._reports.values())
+            return None if is_complete else adapters_digest(self.wanted)
+        *_, (digest, adapters) = adapter_lists(self.world, self.entries).items()
+        is_set = {(adapter.name, adapter.source) for adapter in adapters} == set(self._reports)
+        recent = failed is not None and seconds_since(failed.since, self.world.now) < RETRY_SECONDS
+        return None if is_set or (recent and failed is not None and failed.adapters == digest) else digest
 
     @cached_property
     def finding(self) -> tuple[Reason, str] | None:

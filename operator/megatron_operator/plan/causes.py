@@ -92,6 +92,12 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
     ),
     _cause(
         Reason.ACCESS_DENIED,
+        r"access to (s3|gs|az|https)://\S+ is denied \(40[13]",
+        "set spec.model.source.objectStore.credentialsSecretRef, or give the ServiceAccount of the resource an "
+        "identity that may read the objects",
+    ),
+    _cause(
+        Reason.ACCESS_DENIED,
         r"\b(401|403)\b.*(client error|unauthorized|forbidden)|gated repo|GatedRepoError|invalid (user )?token",
         "set spec.model.source.huggingFace.tokenSecretRef to a token that may read the repository",
     ),
@@ -135,6 +141,13 @@ SCHEDULING: tuple[Cause, ...] = (
         Reason.VOLUME_MISSING,
         r"persistentvolumeclaim .*not found|unbound immediate PersistentVolumeClaims|volume node affinity",
         "create the claim that spec.model.source.persistentVolumeClaim names, and check that it is bound",
+    ),
+    _cause(
+        Reason.UNSCHEDULABLE,
+        r"didn't match pod affinity rules",
+        "if spec.engine.topology.packBy is set, all pods of the engine must share a domain: label the nodes, free a "
+        "domain for all of them, or delete the engine's pods so that the scheduler chooses another domain; otherwise "
+        "correct podAffinity in podTemplate",
     ),
     _cause(
         Reason.UNSCHEDULABLE,

@@ -30,7 +30,7 @@ def present_check(scene: Scene) -> PodView | None:
 def obsolete_checks(scene: Scene) -> list[PodView]:
     """Return pods whose result is no longer needed: they check another revision, or one that is verified or that every
     engine has."""
-    needed = scene.revision not in scene.verified and any(engine.stale for engine in scene.wanted)
+    needed = scene.check_due or (scene.revision not in scene.verified and bool(scene.outdated))
     return [pod for pod in scene.check_pods if not (needed and pod.revision == scene.revision)]
 
 

@@ -12,6 +12,7 @@ from megatron_operator.plan.blockers import component_pods
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.incidents import crash_events
 from megatron_operator.plan.lost_coordinator import replacement, replacement_in
+from megatron_operator.plan.lost_nodes import forced_deletions, forced_in
 from megatron_operator.plan.policies import POLICIES
 from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
@@ -38,7 +39,7 @@ def decide(world: World) -> Decision:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     status = printable_data(compose(scene, verdict), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
-    actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene)]
+    actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene), *forced_deletions(scene)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = component_pods(scene, COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(pod.ready for pod in coordinators)
@@ -58,6 +59,7 @@ def decide(world: World) -> Decision:
             scene.retry_in,
             scene.adapters.retry_in,
             replacement_in(scene),
+            forced_in(scene),
             *reports,
         ),
     )

@@ -10,7 +10,7 @@ A Pending operation was never sent, so it may be dropped; a Submitted one is kep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron_operator.model.states import (
 from megatron_operator.plan.clock import stamp
 from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
+from megatron_runtime.protocol.adapters import Adapter
 
 Phase = LifecyclePhase
 
@@ -54,7 +55,7 @@ class Operation:
     source: str | None = None
     epoch: int | None = None
     adapters: str | None = None
-    """SET_ADAPTERS: digest of the list, which is that of the spec while the signal may be sent."""
+    """SET_ADAPTERS: digest of the list, which is one of adapter_lists() while the signal may be sent."""
     rejected: bool = False
     """It failed without an effect."""
 
@@ -150,10 +151,27 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
     return None if changed_goal and not drained_all else operation
 
 
+def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
+    """Return the lists that SET_ADAPTERS may set now, by their digests: that of the spec, and the one without the
+    adapters that have an error. The coordinator keeps what it has under their names.
+
+    entries: `status.adapters`.
+    """
+    failed = {(entry["name"], entry["source"]) for entry in entries if entry.get("error")}
+    present = {report.name: Adapter(report.name, report.source) for report in world.coordinator.adapters or ()}
+    wanted = model_adapters(world.resource.spec)
+    kept = (present.get(each.name) if (each.name, each.source) in failed else each for each in wanted)
+    lists = (wanted, tuple(adapter for adapter in kept if adapter is not None))
+    return {adapters_digest(adapters): adapters for adapters in lists}
+
+
 def _has_other_adapters(operation: Operation, world: World) -> bool:
-    """Return whether the spec has another list of adapters than the operation."""
-    wanted = adapters_digest(model_adapters(world.resource.spec))
-    return operation.adapters is not None and operation.adapters != wanted
+    """Return whether the list of the operation is obsolete."""
+    return operation.adapters is not None and operation.adapters not in _current_lists(world)
+
+
+def _current_lists(world: World) -> dict[str, tuple[Adapter, ...]]:
+    return adapter_lists(world, world.resource.status.get("adapters") or ())
 
 
 def _ask(operation: Operation, world: World) -> Operation | None:
@@ -210,6 +228,6 @@ def signal_of(operation: Operation, world: World, *, deadline_seconds: float | N
         engine=operation.engine,
         source=operation.source,
         epoch=operation.epoch,
-        adapters=None if operation.adapters is None else model_adapters(world.resource.spec),
+        adapters=None if operation.adapters is None else _current_lists(world)[operation.adapters],
         deadline_seconds=deadline_seconds,
     )

@@ -170,4 +170,14 @@ def reduce_pod(obj: Object) -> PodView:
         ended_at=_time(ended.get("finishedAt")),
         created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
         owner=owner_uid(obj),
+        node=str((obj.get("spec") or {}).get("nodeName") or ""),
+        ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,
     )
+
+
+def lost_since(node: Object) -> datetime | None:
+    """Return since when a node is not ready, by its condition Ready; None if it is ready."""
+    ready = _condition(node.get("status") or {}, "Ready")
+    if ready is None:
+        return _time(node["metadata"].get("creationTimestamp"))
+    return None if ready.get("status") == "True" else _time(ready.get("lastTransitionTime"))

@@ -24,7 +24,7 @@ from megatron_operator.render.context import (
 )
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
-from megatron_operator.render.front_door import HTTP_ROUTE, front_door
+from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 
@@ -122,6 +122,10 @@ class Rendered:
             return None
         return engine_statefulset(stored, index, pods=stored.spec.pods_per_engine if pods else 0)
 
+    def is_recorded(self, revision: str) -> bool:
+        """Return whether the inputs of a revision are recorded, and are rendered as before."""
+        return self._stored_context(revision) is not None
+
     def _stored_context(self, revision: str) -> RenderContext | None:
         if revision not in self._stored_contexts:
             ref = ChildRef(revision_render.KIND, revision_render.revision_name(self.ctx, revision), APPS)
@@ -174,11 +178,10 @@ class Rendered:
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
-        if ref.kind == HTTP_ROUTE and rejection.code == 404:
-            message = (
-                f"the API server does not serve {ref.api_version} {HTTP_ROUTE}; install the CRDs of the Gateway API"
-            )
-            return Reason.GATEWAY_API_MISSING, f"spec.server.httpRoute: {message}, or remove the field"
+        if ref.kind in _OPTIONAL and rejection.code == 404:
+            reason, field, crds = _OPTIONAL[ref.kind]
+            message = f"the API server does not serve {ref.api_version} {ref.kind}; install the CRDs of {crds}"
+            return reason, f"{field}: {message}, or remove the field"
         malformed = rejection.code in (400, 422) or MALFORMED_OBJECT in rejection.message
         template = ref.kind in ("Deployment", "StatefulSet") and malformed
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
@@ -206,6 +209,15 @@ def _finding(error: InvalidPodTemplate) -> Finding:
     return _REASONS[type(error)], str(error)
 
 
+_OPTIONAL = {
+    HTTP_ROUTE: (Reason.GATEWAY_API_MISSING, "spec.server.httpRoute", "the Gateway API"),
+    INFERENCE_POOL: (
+        Reason.INFERENCE_EXTENSION_MISSING,
+        "spec.server.inferencePool",
+        "the Gateway API Inference Extension",
+    ),
+}
+"""Reason, field and origin of kinds that a cluster may not have."""
 _REASONS = {
     InvalidPodTemplate: Reason.INVALID_POD_TEMPLATE,
     NotAllowed: Reason.NOT_ALLOWED,

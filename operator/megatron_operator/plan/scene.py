@@ -533,8 +533,9 @@ class Scene:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision; empty if no engine is desired or its template cannot be rendered."""
-        return self.wanted[0].rendered_revision if self.wanted else ""
+        """The desired revision, with no desired engine too; empty if its template cannot be rendered."""
+        manifest = self.rendered.engine_manifest(0)
+        return engine_revision(manifest) if manifest is not None else ""
 
     @cached_property
     def check_pods(self) -> tuple[PodView, ...]:
@@ -557,12 +558,24 @@ class Scene:
     @cached_property
     def check_due(self) -> bool:
         """Whether the desired revision must pass its check before an engine gets it: while engines of another revision
-        serve, and once its check has begun, because they may restart meanwhile."""
-        if not self.outdated or self.revision in self.verified:
+        serve, and once its check has begun, because they may restart meanwhile, or be scaled to zero and back."""
+        if self.revision in self.verified:
             return False
         begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
+        if not self.outdated:
+            return begun and self.former != "" and not any(engine.scaled for engine in self.wanted)
         extras = (engine for engine in self.engines if self._may_surge(engine.index) and engine.stale)
         return begun or any(engine.serving for engine in (*self.outdated, *extras))
+
+    @cached_property
+    def former(self) -> str:
+        """Revision that an engine gets which starts before the desired one has passed its check: that of the other
+        engines; without engines the last verified one. Empty if there is none."""
+        if self.outdated:
+            last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
+            return last.revision if last is not None else ""
+        others = (revision for revision in reversed(self.verified) if revision != self.revision)
+        return next((revision for revision in others if self.rendered.is_recorded(revision)), "")
 
     # --- What is observed ---------------------------------------------------------------------------------------
 

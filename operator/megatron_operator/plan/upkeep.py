@@ -25,7 +25,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
-from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, NETWORKING
+from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
@@ -102,8 +102,8 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
-    another model waits until no engine has the old one. Of a pair of coordinators one is replaced at a time: the first
-    one waits until the second one is ready.
+    another model waits until no engine has the old one, and until the check of the new one has passed. Of a pair of
+    coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
     ref = child_ref(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
@@ -114,7 +114,7 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    return view is None or view.model_hash == scene.model_hash or not scene.old_model
+    return view is None or view.model_hash == scene.model_hash or not (scene.old_model or scene.check_due)
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
@@ -147,8 +147,7 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     if keeps and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
     if keeps and engine.scaled == 0:
-        other = max(scene.outdated, key=lambda outdated: (outdated.serving, outdated.index)).statefulset
-        return scene.rendered.recorded_manifest(engine.index, other.revision if other else "", pods=pods)
+        return scene.rendered.recorded_manifest(engine.index, scene.former, pods=pods)
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if found is None and pods > 0:
@@ -176,6 +175,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     kept |= {engine.statefulset.revision for engine in scene.engines if engine.statefulset is not None}
     kept |= {pod.revision for engine in scene.engines for pod in engine.pods}
     kept |= {str(entry.get("revision", "")) for entry in scene.status.get("engines") or ()}
+    kept |= {scene.former} if scene.check_due else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
     return [
         DeleteChild(view.ref, view.uid, "no engine is of this revision any more")
@@ -204,11 +204,12 @@ def _leftover_standby(scene: Scene) -> list[Action]:
 
 
 def _leftover_front_door(scene: Scene) -> list[Action]:
-    """Delete the Ingress and the HTTPRoute that the spec no longer has."""
+    """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
     server, name = scene.ctx.spec.server, scene.ctx.name
     found = (
         (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
         (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
+        (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
     )
     views = ((field, scene.world.children.get(ref)) for wanted, field, ref in found if wanted is None)
     return [
@@ -225,7 +226,8 @@ def _leftover_checks(scene: Scene) -> list[Action]:
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """Delete ConfigMaps with earlier contents that no pod uses."""
-    changing = scene.update.available or any(engine.stale or engine.stale_pods for engine in scene.engines)
+    changing = scene.update.available or scene.check_due
+    changing |= any(engine.stale or engine.stale_pods for engine in scene.engines)
     if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}

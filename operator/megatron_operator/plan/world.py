@@ -145,6 +145,10 @@ class PodView:
     created_at: datetime | None = None
     owner: str = ""
     """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    node: str = ""
+    """Name of its node; empty before it is scheduled."""
+    ends_at: datetime | None = None
+    """End of the grace period of its deletion; None if it is not being deleted, or was deleted by force."""
 
     @property
     def unexplained(self) -> bool:
@@ -189,6 +193,8 @@ class OperationReport:
     missed its deadline (504); otherwise 0."""
     confirmed_ranks: int = 0
     total_ranks: int = 0
+    adapter_errors: Mapping[str, str] = field(default_factory=dict)
+    """A failed SET_ADAPTERS: by name, why an adapter could not be loaded. Empty: the engines do not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +335,8 @@ class World:
     unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
     """For how long this process has observed that an engine is not registered with a coordinator that knows its
     engines, by name of the engine."""
+    lost_nodes: Mapping[str, datetime | None] = field(default_factory=dict)
+    """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 
@@ -437,6 +445,8 @@ class DeletePods:
     pods: tuple[tuple[str, str], ...]
     """(name, uid) of each."""
     reason: str
+    force: bool = False
+    """Without waiting for their kubelets, which are lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from megatron_operator.render.context import (
     child,
     seal,
 )
-from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.render.engine import KUEUE, engine_revision, engine_statefulset, has_placeholder
 from megatron_operator.render.pod import quantity_bytes
 
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
@@ -67,11 +67,21 @@ def check_pod(ctx: RenderContext) -> Manifest:
     manifest = child(ctx, "Pod", check_name(ctx, revision), component=CHECK, spec=spec)
     metadata, copied = manifest["metadata"], template["metadata"]
     of_engines = (LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS)
-    labels = {key: value for key, value in copied["labels"].items() if key not in of_engines}
+    grouping = _grouping_keys(ctx)
+    labels = {key: value for key, value in copied["labels"].items() if key not in (*of_engines, *grouping)}
     metadata["labels"] = {**labels, **metadata["labels"]}
-    if copied.get("annotations"):
-        metadata["annotations"] = dict(copied["annotations"])
+    annotations = {key: value for key, value in (copied.get("annotations") or {}).items() if key not in grouping}
+    if annotations:
+        metadata["annotations"] = annotations
     return seal(manifest)
+
+
+def _grouping_keys(ctx: RenderContext) -> set[str]:
+    """Return the labels and annotations that put the pods of an engine into a group, of which the check is no member:
+    those of Kueue, whose queue may have quota for GPUs only, and those that contain a placeholder."""
+    metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
+    found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]
+    return {key for key, value in found if key.startswith(KUEUE) or has_placeholder(value)}
 
 
 def _container(engine: Mapping[str, Any]) -> dict[str, Any]:

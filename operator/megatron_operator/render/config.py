@@ -8,7 +8,11 @@ from megatron_operator.render.context import Manifest, RenderContext, child, dig
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
     """Return the variables. Caches are on the pod's writable cache volume."""
+    # The default is left out: it restarts no pod of a resource that an earlier release rendered.
+    log_format = ctx.settings.runtime_log_format
+    logs = {} if log_format == "text" else {"MEGATRON_LOG_FORMAT": log_format}
     return {
+        **logs,
         "HOME": "/tmp",
         "HF_HOME": "/cache/huggingface",
         "TRITON_CACHE_DIR": "/cache/triton",

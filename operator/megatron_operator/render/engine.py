@@ -2,6 +2,9 @@
 
 The pods of an engine are replaced together and only by the operator (OnDelete). Nothing of `desiredState` or
 `replicas` is in the template, so no verb and no scaling ever restarts a pod.
+
+`engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`, so that a scheduler can group the pods of one
+engine. The revision is that of the template with the placeholders, because it is the same for all engines.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from megatron_operator.render.context import (
     PORT_HEALTH,
     PORT_RENDEZVOUS,
     PREFLIGHT,
+    InvalidPodTemplate,
     Manifest,
     RenderContext,
     child,
@@ -45,6 +49,14 @@ KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
 _PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
+KUEUE = "kueue.x-k8s.io/"
+LABEL_QUEUE = f"{KUEUE}queue-name"
+"""Kueue groups the pods of a StatefulSet that has this label itself."""
+INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
+_PER_ENGINE_FIELDS = frozenset(
+    {"affinity", "nodeSelector", "resourceClaims", "schedulingGates", "topologySpreadConstraints"}
+)
+"""Fields of a pod in which placeholders are replaced. In containers, `$(NAME)` is a variable of the kubelet."""
 _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 """NCCL logs failures, and uses any interface to other pods."""
 
@@ -131,6 +143,57 @@ def _resources(ctx: RenderContext) -> dict[str, Any]:
     return {"requests": requests, "limits": {"nvidia.com/gpu": gpus}} if gpus else {"requests": requests}
 
 
+def has_placeholder(text: object) -> bool:
+    return isinstance(text, str) and (INDEX_PLACEHOLDER in text or NAME_PLACEHOLDER in text)
+
+
+def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
+    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations and the fields
+    of its placement."""
+    overlay = ctx.spec.engine.pod_template
+    if overlay is None:
+        return None
+    values = {INDEX_PLACEHOLDER: str(index), NAME_PLACEHOLDER: ctx.engine_name(index)}
+    spec = overlay.get("spec")
+    filled = {**overlay, **({"metadata": _filled(overlay["metadata"], values)} if "metadata" in overlay else {})}
+    if isinstance(spec, dict):
+        filled["spec"] = {
+            key: _filled(value, values) if key in _PER_ENGINE_FIELDS else value for key, value in spec.items()
+        }
+    return filled
+
+
+def _filled(value: Any, values: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each, values) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, values) for each in value]
+    if isinstance(value, str):
+        for placeholder, text in values.items():
+            value = value.replace(placeholder, text)
+    return value
+
+
+def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
+    """Return the affinity with the rule of `engine.topology.packBy`: all pods of the engine in one domain.
+
+    Raises:
+        InvalidPodTemplate: the affinity of the podTemplate is not an Affinity.
+    """
+    topology = ctx.spec.engine.topology
+    if topology is None or ctx.spec.pods_per_engine == 1:
+        return affinity
+    ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    near = (affinity.get("podAffinity") or {}) if isinstance(affinity, dict) else None
+    rules = (near.get(key) or []) if isinstance(near, dict) else None
+    if not isinstance(near, dict) or not isinstance(rules, list):
+        field = "spec.engine.podTemplate.spec.affinity"
+        raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{key} is a list")
+    rules = [*rules, {"topologyKey": topology.pack_by, "labelSelector": ours}]
+    return {**affinity, "podAffinity": {**near, key: rules}}
+
+
 def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
     """Return the default affinity of engines on GPUs: engines prefer different nodes, and the pods of one engine, which
     communicate in every layer, prefer one zone."""
@@ -151,7 +214,8 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
     return found
 
 
-def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
+def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the pod template without its revision. overlay: `engine.podTemplate`, with or without placeholders."""
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
     # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
@@ -183,13 +247,15 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         container=container,
         grace_seconds=drain + 15,
         keys=KEYS,
-        overlay=engine.pod_template,
+        overlay=overlay,
         extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
         volumes=volumes,
         mounts=mounts,
         init_containers=before,
     )
-    template["spec"] = {**_placement(ctx, index), **template["spec"]}
+    spec = {**_placement(ctx, index), **template["spec"]}
+    affinity = _packed(ctx, index, spec.get("affinity") or {})
+    template["spec"] = {**spec, **({"affinity": affinity} if affinity else {})}
     return template
 
 
@@ -208,12 +274,12 @@ def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
 def revision_of(ctx: RenderContext) -> str:
     """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
     place, do not change it; later pods start with the new ones."""
-    return digest(_template(without_weights(ctx), 0))
+    return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
     """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
-    template = _template(ctx, index)
+    template = _template(ctx, index, overlay=_of_engine(ctx, index))
     revision = revision_of(ctx)
     template["metadata"]["labels"][LABEL_REVISION] = revision
     if weights_revision(ctx):
@@ -232,6 +298,8 @@ def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest
     }
     manifest = child(ctx, "StatefulSet", name, api_version="apps/v1", component=ENGINE, spec=spec)
     manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    if LABEL_QUEUE in template["metadata"]["labels"]:
+        manifest["metadata"]["labels"][LABEL_QUEUE] = template["metadata"]["labels"][LABEL_QUEUE]
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
     return seal(manifest)
 

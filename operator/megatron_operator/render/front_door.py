@@ -1,4 +1,5 @@
-"""Objects by which clients reach the OpenAI servers: Service `NAME`, and on request an Ingress and an HTTPRoute."""
+"""Objects by which clients reach the OpenAI servers: Service `NAME`, and on request an Ingress, an HTTPRoute and an
+InferencePool."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ from megatron_operator.render.pod_policy import Violation
 NETWORKING = "networking.k8s.io/v1"
 GATEWAY = "gateway.networking.k8s.io/v1"
 HTTP_ROUTE = "HTTPRoute"
+INFERENCE_GROUP = "inference.networking.k8s.io"
+INFERENCE = f"{INFERENCE_GROUP}/v1"
+INFERENCE_POOL = "InferencePool"
 MATCHES_PER_RULE = 64
 """Limit of the Gateway API."""
 
@@ -35,6 +39,8 @@ def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
         builds[f"Ingress {ctx.name}"] = lambda: ingress(ctx)
     if server.http_route is not None:
         builds[f"{HTTP_ROUTE} {ctx.name}"] = lambda: http_route(ctx)
+    if server.inference_pool is not None:
+        builds[f"{INFERENCE_POOL} {ctx.name}"] = lambda: inference_pool(ctx)
     return builds
 
 
@@ -70,7 +76,8 @@ def ingress(ctx: RenderContext) -> Manifest:
 
 
 def http_route(ctx: RenderContext) -> Manifest:
-    """Return the HTTPRoute. With `modelHeader` it matches the names of the model and of its adapters."""
+    """Return the HTTPRoute to the Service, or to the InferencePool if the spec has one. With `modelHeader` it matches
+    the names of the model and of its adapters."""
     wanted = ctx.spec.server.http_route
     assert wanted is not None
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
@@ -79,7 +86,10 @@ def http_route(ctx: RenderContext) -> Manifest:
         names = [ctx.model_name, *(adapter.name for adapter in ctx.spec.model.adapters or ())]
         header = {"type": "Exact", "name": wanted.model_header}
         matches = [{**path, "headers": [{**header, "value": name}]} for name in names]
-    rule: dict[str, Any] = {"backendRefs": [{"name": ctx.name, "port": _port(ctx)[1]}]}
+    backend: dict[str, Any] = {"name": ctx.name, "port": _port(ctx)[1]}
+    if ctx.spec.server.inference_pool is not None:
+        backend = {"group": INFERENCE_GROUP, "kind": INFERENCE_POOL, "name": ctx.name}
+    rule: dict[str, Any] = {"backendRefs": [backend]}
     if wanted.path_prefix is not None:
         rewrite = {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}
         rule["filters"] = [{"type": "URLRewrite", "urlRewrite": rewrite}]
@@ -91,6 +101,25 @@ def http_route(ctx: RenderContext) -> Manifest:
     if wanted.hostnames is not None:
         spec["hostnames"] = list(wanted.hostnames)
     return seal(child(ctx, HTTP_ROUTE, ctx.name, api_version=GATEWAY, component=SERVER, spec=spec))
+
+
+def inference_pool(ctx: RenderContext) -> Manifest:
+    """Return the InferencePool, whose members are the pods of the servers."""
+    wanted = ctx.spec.server.inference_pool
+    assert wanted is not None
+    picker = wanted.endpoint_picker_ref
+    spec = {
+        "selector": {"matchLabels": selector(ctx, SERVER)},
+        "targetPorts": [{"number": PORT_HTTP}],
+        "endpointPickerRef": {
+            "group": "",
+            "kind": "Service",
+            "name": picker.name,
+            "port": {"number": picker.port},
+            "failureMode": picker.failure_mode.value,
+        },
+    }
+    return seal(child(ctx, INFERENCE_POOL, ctx.name, api_version=INFERENCE, component=SERVER, spec=spec))
 
 
 def _port(ctx: RenderContext) -> tuple[str, int]:

@@ -77,8 +77,9 @@ class GenerationChunk:
 class _MegatronLLMBase:
     """One engine of this process, used directly or through a coordinator.
 
-    In direct mode every rank is primary, and generate() runs the engine in the calling thread. Lifecycle methods need
-    coordinator mode, where a background event loop runs the engine's connection and, on global rank 0, the client.
+    In direct mode every rank is primary, and generate() runs the engine in the calling thread. The ranks of an engine
+    then make the same calls, and each returns the answers. Lifecycle methods need coordinator mode, where a background
+    event loop runs the engine's connection and, on global rank 0, the client.
 
     model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
                weights are copied.
@@ -119,11 +120,10 @@ class _MegatronLLMBase:
             pipeline=pipeline_model_parallel_size,
             expert=expert_model_parallel_size,
         )
-        if not use_coordinator and sizes.world > 1:
-            dimension = next(name for name in ("expert", "pipeline", "tensor") if getattr(sizes, name) > 1)
+        if not use_coordinator and sizes.expert > 1:
             raise ValueError(
-                f"{dimension}_model_parallel_size > 1 (it is {getattr(sizes, dimension)}) needs use_coordinator=True, "
-                "which synchronises the steps of the ranks"
+                f"expert_model_parallel_size > 1 (it is {sizes.expert}) needs use_coordinator=True, which synchronises "
+                "the steps of the ranks"
             )
         if isinstance(model, DynamicInferenceEngine):
             self._engine = model
@@ -144,7 +144,7 @@ class _MegatronLLMBase:
         if use_coordinator:
             self._start_runtime(coordinator_host, coordinator_port)
         else:
-            self._engine.executor.load()
+            self._engine.load_directly()
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:

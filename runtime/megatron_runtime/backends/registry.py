@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.hub import REMOTE_PREFIXES
 from megatron_runtime.engine.backend import EngineBackend
 from megatron_runtime.engine.settings import EngineSettings
 
@@ -72,8 +72,8 @@ def check_backend(settings: EngineSettings) -> None:
 
 @contextmanager
 def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
-    """Yield the settings with a directory of the model's metadata instead of a model of a hub."""
-    if not settings.model.startswith(HUB_PREFIX):
+    """Yield the settings with a directory of the model's metadata instead of a model that is downloaded."""
+    if not settings.model.startswith(REMOTE_PREFIXES):
         yield settings
         return
     # The HTTP client takes a tenth of a second to import.

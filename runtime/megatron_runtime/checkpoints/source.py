@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
-from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.hub import HUB_PREFIX, REMOTE_PREFIXES
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.protocol.text import shown
 
@@ -68,12 +68,13 @@ ModelSource = StoredModel | ModelInMemory
 
 
 def resolve(model: str) -> StoredModel:
-    """Return where the weights of `model` are. Weights of a hub are fetched once.
+    """Return where the weights of `model` are. Weights of a hub or an object store are fetched once.
 
-    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
-           with one .gguf file, a Megatron-Core checkpoint, or the directory that Megatron-LM loads one from.
+    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
+           config.json and safetensors, with one .gguf file, a Megatron-Core checkpoint, or the directory that
+           Megatron-LM loads one from.
 
-    Raises ModelSourceError, ModelFileError, and for a hub HubError and HubUnavailableError.
+    Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
     """
     if model == IN_MEMORY:
         raise ModelSourceError(
@@ -87,7 +88,7 @@ def resolve(model: str) -> StoredModel:
             return StoredModel("GGUF", builtin_file(name))
         except (ModelFileError, OSError) as error:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
-    if model.startswith(HUB_PREFIX):
+    if model.startswith(REMOTE_PREFIXES):
         # The HTTP client takes a tenth of a second to import.
         from megatron_runtime.checkpoints.hub.download import cached_directory
 
@@ -99,7 +100,8 @@ def resolve(model: str) -> StoredModel:
         return StoredModel("GGUF", path)
     if not path.is_dir():
         raise ModelSourceError(
-            f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
+            f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, s3://BUCKET/PREFIX, a .gguf file or "
+            "a model directory"
         )
     directory = ModelDirectory(path)
     distributed = _torch_dist(directory, model)

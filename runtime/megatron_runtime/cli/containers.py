@@ -23,7 +23,7 @@ from megatron_runtime.cli.options import (
     ROUTING_POLICIES,
     SECONDS,
     engine_options,
-    log_level,
+    log_options,
     sequence_length,
     server_options,
 )
@@ -49,7 +49,7 @@ _PARALLEL = click.IntRange(1, 64)
 @click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
-@log_level
+@log_options
 def coordinator(*, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
     from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
@@ -139,11 +139,13 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     is_flag=True,
     help="Validate the settings and the model's metadata, without weights and GPU, and exit.",
 )
-@log_level
+@log_options
 def engine(
     *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, is_check: bool, **options: Any
 ) -> None:
     """Run one data-parallel engine until SIGTERM.
+
+    Without --revision, the STOP signal ends it, too. With it, a stopped engine waits for SIGTERM.
 
     Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
     and MASTER_PORT if there are several machines, or by torchrun.
@@ -275,7 +277,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 )
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
-@log_level
+@log_options
 def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
@@ -294,7 +296,7 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 @click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
 @click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
 @click.option("--listen", default="::", help="Address of both ports; :: is every address, IPv4 and IPv6.")
-@log_level
+@log_options
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
     from megatron_runtime.distributed import preflight as checks

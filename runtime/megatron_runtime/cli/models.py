@@ -54,47 +54,57 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 
 
 @click.command()
-@click.argument("repository", required=False, metavar="[ORG/NAME[@REVISION]")
+@click.argument("source", required=False, metavar="[SOURCE")
 @click.argument("directory", required=False, type=NEW_DIRECTORY, metavar="DIRECTORY]")
+@click.option("--cache", type=NEW_DIRECTORY, help="Fetch to this model cache instead, for MEGATRON_MODEL_CACHE.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these files, such as *.json; repeatable.")
-@click.option("--token-file", type=FILE, help="A file with the access token; by default HF_TOKEN has it.")
+@click.option("--token-file", type=FILE, help="A file with the hub's access token; by default HF_TOKEN has it.")
 @click.option("--endpoint", help="URL of the hub; by default HF_ENDPOINT or the public one.")
 @click.option("--verify", type=DIRECTORY, help="Compare every file of a fetched directory with its digest.")
 def fetch(
     *,
-    repository: str | None,
+    source: str | None,
     directory: Path | None,
+    cache: Path | None,
     include: tuple[str, ...],
     token_file: Path | None,
     endpoint: str | None,
     verify: Path | None,
 ) -> None:
-    """Download a model from the Hugging Face hub to DIRECTORY.
+    """Download a model to DIRECTORY.
 
-    Run it again to continue an interrupted download. Each file is checked by its digest.
-    Exit codes: 0 the directory is complete; 75 the hub cannot be reached, try again later; 1 trying again does not
+    SOURCE is ORG/NAME[@REVISION] of the Hugging Face hub, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
+    az://CONTAINER/PREFIX or https://HOST/PATH. Run the command again to continue an interrupted download. Each file is
+    checked by its digest, or by the version of its object.
+    Exit codes: 0 the directory is complete; 75 the source cannot be reached, try again later; 1 trying again does not
     help.
     """
     from megatron_runtime.checkpoints.hub import download
-    from megatron_runtime.checkpoints.hub.client import HubApi, HubUnavailableError, Reference, read_token
+    from megatron_runtime.checkpoints.hub.client import HubUnavailableError, read_token
 
     if verify is not None:
-        if repository is not None:
-            raise click.UsageError("--verify takes the directory itself: leave the repository out")
+        if source is not None:
+            raise click.UsageError("--verify takes the directory itself: leave the source out")
         with _shown_progress("checking") as progress:
             manifest = download.verify_directory(verify, progress=progress)
         click.echo(f"{len(manifest.files)} files of {manifest.repository}@{manifest.commit} are as they were fetched")
         return
-    if repository is None or directory is None:
-        raise click.UsageError("name a repository and a directory, or --verify DIRECTORY")
-    reference = Reference.parse(repository)
-    api = HubApi(endpoint=endpoint, token=read_token(token_file))
-    with closing(api), _shown_progress(str(reference)) as progress:
-        try:
-            manifest = download.fetch(reference, directory, api=api, include=include, progress=progress)
-        except HubUnavailableError as error:
-            click.echo(f"Error: {error}", err=True)
-            raise SystemExit(os.EX_TEMPFAIL) from error
+    if source is None or (directory is None) == (cache is None):
+        raise click.UsageError("name a source and either a directory or --cache DIRECTORY, or --verify DIRECTORY")
+    if cache is not None and (include or token_file or endpoint):
+        raise click.UsageError("--cache takes no --include, --token-file or --endpoint: use HF_TOKEN and HF_ENDPOINT")
+    reference = download.parse_reference(source)
+    try:
+        with _shown_progress(str(reference)) as progress:
+            if directory is None:
+                found = download.cached_directory(source, cache=cache, progress=progress)
+                click.echo(f"{found} holds {reference}")
+                return
+            with closing(download.connect(reference, endpoint=endpoint, token=read_token(token_file))) as api:
+                manifest = download.fetch(reference, directory, api=api, include=include, progress=progress)
+    except HubUnavailableError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(os.EX_TEMPFAIL) from error
     click.echo(f"{directory} holds {len(manifest.files)} files of {manifest.repository}@{manifest.commit}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,8 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from megatron_runtime.process.logs import configure
 from megatron_runtime.protocol.adapters import Adapter
-from megatron_runtime.protocol.text import printable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -99,11 +98,11 @@ def _optional_port(text: str) -> int | None:
 
 
 def _api_keys_file(text: str) -> Path:
-    from megatron_runtime.server.auth import NoKeysError, read_keys
+    from megatron_runtime.server.auth import ApiKeyFileError, read_keys
 
     try:
         read_keys(Path(text))
-    except NoKeysError as error:
+    except ApiKeyFileError as error:
         raise click.BadParameter(f"{error}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise click.BadParameter(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
@@ -148,7 +147,7 @@ ADDRESS = Parsed("host:port", _address)
 OPTIONAL_PORT = Parsed("port|off", _optional_port)
 """A TCP port; 0 picks a free one, `off` is None."""
 API_KEYS_FILE = Parsed("file", _api_keys_file)
-"""A file of API keys, one a line. Empty lines and lines that begin with # are ignored."""
+"""A file of API keys: one a line, or YAML with names and limits."""
 COUNTS = Parsed("n,n,…", _counts)
 """Numbers from 1 up: `1,8,32`."""
 JSON_OBJECT = Parsed("json", _json_object)
@@ -178,7 +177,9 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
 
 
 model = click.option(
-    "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
+    "--model",
+    default="builtin:smollm2-135m",
+    help="builtin:NAME, hf:ORG/NAME[@REVISION], s3://BUCKET/PREFIX (or gs, az, https), a GGUF file or a directory.",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
@@ -234,7 +235,7 @@ engine_options = together(
 )
 """Of an engine, as `megatron engine` and `megatron serve` have them."""
 server_options = together(
-    click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line; absent: open to all."),
+    click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line, or YAML; absent: open to all."),
     click.option(
         "--share-prefix-cache/--no-share-prefix-cache",
         default=False,
@@ -259,33 +260,27 @@ server_options = together(
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
 
 
-class LogFormatter(logging.Formatter):
-    """One escaped line per record; tracebacks are indented. Text of peers and clients can neither imitate a record nor
-    control a terminal.
-    """
+def log_options(command: _F) -> _F:
+    """Add `--log-level` and `--log-format`, and configure logging."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record))
+    def configure_logs(ctx: click.Context, param: click.Parameter, value: str) -> None:
+        configure(style=ctx.params.pop("log_format"), level=value)
 
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(f"    {line}" for line in printable(super().formatException(ei), lines=True).split("\n"))
-
-
-def log_level(command: _F) -> _F:
-    """Add `--log-level` and configure logging."""
-
-    def configure(ctx: click.Context, param: click.Parameter, value: str) -> None:
-        handler = logging.StreamHandler()
-        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-        logging.basicConfig(level=value.upper(), handlers=[handler])
-
-    option = click.option(
+    level = click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
         envvar="MEGATRON_LOG_LEVEL",
         expose_value=False,
-        callback=configure,
+        callback=configure_logs,
         help="Least level that is logged.",
     )
-    return option(command)
+    log_format = click.option(
+        "--log-format",
+        type=click.Choice(["json", "text"]),
+        default="text",
+        envvar="MEGATRON_LOG_FORMAT",
+        is_eager=True,  # read before the level, which configures logging
+        help="json: one object per line.",
+    )
+    return level(log_format(command))

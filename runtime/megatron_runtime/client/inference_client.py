@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
@@ -15,6 +15,7 @@ import zmq
 from megatron_runtime.client import megatron_protocol
 from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
 from megatron_runtime.client.rejection import rejection
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
@@ -58,20 +59,25 @@ class RequestOptions(TypedDict, total=False):
     tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
                       Empty: this client.
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
+    request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
+    traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
     """
 
     deadline_seconds: float | None
     engine: str
     tenant: str
     adapter: str
+    request_id: str
+    traceparent: str
 
 
 class InferenceClient:
     """Connects one DEALER socket to a coordinator and registers again after each restart of the coordinator.
 
-    The connection belongs to the event loop of start(). Requests and signals may also come from any other running
-    loop; their futures and streams then belong to that loop. Requests may be added before start() and while there is
-    no coordinator: they are submitted after the next registration, with the tokens that they already have.
+    The constructor connects, and start() registers. The connection belongs to the event loop of start(). Requests and
+    signals may also come from any other running loop; their futures and streams then belong to that loop. Requests may
+    be added before start() and while there is no coordinator: they are submitted after the next registration, with the
+    tokens that they already have.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
@@ -109,6 +115,7 @@ class InferenceClient:
         )
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
+        self._link.connect_early()
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
@@ -140,23 +147,31 @@ class InferenceClient:
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
-    async def start(self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0) -> None:
-        """Connect and register. With a timeout of 0 it returns at once and connects in the background.
+    def start(
+        self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0
+    ) -> Coroutine[Any, Any, None]:
+        """Register. The result may be awaited, to wait for the registration, or ignored.
 
-        A coordinator of Megatron-Core is served in its own protocol: it confirms no signal, and sends no heartbeat.
+        The call begins at once if an event loop runs, and otherwise when the result is awaited. With a timeout of 0 the
+        client registers in the background. A coordinator of Megatron-Core is used in its own protocol: it confirms no
+        signal, and sends no heartbeat.
 
         loop: the loop of the connection; None: the loop of the caller.
 
         Raises:
             CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
-            HandshakeRejectedError: the coordinator rejected HELLO.
+            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
         """
+        return _Starting(lambda: self._start(loop, connect_timeout_seconds))
 
+    async def _start(self, loop: asyncio.AbstractEventLoop | None, connect_timeout_seconds: float) -> None:
         async def connect_and_listen() -> None:
             await self._connect_with_inference_coordinator(connect_timeout_seconds)
             self.listener_task = asyncio.create_task(self._recv_task(), name=f"{self._name} listens")
             self.listener_task.add_done_callback(lambda _: self._stop())
 
+        if self._stopped:
+            return
         here = asyncio.get_running_loop()
         self._loop = loop or here
         starting = connect_and_listen()
@@ -406,7 +421,8 @@ class InferenceClient:
                 if self._deserialize:
                     result = result.merge()
         except (MalformedMessageError, ValueError, TypeError, KeyError) as error:
-            logger.exception("the answer to request %d cannot be read", request.request_id)
+            extra = of_request(request.meta.request_id)
+            logger.exception("the answer to request %d cannot be read", request.request_id, extra=extra)
             self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
             return
         self._forget(request)
@@ -515,6 +531,43 @@ class InferenceClient:
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
+
+
+class _Starting(Coroutine[Any, Any, None]):
+    """What start() returns: a coroutine that runs from the beginning, in a task, if an event loop runs.
+
+    Another loop may await it.
+    """
+
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = running_loop()
+        self._begin = begin
+        self._task = loop.create_task(begin()) if loop is not None else None
+        self._steps: Generator[Any, Any, None] | None = None
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if self._task is None:
+            return self._begin().__await__()
+        if (loop := self._task.get_loop()) is running_loop():
+            return self._task.__await__()
+        task = self._task
+
+        async def wait() -> None:
+            await task
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wait(), loop)).__await__()
+
+    def send(self, value: Any) -> Any:
+        self._steps = self._steps or self.__await__()
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._steps = self._steps or self.__await__()
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
 
 
 def _no_kv_handoff() -> Exception:

@@ -87,6 +87,8 @@ class PendingRequest:
         engine: str = "",
         tenant: str = "",
         adapter: str = "",
+        request_id: str = "",
+        traceparent: str = "",
     ) -> Self:
         """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
 
@@ -110,6 +112,8 @@ class PendingRequest:
                 engine=engine,
                 tenant=tenant,
                 adapter=adapter,
+                request_id=request_id,
+                traceparent=traceparent,
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),

@@ -156,7 +156,8 @@ class DataParallelInferenceCoordinator:
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
         """The identity of the engine for a prompt with these block hashes."""
-        return self._core.router.select(self._candidates(), request_hashes).peer[1]
+        hashes = {self._block_size_tokens: request_hashes} if self._block_size_tokens and request_hashes else {}
+        return self._core.router.select(self._candidates(), hashes).peer[1]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
         """Record that an engine was given these blocks."""

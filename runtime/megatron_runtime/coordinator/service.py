@@ -23,10 +23,12 @@ import uvloop
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore, Tokenizer
 from megatron_runtime.coordinator.core.membership import Access
-from megatron_runtime.coordinator.core.records import Engine, PeerId
+from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.pair import Pair
 from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
+from megatron_runtime.process import tracing
+from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Frames, KeyReport
@@ -188,12 +190,19 @@ class Coordinator:
 
     on_bound: called with the address of each role once the sockets are bound.
     ended:    set by stop() or by a SHUTDOWN message.
+    tracer:   None: requests are not traced.
     """
 
     def __init__(
-        self, settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None
+        self,
+        settings: CoordinatorSettings,
+        *,
+        tokenizer: Tokenizer | None = None,
+        on_bound: OnBound | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.settings = settings
+        self._tracer = tracer
         self.ended = asyncio.Event()
         self.transport = Transport(settings, self._received, self._gone)
         self._loop = asyncio.get_running_loop()
@@ -273,13 +282,16 @@ class Coordinator:
     # --- active and standby -------------------------------------------------------------------------------------
 
     def _make_core(self) -> CoordinatorCore:
-        return CoordinatorCore(
+        core = CoordinatorCore(
             self.settings,
             now=self._time(),
             randbits=random.SystemRandom().getrandbits,
             tokenizer=self._tokenizer,
             access=self.transport,
         )
+        if self._tracer is not None:
+            core.context.ended = []
+        return core
 
     def _begin(self) -> None:
         """Become active. State, epoch and fence come from the engines, as after a restart."""
@@ -345,6 +357,10 @@ class Coordinator:
                 self._perform()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
+        if self._tracer is not None and context.ended:
+            ended, context.ended = context.ended, []
+            for request in ended:
+                _trace(self._tracer, request, wall_offset=context.wall_offset)
         self._event_done.set()
 
     # --- timers -------------------------------------------------------------------------------------------------
@@ -379,6 +395,23 @@ class Coordinator:
             self._perform()
 
 
+def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
+    """Record the span of a request that ended. wall_offset: as of Context."""
+    entry, engine, at, error = ended
+    queued = (at if entry.dispatched_at is None else entry.dispatched_at) - entry.arrived
+    attributes: dict[str, str | int | float | None] = {
+        tracing.REQUEST_ID: entry.meta.request_id or entry.uid.hex(),
+        tracing.TIME_IN_QUEUE: queued,
+        tracing.END_TO_END: at - entry.arrived,
+        "megatron.uid": entry.uid.hex(),
+        "megatron.engine": engine or None,
+        "megatron.dispatches": entry.dispatches,
+    }
+    start, end = entry.arrived + wall_offset, at + wall_offset
+    traceparent = entry.meta.traceparent
+    tracer.record("coordinate", traceparent=traceparent, start=start, end=end, attributes=attributes, error=error)
+
+
 def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -392,7 +425,8 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 async def serve(
     settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None
 ) -> None:
-    coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound)
+    tracer = tracer_from_environment("megatron-coordinator")
+    coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound, tracer=tracer)
     loop = asyncio.get_running_loop()
     is_signalled = False
 
@@ -402,6 +436,8 @@ async def serve(
         coordinator.ended.set()
 
     async with contextlib.AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.callback(tracer.close)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, leave)
             stack.callback(loop.remove_signal_handler, number)

@@ -21,11 +21,13 @@ class AdapterSet:
 
     current: the list that was set last.
     errors:  by name, why an adapter of the list is not loaded.
+    rejected: by name, why an adapter of the list that was staged last could not be loaded.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
         self.current = AdapterList()
         self.errors: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
         self._backend = backend
         self._loaded: set[Adapter] = set()
         self._staged = AdapterList()
@@ -36,17 +38,24 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded: all of them, or none. The list itself does not change."""
+        """Load the adapters of `wanted` that are not loaded: all of them, or none. The list itself does not change.
+
+        After a failure `rejected` has the causes of every adapter that cannot be loaded.
+        """
+        self.rejected = {}
         if wanted.adapters:
             self._backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
         self._staged = wanted
+        causes: dict[int, list[str]] = {}
         for adapter in wanted.adapters:
             results = await self._load(adapter)
             if results.failed:
-                await self.discard()
-                cause = f"adapter {adapter.name!r} from {adapter.source}: {results.error}"
-                return RankResults(results.ranks, dict.fromkeys(results.failed, cause))
-        return RankResults(self._backend.info.ranks)
+                self.rejected[adapter.name] = f"adapter {adapter.name!r} from {adapter.source}: {results.error}"
+            for rank in results.failed:
+                causes.setdefault(rank, []).append(self.rejected[adapter.name])
+        if causes:
+            await self.discard()
+        return RankResults(self._backend.info.ranks, {rank: "; ".join(found) for rank, found in causes.items()})
 
     async def commit(self) -> None:
         """Make the staged list visible."""

@@ -37,6 +37,7 @@ class EngineRequest:
     tenant:           the scheduler shares the engine fairly between tenants.
     adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
+    client_request_id: id of the client's request, for log lines.
     """
 
     request_id: int
@@ -48,6 +49,7 @@ class EngineRequest:
     tenant: str = ""
     adapter: str = ""
     params_bytes: int = 0
+    client_request_id: str = ""
 
     @classmethod
     def of_dispatch(cls, dispatch: Dispatch, params: SamplingParams, *, adapter: Adapter | None = None) -> Self:
@@ -66,6 +68,7 @@ class EngineRequest:
             tenant=meta.tenant or f"client {dispatch.route}",
             adapter=adapter.key if adapter is not None else "",
             params_bytes=len(dispatch.params),
+            client_request_id=meta.request_id,
         )
 
     def max_total_tokens(self, longest: int) -> int:

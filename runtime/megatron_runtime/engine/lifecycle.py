@@ -204,6 +204,7 @@ class Lifecycle:
         self.fence = max(self.fence, control.fence or 0)
         await self._end_uncommitted()
         error = await self._act(control)
+        rejected = self.adapters.rejected if error is not None and control.kind is Header.SET_ADAPTERS else {}
         ack = ControlAck(
             operation_id=operation_id or "-",
             ok=error is None,
@@ -211,6 +212,7 @@ class Lifecycle:
             ranks=self.backend.info.ranks,
             code=int(ErrorCode.UNSUPPORTED) if isinstance(error, UnsupportedByBackendError) else None,
             error=None if error is None else str(error),
+            adapter_errors=rejected or None,
         )
         self._acknowledged = control if ack.ok else None
         if operation_id:

@@ -6,6 +6,7 @@ Tokens that may be part of a stop text are held back, because a sent token canno
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,15 @@ from typing import Any, NamedTuple
 
 from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
+from megatron_runtime.process import tracing
+from megatron_runtime.process.logs import of_request
+from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
 from megatron_runtime.requests.errors import serialize_error
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class StopText(NamedTuple):
@@ -124,6 +130,8 @@ class OpenRequest:
     details: LogProbDetails | None = None
     times: list[float] | None = None
     """If a record is requested: when the request was added, and when each new token arrived."""
+    added: float = 0.0
+    """If requests are traced: when it was added, in seconds since 1970."""
 
 
 class OutputStage:
@@ -132,6 +140,7 @@ class OutputStage:
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend that a stop text has ended.
     on_forget:    called with the dispatch id of each request that ends.
+    tracer:       records a span of each traced request; None: requests are not traced.
     clock:        returns monotonic seconds.
     """
 
@@ -142,6 +151,7 @@ class OutputStage:
         finish_early: Callable[[int], object],
         detokenizer: Callable[[], Detokenizer | None],
         on_forget: Callable[[int], None] = lambda dispatch_id: None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.open: dict[int, OpenRequest] = {}
@@ -152,6 +162,7 @@ class OutputStage:
         self._finish_early = finish_early
         self._detokenizer = detokenizer
         self._on_forget = on_forget
+        self._tracer = tracer
         self._clock = clock
 
     def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
@@ -172,18 +183,25 @@ class OutputStage:
             matcher=matcher,
             details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
             times=[self._clock()] if params.return_record else None,
+            added=time.time() if self._tracer is not None else 0.0,
         )
         self.idle.clear()
 
-    def forget(self, dispatch_id: int) -> None:
-        self.open.pop(dispatch_id, None)
+    def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
+        """End a request. output: its last one. error: why it has none."""
+        request = self.open.pop(dispatch_id, None)
+        if self._tracer is not None and request is not None and request.dispatch.meta.traceparent:
+            _trace(self._tracer, request, output, error=error)
         self._on_forget(dispatch_id)
         if not self.open:
             self.idle.set()
 
     def reject(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
         """Answer a request with an error."""
-        self.forget(dispatch.dispatch_id)
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(dispatch.meta.request_id)
+            logger.debug("request %s rejected: %s %s", dispatch.uid.hex(), code.name, error, extra=extra)
+        self.forget(dispatch.dispatch_id, error=str(error))
         reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}
         self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
 
@@ -209,7 +227,7 @@ class OutputStage:
         for route, ready in partials.items():
             self._send_partial(route, ready)
         for request, output, found in finals:
-            self.forget(output.request_id)
+            self.forget(output.request_id, output=output)
             self._send_final(request, output, found)
 
     def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
@@ -256,6 +274,11 @@ class OutputStage:
 
     def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(request.dispatch.meta.request_id)
+            logger.debug(
+                "request %s ended: %s", request.dispatch.uid.hex(), output.finish_reason or "stop", extra=extra
+            )
         reply: dict[str, Any] = {
             "status": "FAILED" if failed else "COMPLETED",
             "finish_reason": "stop" if found else output.finish_reason,
@@ -283,3 +306,33 @@ class OutputStage:
         if self._send(final.to_frames()) is False:
             size = sum(map(len, final.to_frames()))
             self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
+
+
+def _trace(tracer: Tracer, request: OpenRequest, output: RequestOutput | None, *, error: str) -> None:
+    """Record the span of a request that ended."""
+    dispatch, params, now = request.dispatch, request.params, time.time()
+    attributes: dict[str, Any] = {
+        tracing.REQUEST_ID: dispatch.meta.request_id or dispatch.uid.hex(),
+        tracing.MAX_TOKENS: params.num_tokens_to_generate,
+        tracing.TEMPERATURE: params.temperature,
+        tracing.TOP_P: params.top_p,
+        tracing.COMPLETION_TOKENS: len(request.tokens),
+        tracing.END_TO_END: now - request.added,
+        "megatron.adapter": dispatch.meta.adapter or None,
+        "megatron.continued_tokens": len(dispatch.generated) // 4 or None,
+    }
+    if output is not None:
+        attributes[tracing.PROMPT_TOKENS] = output.prompt_length
+        attributes["megatron.cached_tokens"] = output.num_cached_tokens
+        error = str(output.error or "the request failed") if output.finish_reason == "error" else ""
+        if (times := output.summary) is not None:
+            attributes[tracing.TIME_IN_QUEUE] = times.queue_seconds
+            attributes[tracing.TIME_IN_PREFILL] = times.prefill_seconds
+            attributes[tracing.TIME_IN_DECODE] = times.decode_seconds
+            attributes[tracing.TIME_IN_INFERENCE] = times.prefill_seconds + times.decode_seconds
+            if not dispatch.generated:
+                attributes[tracing.TIME_TO_FIRST_TOKEN] = times.queue_seconds + times.prefill_seconds
+    traceparent = dispatch.meta.traceparent
+    tracer.record(
+        "llm_request", traceparent=traceparent, start=request.added, end=now, attributes=attributes, error=error
+    )

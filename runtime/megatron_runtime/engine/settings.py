@@ -35,7 +35,8 @@ class EngineSettings:
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
-    revision:          hash of the manifests of this engine; shown in the status.
+    revision:          hash of the manifests of this engine; shown in the status. Empty: it belongs to no resource, and
+                       its process ends after STOP.
     health_port:       port of HTTP probes and metrics; None: neither, 0: a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
     threads:           torch threads of all ranks of this host or pod together; None: torch's default.

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -28,6 +27,8 @@ from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.process.health import HealthServer
+from megatron_runtime.process.logs import of_request
+from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
@@ -77,10 +78,18 @@ class EngineWorker:
 
     Implements BackendListener. All methods run on the event loop.
 
-    link: factory of the connection to the coordinator.
+    link:   factory of the connection to the coordinator.
+    tracer: None: requests are not traced.
     """
 
-    def __init__(self, settings: EngineSettings, backend: EngineBackend, *, link: MakeLink | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        backend: EngineBackend,
+        *,
+        link: MakeLink | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
         self.joined = asyncio.Event()
@@ -112,13 +121,18 @@ class EngineWorker:
             finish_early=backend.abort,
             detokenizer=backend.detokenizer,
             on_forget=self._release_adapter,
+            tracer=tracer,
         )
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self.lifecycle, backend))
 
     async def run(self) -> None:
-        """Serve until `ended` is set or the engine fails."""
+        """Serve until `ended` is set, the engine fails, or STOP ends it.
+
+        After STOP an engine of a resource idles: the kubelet would start an ended container again. Such an engine has a
+        revision.
+        """
         await self._backend.start(self)
         health = None
         if self._settings.health_port is not None:
@@ -306,6 +320,8 @@ class EngineWorker:
                 self._drop_all()
                 self._weights_wanted = False
                 self._link.close("stopped")
+                if not self._settings.revision:
+                    self.ended.set()
 
     async def _enter(self, ack: HelloAck) -> None:
         """Reach the state of HELLO_ACK. Load its adapters first, and the weights if they are needed."""
@@ -373,6 +389,9 @@ class EngineWorker:
         except (ValueError, TypeError, AttributeError) as error:
             self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
             return
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(dispatch.meta.request_id)
+            logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
         if dispatch.dispatch_id in self._outputs.open:  # not rejected
             self._backend.submit(request)
 
@@ -407,17 +426,22 @@ class EngineWorker:
 
 async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: MakeLink | None) -> BaseException | None:
     backend = make_backend(settings)
+    tracer = tracer_from_environment("megatron-engine")
     gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
-    worker = EngineWorker(settings, backend, link=link)
+    worker = EngineWorker(settings, backend, link=link, tracer=tracer)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.on_leave)
-    await worker.run()
+    try:
+        await worker.run()
+    finally:
+        if tracer is not None:
+            tracer.close()
     return worker.failure
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
-    """Run an engine until SIGTERM. Exit with status 1 and the cause on standard error if the engine fails. The
-    termination message has the cause, also that of an error of the factory, which is raised.
+    """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
+    if the engine fails. The termination message has the cause, also that of an error of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
     link:         factory of the connection to the coordinator; None: PeerLink.
@@ -430,6 +454,6 @@ def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink |
         write_termination_message(error)
         raise
     if failure is not None:
-        print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
+        logger.error("engine %s failed: %s", settings.name, failure)
         write_termination_message(failure)
         os._exit(1)  # without waiting for threads of the backend, which may hang in native code

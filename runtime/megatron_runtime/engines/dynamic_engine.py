@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import hashlib
+import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +33,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, decode
+from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
 from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -60,6 +63,9 @@ class DynamicInferenceEngine(EngineCore):
                 a `tokenizer`.
     context:    the InferenceConfig, or Megatron-Core's DynamicInferenceContext, from which the limits are taken.
     follower: for another rank of an engine than its first, which runs the requests: `executor` is this rank's part.
+
+    Without a coordinator, all ranks of an engine make the same calls of generate() and generate_stream(), and each
+    returns the answers. The first rank runs the requests.
     """
 
     def __init__(
@@ -95,10 +101,25 @@ class DynamicInferenceEngine(EngineCore):
 
         Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
         """
+        if self._following is not None:
+            return  # this rank has no requests
         with self._exclusive():
             super().reset(preserve_prefix_cache=preserve_prefix_cache)
 
     # --- in the calling thread ----------------------------------------------------------------------------------
+
+    def load_directly(self) -> None:
+        """Load the weights for use without a coordinator. Every rank of the engine calls it.
+
+        When the process of the first rank ends, the others are released. The loss of a rank ends all of them.
+        """
+        if self._following is not None:
+            atexit.register(self._following.wait_at_exit)
+            return
+        self.executor.load()
+        if isinstance(self.executor, RankedExecutor):
+            self.executor.watch(on_failure=lambda _failure: None, on_leave=lambda: None)
+            atexit.register(self.executor.end, None)
 
     def generate(
         self,
@@ -119,26 +140,55 @@ class DynamicInferenceEngine(EngineCore):
             )
         with self._exclusive():
             tokens = [self.tokenize(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-            run = _OfflineRun(self, tokens, sampling_params, streaming=False)
-            replies = {item["final"]["request_id"]: item["final"] for item in run}
+            items = self._run(tokens, sampling_params, streaming=False)
+            replies = {item["final"]["request_id"]: item["final"] for item in items}
         return [
             answered_request(replies[number], prompt=prompt, prompt_tokens=ids, sampling_params=params, text=self._text)
             for number, (prompt, ids, params) in enumerate(zip(prompts, tokens, sampling_params, strict=True))
         ]
 
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams) -> Generator[dict[str, Any]]:
-        """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread."""
+        """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread.
+
+        On other ranks than the first, all items come when the answer is complete.
+        """
         with self._exclusive():
             sampling_params.streaming = True
-            yield from _OfflineRun(self, [self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
+            yield from self._run([self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
+
+    def _run(
+        self, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Run the prompts on the first rank of the engine, and yield the items of _OfflineRun on every rank."""
+        if self._following is None and not isinstance(self.executor, RankedExecutor):
+            yield from _OfflineRun(self, prompts, sampling_params, streaming=streaming)
+            return
+        call = hashlib.sha256(
+            pack([streaming, list(prompts), [params.serialize() for params in sampling_params]])
+        ).hexdigest()
+        if self._following is not None:
+            yield from self._following.items(call)
+            return
+        assert isinstance(self.executor, RankedExecutor)
+        items: list[bytes] = []
+        answers: dict[str, Any] = {"call": call, "items": items, "error": None}
+        try:
+            for item in _OfflineRun(self, prompts, sampling_params, streaming=streaming):
+                items.append(pack(item))
+                yield item
+        except GeneratorExit:  # the caller closed the stream: the other ranks get the part before
+            raise
+        except BaseException as error:
+            answers["error"] = str(error) or type(error).__name__
+            raise
+        finally:
+            self.executor.share_answers(answers)
 
     def tokenize(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt, which may be token ids already."""
         return self.controller.tokenize_prompt(prompt, params.add_BOS) if isinstance(prompt, str) else list(prompt)
 
     def _exclusive(self) -> threading.Lock:
-        if self._following is not None:
-            raise RuntimeError("only the first rank of an engine generates")
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
         return self._in_use
@@ -415,6 +465,29 @@ class _Following:
         follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
         self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
         self._thread.start()
+
+    def items(self, call: str) -> list[dict[str, Any]]:
+        """Return the items of the first rank's run. call: names the arguments, which have to be the same there.
+
+        Raises ValueError if they are not, EngineFailedError for an error of the first rank.
+        """
+        answers = self._follower.part.answers.get()
+        if answers is None:
+            self._follower.part.answers.put(None)  # for the next call
+            raise EngineFailedError("the first rank of the engine has ended: end this rank, too")
+        if answers["call"] != call:
+            raise ValueError(
+                f"rank {self._follower.rank} of the engine has other prompts or sampling parameters than its first "
+                "rank: without a coordinator, make the same calls on all ranks"
+            )
+        if answers["error"] is not None:
+            raise EngineFailedError(f"the first rank of the engine reports: {answers['error']}")
+        return [unpack(item, DETAILS) for item in answers["items"]]
+
+    def wait_at_exit(self) -> None:
+        """Perform orders until the first rank ends, unless an error ends this process."""
+        if getattr(sys, "last_value", None) is None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +46,7 @@ def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
 
 
 class NativeDecoder(DecoderModel):
-    """The decoder of a rank whose tokens are all its own: no expert parallelism. Requires runs_natively()."""
+    """The decoder of a rank. Requires runs_natively()."""
 
     def __init__(
         self,
@@ -92,15 +93,32 @@ class NativeDecoder(DecoderModel):
         sums_TD = torch.empty_like(x_TD)
         step = self._step(plan, x_TD, cache_LPXE)
         step.sums = sums_TD.data_ptr()
-        for phase in range(self._phases):
-            if phase % 2 == 0:
-                self._collectives.begin_layer(self._layer_numbers[phase // 2])
+        for number, layer, phase in zip(self._layer_numbers, self.weights.layers, count(step=2), strict=False):
+            self._collectives.begin_layer(number)
             self._run(step, phase, phase + 1)
-            summed_TD = self._collectives.all_reduce(sums_TD)
-            if summed_TD is not sums_TD:
-                sums_TD.copy_(summed_TD)
-        self._run(step, self._phases, self._phases + 1)
+            self._add_sums(step, phase, sums_TD, sums_TD)
+            if isinstance(layer.mlp, ExpertWeights):
+                mixed_TD = self._mixture(step, phase + 1, x_TD)
+            else:
+                self._run(step, phase + 1, phase + 2)
+                mixed_TD = sums_TD
+            self._add_sums(step, phase + 1, mixed_TD, sums_TD)
         return x_TD
+
+    def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return what the experts of all ranks that share the tokens add to x_TD."""
+        x_AD = self._collectives.gather_tokens(x_TD).contiguous()
+        y_AD = torch.empty_like(x_AD)
+        step.gathered_tokens, step.gathered, step.gathered_sums = len(x_AD), x_AD.data_ptr(), y_AD.data_ptr()
+        self._run(step, phase, phase + 1)
+        return self._collectives.scatter_sums(y_AD)
+
+    def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:
+        """Add this rank's part of a phase, summed over the ranks in sums_TD, to the hidden states."""
+        summed_TD = self._collectives.all_reduce(part_TD)
+        if summed_TD is not sums_TD:
+            sums_TD.copy_(summed_TD)
+        self._library.megatron_add_sums(self._handle, self._thread_pool.handle, step, phase)
 
     def _run(self, step: Step, first: int, end: int) -> None:
         if self._library.megatron_run(self._handle, self._thread_pool.handle, step, first, end) != 0:
@@ -170,7 +188,9 @@ class NativeDecoder(DecoderModel):
         gate_up, down = (
             matrices(*map(_matrix, each)) for each in zip(*((m.gate_up_FD, m.down_DF) for m in mlps), strict=True)
         )
-        self._kept += [gate_up, down]
+        assert isinstance(layer.qkv_QD, NativeLinear)
+        qkv = (Matrix * len(layer.qkv_QD.matrices))(*(matrix.record for matrix in layer.qkv_QD.matrices))
+        self._kept += [gate_up, down, qkv]
         return Layer(
             is_local=is_local,
             attention_norm=self._address(layer.attention_norm_D),
@@ -180,7 +200,8 @@ class NativeDecoder(DecoderModel):
             attention_output_norm=self._address(layer.attention_output_norm_D),
             mlp_norm=self._address(layer.mlp_norm_D),
             mlp_output_norm=self._address(layer.mlp_output_norm_D),
-            qkv=_matrix(layer.qkv_QD),
+            num_qkv=len(qkv),
+            qkv=qkv,
             output=_matrix(layer.output_DH),
             num_experts=len(mlps),
             gate_up=gate_up,
@@ -198,7 +219,8 @@ class NativeDecoder(DecoderModel):
 
 def _matrix(linear: Linear) -> Matrix:
     assert isinstance(linear, NativeLinear)
-    return linear.matrix.record
+    (matrix,) = linear.matrices
+    return matrix.record
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -215,6 +237,5 @@ def build_decoder(
     collectives: Collectives | None = None,
 ) -> DecoderModel:
     """Return the decoder for `weights` on the CPU: the kernels' if they support the model, else torch operators'."""
-    has_all_experts = shard is None or shard.sizes.expert == 1
-    decoder = NativeDecoder if has_all_experts and runs_natively(config, weights) else DecoderModel
+    decoder = NativeDecoder if runs_natively(config, weights) else DecoderModel
     return decoder(config, weights, shard=shard, collectives=collectives)

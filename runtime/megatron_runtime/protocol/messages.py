@@ -55,6 +55,8 @@ Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARAC
 """An error or a reason. A longer text is cut, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
 """The error of one adapter. A longer text is cut, not rejected."""
+AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
+"""By the name of an adapter."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
 """The name of a registered peer as a coordinator reports it. A plain engine's name is its routing id."""
 
@@ -102,7 +104,7 @@ class Hello(ControlMessage):
     adapters: AdapterList | None = None
     """Engines: the list of adapters that was set last. A recovering coordinator takes it from here. None: the engine is
     of a release without adapters."""
-    adapter_errors: Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)] | None = None
+    adapter_errors: AdapterErrors | None = None
     """Engines: by name, why an adapter of the list is not loaded."""
     term: U64 | None = None
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
@@ -217,6 +219,8 @@ class ControlAck(ControlMessage):
     error: Words | None = None
     fence: U64 | None = None
     """With STALE_FENCE: the highest fence that the coordinator has received."""
+    adapter_errors: AdapterErrors | None = None
+    """SET_ADAPTERS failed: by name, why an adapter of the list could not be loaded."""
 
 
 class ControlCommit(ControlMessage):
@@ -296,6 +300,8 @@ class Operation(_Map):
     evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
     code: Count | None = None
     error: Words | None = None
+    adapter_errors: AdapterErrors | None = None
+    """As in CONTROL_ACK, of the last operation only."""
 
 
 class StatusReply(ControlMessage):

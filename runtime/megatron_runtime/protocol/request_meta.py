@@ -30,34 +30,48 @@ class RequestMeta(NamedTuple):
     adapter: str = ""
     """Name of the LoRA adapter that answers. Empty: the base model."""
 
+    request_id: str = ""
+    """Id by which logs and traces of all components name the request. Empty: it has none."""
+    traceparent: str = ""
+    """W3C trace context of the span that sent the request. Empty: the request is not traced."""
+
     def items(self) -> tuple[Any, ...]:
-        """The elements to send. The last three are left out if they, and those after them, are empty."""
-        return self if self.adapter else self[:8] if self.tenant else self[:7] if self.engine else self[:6]
+        """The elements to send. Optional ones are left out if they, and those after them, are empty."""
+        count = len(self)
+        while count > _REQUIRED and not self[count - 1]:
+            count -= 1
+        return self[:count]
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last five may be absent, because peers of earlier releases do not send them.
+        """Read the elements. The last seven may be absent, because peers of earlier releases do not send them.
 
         Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
-            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter = (value + _META[len(value) :])[:9]
+            meta = cls._make((value + _META[len(value) :])[: len(_META)])
+            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter, request_id, traceparent = meta
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
                 and type(salt) is type(engine) is type(tenant) is type(adapter) is str
+                and type(request_id) is type(traceparent) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
                 and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
+                and len(request_id) <= limits.MAX_REQUEST_ID_CHARACTERS
+                and len(traceparent) <= limits.MAX_TRACEPARENT_CHARACTERS
             ):
-                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant, adapter)
+                return meta
         raise MalformedMessageError(
             f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
-            "tenant, adapter]"
+            "tenant, adapter, request_id, traceparent]"
         )
 
 
 _META = list(RequestMeta())
 """Defaults of the elements."""
+_REQUIRED = 6
+"""Elements that are always sent."""

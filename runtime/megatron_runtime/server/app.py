@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
+import logging
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib import resources
@@ -23,7 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_runtime
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.process import tracing
+from megatron_runtime.process.logs import REQUEST_ID
+from megatron_runtime.process.tracing import Span, Tracer
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.limits import MAX_REQUEST_ID_CHARACTERS
 from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
@@ -32,6 +36,13 @@ from megatron_runtime.server.guards import check_host
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
+from megatron_runtime.server.openai.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    count_message_tokens,
+    create_message,
+    error_body,
+)
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.responses import ResponsesRequest, create_response
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -44,16 +55,30 @@ from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
+logger = logging.getLogger(__name__)
+
+PAGE_FILES = (
+    "chat.css",
+    "chat.js",
+    "conversations.js",
+    "server.js",
+    "turns.js",
+    "vendor/markdown-it.esm.min.js",
+)
 _CLIENT_CLOSED_REQUEST = 499
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9_.:/+=@-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
-def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer: Tokenizer) -> FastAPI:
+def create_app(
+    settings: ServerSettings, *, backend: InferenceClient, tokenizer: Tokenizer, tracer: Tracer | None = None
+) -> FastAPI:
     """Return the application. Probes and shutdown use its `state.service`.
 
     backend: the client of the coordinator.
-    Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that holds none, OSError for a
-    file of API keys that cannot be read.
+    tracer:  None: requests are not traced.
+    Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
+    for one that cannot be read.
     """
     template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
     service = Service(
@@ -64,13 +89,14 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
         api_keys=ApiKeys(settings.api_keys_file),
         tool_parser=parser_of(settings.tool_call_parser, template=template),
         reasoning_format=format_of(settings.reasoning_parser, template=template),
+        tracer=tracer,
     )
     app = FastAPI(
         title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
-    _add_console(app)
+    _add_page(app)
     _add_get_routes(app, service)
     for path, handler, body in _POST_ROUTES:
         _add_post_route(app, service, path=path, handler=handler, body=body)
@@ -82,7 +108,8 @@ def create_app(settings: ServerSettings, *, backend: InferenceClient, tokenizer:
 class RequestMiddleware:
     """Checks the headers of a request; counts open requests, and answers by route and status.
 
-    While the server drains, each answer closes its connection.
+    Every request has an id: that of its header x-request-id, or a new one. The answer, all log lines and the trace have
+    it. While the server drains, each answer closes its connection.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -94,54 +121,87 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state, headers = scope.setdefault("state", {}), Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        is_valid = _REQUEST_ID.fullmatch(given) is not None
+        request_id = state["request_id"] = given if is_valid else f"req_{uuid.uuid4().hex}"
+        REQUEST_ID.set(request_id)
+        span: Span | None = None
+        if self._service.tracer is not None and scope["method"] == "POST":
+            span = state["span"] = self._service.tracer.begin("POST", headers=headers, is_server=True)
+            span.set({"http.request.method": "POST", tracing.REQUEST_ID: request_id})
+        status = 0
 
         async def observed(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 # The route template, never the path: a client that tries many paths must not create many metrics.
                 route = getattr(scope.get("route"), "path", "unknown")
-                self._service.metrics.responses.labels(route, str(message["status"])).inc()
+                self._service.metrics.responses.labels(route, str(status)).inc()
+                if span is not None:
+                    span.rename(f"POST {route}")
+                    span.set({"http.route": route, "http.response.status_code": status})
+                more = [(b"x-request-id", request_id.encode()), *self._service.rate_limit_headers(scope)]
                 if self._service.draining:
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                    more.append((b"connection", b"close"))
+                message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         app = self._app
         try:
+            if given and not is_valid:
+                message = (
+                    f"Header x-request-id {shown(given)} is not an id: send 1 to {MAX_REQUEST_ID_CHARACTERS} letters, "
+                    "digits and -_.:/+=@, or leave it out."
+                )
+                raise ApiError(400, message, param="x-request-id", code="invalid_request_id")
             if len(scope["headers"]) > MAX_HEADERS:
                 message = f"The request has more than {MAX_HEADERS} headers: send fewer."
                 raise ApiError(431, message, code="headers_too_large")
             if self._hosts:
-                check_host(Headers(scope=scope), self._hosts)
+                check_host(headers, self._hosts)
         except ApiError as error:
             app = error.response()
-        with self._service.serving(scope.setdefault("state", {})):
-            await app(scope, receive, observed)
+        try:
+            with self._service.serving(state):
+                await app(scope, receive, observed)
+        finally:
+            if span is not None:
+                # No status: the client disconnected before the answer began.
+                span.end(error=f"HTTP status {status}" if status >= 500 else "" if status else "client disconnected")
+            logger.debug("%s %s: status %d", scope["method"], scope["path"], status)
 
 
-def _add_console(app: FastAPI) -> None:
-    """Serve a page at / to chat with the model: one file that loads nothing from other servers.
+def _add_page(app: FastAPI) -> None:
+    """Serve the page at /, to chat with the model. It loads nothing from other servers.
 
-    The page itself needs no API key. If keys are set, its requests under /v1 send the one that the user enters.
+    Its files need no API key. If keys are set, its requests under /v1 send the one that the user enters.
     """
-    page = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
-    # Only the script and style of the page run, and they can connect to this server only.
+    folder = resources.files(__package__).joinpath("page")
+    files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
     policy = (
-        f"default-src 'none'; script-src {_hashes(page, 'script')}; style-src {_hashes(page, 'style')}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    fixed = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-    headers = {"Content-Security-Policy": policy, **fixed}
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
 
-    async def console() -> Response:
-        return Response(page, media_type="text/html", headers=headers)
+    def respond_with(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+        async def respond() -> Response:
+            return Response(content, media_type=media_type, headers=headers)
 
-    app.add_api_route("/", console, methods=["GET"], include_in_schema=False)
+        return respond
 
-
-def _hashes(page: str, element: str) -> str:
-    """Return sources of a Content-Security-Policy that allow only the content of the page's elements of this name."""
-    bodies = re.findall(rf"<{element}\b[^>]*>(.*?)</{element}>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+    page = respond_with(folder.joinpath("index.html").read_bytes(), "text/html")
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    for path, content in files.items():
+        kind = "text/css" if path.endswith(".css") else "text/javascript"
+        app.add_api_route(path, respond_with(content, kind), methods=["GET"], include_in_schema=False)
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
@@ -178,11 +238,12 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 
     async def list_models(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse({"object": "list", "data": [card(adapter) for adapter in ("", *service.adapter_names)]})
+        models = [card(adapter) for adapter in service.models_of(request.state.key)]
+        return JSONResponse({"object": "list", "data": models})
 
     async def get_model(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse(card(service.adapter_of(request.path_params["name"])))
+        return JSONResponse(card(service.check_model(request.state.key, request.path_params["name"])))
 
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
@@ -203,6 +264,7 @@ def _add_post_route(
 
     async def endpoint(request: Request) -> Response:
         service.identify(request)
+        service.take_request(request.state.key)
         return await handler(service, request)
 
     app.add_api_route(
@@ -241,10 +303,22 @@ async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Resp
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
+async def create_embedding(service: Service, request: Request) -> Response:
+    """Raise ApiError 501: no engine returns hidden states."""
+    message = (
+        "POST /v1/embeddings is not offered: the engines return tokens, not hidden states. Use a server of an "
+        "embedding model."
+    )
+    raise ApiError(501, message, code="not_implemented", is_final=True)
+
+
 _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
     ("responses", create_response, ResponsesRequest),
+    ("messages", create_message, MessagesRequest),
+    ("messages/count_tokens", count_message_tokens, CountTokensRequest),
+    ("embeddings", create_embedding, None),
     ("tokenize", tokenize, TokenizeRequest),
     ("detokenize", detokenize, DetokenizeRequest),
     ("start_profile", start_profile, None),
@@ -254,6 +328,8 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
 
 async def _on_error(request: Request, error: Exception) -> Response:
     match error:
+        case ApiError() if request.url.path.removeprefix("/v1").startswith("/messages"):
+            return JSONResponse(error_body(error), status_code=error.status, headers=error.headers)
         case ApiError():
             return error.response()
         case ClientDisconnectedError() | ClientDisconnect():

@@ -6,33 +6,127 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import ssl
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+from starlette.datastructures import Headers
 
 logger = logging.getLogger(__name__)
 
 TENANT_CHARACTERS = 32
 """Hexadecimal digits of a tenant id, of 128 bits."""
+MAX_PER_MINUTE = 1_000_000_000
+_UNNAMED_CHARACTERS = 8
 _CERTIFICATE_CHECK_SECONDS = 10.0
 _CHECK_SECONDS = 1.0
 """Least time between two checks of the key file: a mounted Secret changes while the server runs."""
 
 
-class NoKeysError(ValueError):
+class ApiKeyFileError(ValueError):
+    """The key file cannot be used. The message names the entry, the field and the remedy, and holds no key."""
+
+
+class NoKeysError(ApiKeyFileError):
     """The key file holds no key, so it would open the server to every client."""
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line. Empty lines and lines that begin with # are ignored.
+class _Entry(BaseModel):
+    """One key of a key file in YAML."""
 
-    Raises OSError or UnicodeDecodeError for a file that cannot be read and NoKeysError for one without a key.
+    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
+
+    key: Annotated[str, Field(min_length=1, max_length=4096)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    requests_per_minute: Annotated[int, Field(ge=1, le=MAX_PER_MINUTE)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=MAX_PER_MINUTE)] | None = None
+    models: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1)] | None = None
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    keys: list[_Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """Whom a request is from, and what its key allows.
+
+    tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
+    name:   label of the key in metrics and logs; a key without a name has the beginning of its tenant id.
+    requests_per_minute, tokens_per_minute: limits of one server process; None: no limit.
+    models: names of the models that it may use; None: all.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
+
+    tenant: str = ""
+    name: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    models: frozenset[str] | None = None
+
+    def allows(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+OPEN = ApiKey()
+"""Of every request to a server without API keys."""
+
+
+def read_keys(path: Path) -> dict[bytes, ApiKey]:
+    """Return the keys of a file by the SHA-256 digest of each.
+
+    The file is YAML with a list `keys`, or has one key a line. Empty lines and lines that begin with # are ignored.
+    Raises OSError or UnicodeDecodeError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and
+    NoKeysError for one without a key.
+    """
+    text = path.read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
+        entries = _parse(text, path)
+    else:
+        entries = [_Entry.model_construct(key=line, name="") for line in lines]  # unnamed, without limits
+    if not entries:
         raise NoKeysError(f"{str(path)!r} holds no key: write one key a line, or leave the option out")
-    return keys
+    found: dict[bytes, ApiKey] = {}
+    names: set[str] = set()
+    for place, entry in enumerate(entries):
+        digest = _digest(entry.key.encode())
+        if entry.name and (digest in found or entry.name in names):
+            field = "name" if entry.name in names else "key"
+            raise ApiKeyFileError(f"{str(path)!r}, keys[{place}].{field}: an earlier entry has it, too: change one")
+        names.add(entry.name)
+        tenant = _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
+        found[digest] = ApiKey(
+            tenant=tenant,
+            name=entry.name or f"key-{tenant[:_UNNAMED_CHARACTERS]}",
+            requests_per_minute=entry.requests_per_minute,
+            tokens_per_minute=entry.tokens_per_minute,
+            models=None if entry.models is None else frozenset(entry.models),
+        )
+    return found
+
+
+def _parse(text: str, path: Path) -> list[_Entry]:
+    try:
+        return _KeyFile.model_validate(yaml.safe_load(text)).keys
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # the message itself may quote a key
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        message = f"{str(path)!r} is not YAML{where}: write a list 'keys' of entries with name and key"
+        raise ApiKeyFileError(message) from None
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        fields = ", ".join(map(to_camel, _Entry.model_fields))
+        message = f"{str(path)!r}, {place or 'the file'}: {first['msg']}; an entry of keys has {fields}"
+        raise ApiKeyFileError(message) from None
 
 
 class ApiKeys:
@@ -44,27 +138,30 @@ class ApiKeys:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._digests: list[bytes] = []
+        self._keys: dict[bytes, ApiKey] = {}
         if file is not None:
             self._version = _version(file)
-            self._digests = _digests(file)
+            self._keys = read_keys(file)
         self._checked = time.monotonic()
 
-    def tenant(self, authorization: str) -> str | None:
-        """Return the tenant id of the key in an Authorization header; None if the header has none of the keys.
+    def find(self, headers: Headers) -> ApiKey | None:
+        """Return the key of a request, from its Authorization header or, as Anthropic's clients send it, x-api-key.
 
-        The id does not reveal the key. It is empty if the server is open to all.
+        None if the headers have none of the keys; OPEN if the server is open to all.
         """
         if self._file is None:
-            return ""
+            return OPEN
         self._follow(self._file)
-        scheme, _, given = authorization.partition(" ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
         # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            return None
-        return _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
+        found = None
+        for known, key in self._keys.items():
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
 
     def _follow(self, file: Path) -> None:
         """Read the file again if it has changed."""
@@ -77,11 +174,11 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._digests = _digests(file)
+            self._keys = read_keys(file)
         except (OSError, ValueError) as error:
             logger.error("the previous API keys stay in use: %s", error)
         else:
-            logger.info("%d API keys read again", len(self._digests))
+            logger.info("%d API keys read again", len(self._keys))
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
@@ -146,10 +243,6 @@ class Certificate:
             raise CertificateError(
                 f"certificate {certificate} with key {key}: {error}; give a PEM chain and the key that belongs to it"
             ) from error
-
-
-def _digests(file: Path) -> list[bytes]:
-    return [_digest(key.encode()) for key in read_keys(file)]
 
 
 def _digest(data: bytes) -> bytes:

@@ -80,6 +80,14 @@ class ServerMetrics:
         self.responses = Counter("megatron_http_responses", "Answers by route and status.", labels, registry=own)
         aborted = "Choices without an answer: disconnect, error or shutdown."
         self.aborted = Counter("megatron_requests_aborted", aborted, registry=own)
+        by_key = partial(Counter, labelnames=["api_key"], registry=own)
+        self.requests_by_key = by_key("megatron_api_key_requests", "POST requests by name of the API key.")
+        self.prompt_tokens_by_key = by_key("megatron_api_key_prompt_tokens", "Prompt tokens by name of the API key.")
+        text = "Generated tokens by name of the API key, those of aborted streams included."
+        self.generation_tokens_by_key = by_key("megatron_api_key_generation_tokens", text)
+        labels = ["api_key", "reason"]
+        text = "Requests beyond what their API key allows, by reason: requests, tokens, model."
+        self.rejected_by_key = Counter("megatron_api_key_rejections", text, labels, registry=own)
 
 
 class RequestObserver:
@@ -89,6 +97,10 @@ class RequestObserver:
     """
 
     def __init__(self, metrics: ServerMetrics, *, prompt_tokens: int, tenant: str, streams: bool) -> None:
+        self.generated = 0
+        """Generated tokens, as far as they are known."""
+        self.first_token_seconds: float | None = None
+        """Of a stream: from its submission to its first token."""
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._tenant = tenant
@@ -113,11 +125,13 @@ class RequestObserver:
 
     def tokens(self, count: int, *, at: float) -> None:
         """Record `count` tokens that arrived together at time `at`, of perf_counter."""
+        self.generated += count
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
             self._gauge.inc()
-            self._metrics.ttft.observe(at - self._started)
+            self.first_token_seconds = at - self._started
+            self._metrics.ttft.observe(self.first_token_seconds)
         else:
             for _ in range(count):
                 self._metrics.itl.observe((at - self._last) / count)
@@ -127,6 +141,7 @@ class RequestObserver:
         """Record the final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
+        self.generated = tokens
         metrics.finished[reason].inc(1)
         metrics.e2e.observe(time.perf_counter() - self._started)
         metrics.prompt_size.observe(self._prompt_tokens)

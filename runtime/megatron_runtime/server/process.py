@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.health import HealthServer
+from megatron_runtime.process.tracing import tracer_from_environment
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
@@ -86,6 +87,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
+            log_config=None,  # its records go to the root logger, in the format of the others
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
@@ -163,7 +165,8 @@ async def _quiet(service: Service) -> None:
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
     keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
     client = InferenceClient(settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash)
-    app = create_app(settings, backend=client, tokenizer=tokenizer)
+    tracer = tracer_from_environment("megatron-server")
+    app = create_app(settings, backend=client, tokenizer=tokenizer, tracer=tracer)
     service: Service = app.state.service
     certificate = None
     if settings.tls_certificate_file is not None and settings.tls_key_file is not None:
@@ -180,6 +183,8 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with contextlib.AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.callback(tracer.close)
         stack.callback(client.stop)
         stack.callback(service.prompts.close)
         if (port := settings.health_port) is not None:

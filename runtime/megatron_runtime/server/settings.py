@@ -48,7 +48,7 @@ class ServerSettings:
     health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
-    api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
+    api_keys_file:      API keys that open /v1, one a line or YAML, read again when it changes; None leaves it open.
     share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
                         of one key which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
@@ -104,7 +104,8 @@ class ServerSettings:
 
 
 def default_model_name(model: str) -> str:
-    """Return the default name of a model: what follows "builtin:", or the name of the repository, file or directory."""
+    """Return the default name of a model: what follows "builtin:", or the name of the repository, file, directory or
+    prefix."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
 

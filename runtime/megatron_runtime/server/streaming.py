@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -54,16 +54,25 @@ class EventStream(Response):
     `keep_alive_seconds` gets a comment. An ApiError after the first byte becomes an error event, and no DONE follows:
     the answer is not complete. When the client disconnects, `events` is closed at once; when `expired` is set, the
     stream ends with an error.
+
+    error_body: returns the body of an error in the format of Anthropic's API, whose events are named by their `type`
+                and which knows no DONE. None: the stream has the format of OpenAI's API.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[dict[str, Any]], *, keep_alive_seconds: float, expired: asyncio.Event
+        self,
+        events: AsyncGenerator[dict[str, Any]],
+        *,
+        keep_alive_seconds: float,
+        expired: asyncio.Event,
+        error_body: Callable[[ApiError], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._error_body = error_body
         self._keep_alive_seconds = keep_alive_seconds
         self._expired = expired
         self._is_started = False
@@ -84,14 +93,19 @@ class EventStream(Response):
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed after it had begun")
                 error = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
-            await self._write(send, _encoded(error.body()), is_last=True)
+            body = error.body() if self._error_body is None else self._error_body(error)
+            await self._write(send, self._encoded(body), is_last=True)
         else:
-            await self._write(send, DONE, is_last=True)
+            await self._write(send, DONE if self._error_body is None else b"", is_last=True)
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
-                await self._write(send, _encoded(event))
+                await self._write(send, self._encoded(event))
+
+    def _encoded(self, event: dict[str, Any]) -> bytes:
+        data = b"data: " + to_json(event) + b"\n\n"
+        return data if self._error_body is None else b"event: " + event["type"].encode() + b"\n" + data
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -119,7 +133,3 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _encoded(event: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(event) + b"\n\n"

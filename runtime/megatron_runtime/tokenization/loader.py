@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.hub import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
@@ -38,8 +38,8 @@ class TokenizerLoadError(ValueError):
 def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
-    model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, a .gguf file, or a directory with a tokenizer.json, with one .gguf
-           file, or with a Megatron-Core checkpoint and a tokenizer.json.
+    model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory with a
+           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json.
     renders_chat: load the chat template, which only servers need.
 
     Raises TokenizerLoadError.
@@ -55,7 +55,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
 
 def _locate(model: str) -> Path:
-    if model.startswith(HUB_PREFIX):
+    if model.startswith(REMOTE_PREFIXES):
         from megatron_runtime.checkpoints.hub.download import cached_directory
 
         model = str(cached_directory(model, tokenizer_only=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
@@ -159,6 +160,7 @@ class PeerLink:
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
         self._knows_hello = not self.greets
+        self._early: zmq.Socket[bytes] | None = None
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
@@ -170,7 +172,13 @@ class PeerLink:
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
         """libzmq's socket, if it is open."""
-        return self._socket.socket if isinstance(self._socket, EventSocket) else None
+        return self._socket.socket if isinstance(self._socket, EventSocket) else self._early
+
+    def connect_early(self) -> None:
+        """Connect a DEALER of libzmq now, without an event loop. open() uses this connection, and close() ends it."""
+        self._early = self._dealer(self._next_keys())
+        # A context that is collected before its open socket waits for ever.
+        self._close_early = weakref.finalize(self, self._early.close, 0)
 
     def open(self) -> None:
         """Connect in the background, on the running event loop."""
@@ -217,6 +225,9 @@ class PeerLink:
             self._socket.close(linger_ms=GOODBYE_LINGER_MS if self.registered else 0)
             self._socket = None
         self.registered = False
+        if self._early is not None:
+            self._close_early()
+            self._early = None
         if self._context is not None:
             self._context.term()
 
@@ -294,19 +305,28 @@ class PeerLink:
         self._heard = self._now()
         if self._heard < self._muted_until:
             return
-        keys = None
-        if self.keys is not None:
-            # The last connection may have failed because the keys changed.
-            self._key_stamp = self.keys.stamp()
-            self.keys = self.keys.refreshed()
-            keys = self.keys.for_attempt(self._attempts // len(self._addresses))
-        self._attempts += 1
         self._knows_hello = not self.greets
         self._incarnation = random.SystemRandom().getrandbits(64)
-        self._socket = (self.connect or self._connect_libzmq)(keys)
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._close_early.detach()
+            self._socket = EventSocket(early, self.receive)
+        else:
+            keys = self._next_keys()
+            self._socket = self.connect(keys) if self.connect else EventSocket(self._dealer(keys), self.receive)
         self.say_hello()
 
-    def _connect_libzmq(self, keys: PeerKeys | None) -> EventSocket:
+    def _next_keys(self) -> PeerKeys | None:
+        """Return the keys of the next attempt to connect. The last one may have failed because the keys changed."""
+        attempt = self._attempts
+        self._attempts += 1
+        if self.keys is None:
+            return None
+        self._key_stamp = self.keys.stamp()
+        self.keys = self.keys.refreshed()
+        return self.keys.for_attempt(attempt // len(self._addresses))
+
+    def _dealer(self, keys: PeerKeys | None) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -317,7 +337,7 @@ class PeerLink:
         if keys is not None:
             keys.apply(socket)
         socket.connect(self.address)
-        return EventSocket(socket, self.receive)
+        return socket
 
     def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
@@ -379,6 +399,8 @@ class PeerLink:
             message = decode(frames, plain=PLAIN if self.greets else CONTROL)
         except MalformedMessageError as error:
             self.on_malformed(error)
+            if self._knows_no_coordinator:
+                self._reject(f"answered HELLO with bytes that are no message: it is no coordinator ({error})")
             return
         match message:
             case HelloAck():
@@ -404,10 +426,15 @@ class PeerLink:
                 self.say_hello()
             case Error() | Heartbeat():
                 self.on_message(message)
-            case _ if not self.registered and self.coordinator_incarnation == 0:
+            case _ if self._knows_no_coordinator:
                 self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
                 self.on_message(message)
+
+    @property
+    def _knows_no_coordinator(self) -> bool:
+        """Whether this link has never been registered."""
+        return not self.registered and self.coordinator_incarnation == 0
 
     def _use_hello(self) -> None:
         if not self._knows_hello:

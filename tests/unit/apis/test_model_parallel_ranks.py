@@ -59,6 +59,43 @@ RANK = """
         print(json.dumps(reported), flush=True)
 """
 
+DIRECT_RANK = """
+    import json, os, sys
+    from megatron_runtime.apis import MegatronLLM, SamplingParams
+    from megatron_runtime.config import InferenceConfig
+
+    if __name__ == "__main__":
+        directory, sizes = sys.argv[1], json.loads(sys.argv[2])
+        config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.005)
+        llm = MegatronLLM(
+            model=directory, tokenizer="builtin:smollm2-135m", inference_config=config, dtype="float32", threads=1,
+            **sizes,
+        )
+        rank = int(os.environ["RANK"])
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=6)
+        engine = rank // 2
+        reported = {"rank": rank, "primary": llm.is_primary_rank, "errors": []}
+        prompts = [[n + engine, 1, 2] for n in range(6)]
+        reported["tokens"] = [one.generated_tokens for one in llm.generate(prompts, params)]
+        reported["text"] = llm.generate("Once upon a time", params).generated_text
+        chunks = list(llm.generate_stream(prompts[0], params))
+        reported["stream"] = [token for chunk in chunks for token in chunk.token_ids]
+        llm.engine.reset()
+        for call in (llm.pause, llm.unpause, llm.suspend, llm.resume):
+            try:
+                call()
+            except RuntimeError as error:
+                reported["errors"].append(str(error))
+        try:
+            llm.generate([[1 + rank % 2]], params)
+        except ValueError as error:
+            reported["differs"] = str(error)
+        reported["again"] = llm.generate(prompts[:1], params)[0].generated_tokens
+        llm.shutdown()
+        llm.wait_for_shutdown()
+        print(json.dumps(reported), flush=True)
+"""
+
 Run = Callable[..., list[dict[str, Any]]]
 
 
@@ -66,9 +103,9 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(tmp_path: Path) -> Run:
     """Run the ranks of a program as torchrun would. Return what each reported."""
 
-    def start(directory: Path, world: int, **sizes: int) -> list[dict[str, Any]]:
+    def start(directory: Path, world: int, *, program: str = RANK, **sizes: int) -> list[dict[str, Any]]:
         script = tmp_path / "rank.py"
-        script.write_text(textwrap.dedent(RANK))
+        script.write_text(textwrap.dedent(program))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -125,3 +162,25 @@ def test_ranks_answer_as_one_and_take_part_in_every_verb(
     assert [first["primary"], *(other["primary"] for other in others)] == [True] + [False] * (world - 1)
     assert all("primary rank" in other["error"] for other in others)
     assert all(other["max_tokens"] == 64 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"pipeline_model_parallel_size": 2}), (4, {"tensor_model_parallel_size": 2})],
+    ids=["pipeline", "tensor, two engines"],
+)
+def test_without_a_coordinator_every_rank_of_an_engine_returns_the_answers(
+    run: Run, greedy: Any, options: dict[str, Any], tiny_directory: Path, world: int, sizes: Any
+) -> None:
+    ranks = run(tiny_directory, world, program=DIRECT_RANK, **sizes)
+    with MegatronLLM(**{**options, "model": str(tiny_directory)}) as alone:
+        for rank in ranks:
+            prompts = [[n + rank["rank"] // 2, 1, 2] for n in range(6)]
+            expected = [one.generated_tokens for one in alone.generate(prompts, greedy(6))]
+            assert rank["tokens"] == expected
+            assert rank["stream"] == rank["again"] == expected[0]
+            assert rank["text"] == alone.generate("Once upon a time", greedy(6)).generated_text
+            assert rank["primary"]
+            assert len(rank["errors"]) == 4
+            assert all("use_coordinator=True" in error for error in rank["errors"])
+            assert ("make the same calls on all ranks" in rank.get("differs", "")) == (rank["rank"] % 2 == 1)

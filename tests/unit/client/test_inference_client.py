@@ -1,6 +1,7 @@
 """The client itself: loops, threads, handshakes, deadlines, verbs. Coordinators and engines are tested elsewhere."""
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -223,7 +224,7 @@ class TestRequests:
 
     async def test_the_end_of_the_event_loop_stops_the_client(self, pool) -> None:
         client = InferenceClient(pool.address)
-        await asyncio.to_thread(asyncio.run, client.start())
+        await asyncio.to_thread(lambda: asyncio.run(client.start()))
         assert client.context.closed
 
     async def test_requests_fail_after_their_deadline_without_a_coordinator(
@@ -284,6 +285,58 @@ async def test_the_handshake_alone_registers_the_client(pool, params) -> None:
     silent = InferenceClient(1)
     with pytest.raises(CoordinatorUnreachableError, match="no coordinator answered"):
         await silent._connect_with_inference_coordinator(connect_timeout_seconds=0.1)
+
+
+class TestConnecting:
+    async def test_the_constructor_connects_and_needs_no_event_loop(self, unused_tcp_port) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+            monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
+            router.bind(f"tcp://127.0.0.1:{unused_tcp_port}")
+            client = await asyncio.to_thread(InferenceClient, unused_tcp_port)
+            assert isinstance(client.socket, zmq.Socket)
+            await asyncio.wait_for(monitor.recv_multipart(), LONG_SECONDS)
+            client.stop()
+            assert client.socket is None
+            assert client.context.closed
+            router.disable_monitor()
+
+    def test_a_client_that_is_dropped_without_a_start_closes_its_context(self, unused_tcp_port) -> None:
+        client = InferenceClient(unused_tcp_port)
+        client.cycle = client
+        context, socket = client.context, client.socket
+        del client
+        gc.collect()
+        assert socket.closed
+        context.term()
+
+    async def test_start_need_not_be_awaited(self, pool, params) -> None:
+        client = InferenceClient(pool.address, deserialize=False)
+        client.start()
+        assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
+        assert client.connected
+        client.stop()
+
+    async def test_start_is_a_coroutine_for_tasks_and_other_threads(self, pool, params, elsewhere) -> None:
+        first, second, third = (InferenceClient(pool.address) for _ in range(3))
+        await asyncio.create_task(first.start())
+        await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(second.start(), elsewhere).result())
+        await on_loop(elsewhere, third.start())  # begun on this loop
+        for client in (first, second, third):
+            assert client.connected
+            await asyncio.to_thread(client.stop)
+
+    async def test_a_client_that_was_stopped_before_it_started_stays_stopped(self, pool) -> None:
+        client = InferenceClient(pool.address)
+        starting = client.start()
+        client.stop()
+        await starting
+        assert client.context.closed
+
+    async def test_cancelling_start_closes_the_client(self, unused_tcp_port) -> None:
+        client = InferenceClient(unused_tcp_port)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.start(), 0.05)
+        assert client.context.closed
 
 
 @pytest.mark.parametrize("signal", [Header.PAUSE, int(Header.PAUSE)])
@@ -347,6 +400,12 @@ class TestHandshake:
             await client.start(connect_timeout_seconds=LONG_SECONDS)
         assert isinstance(rejected.value, AssertionError)
         assert client.context.closed
+
+    async def test_an_answer_that_is_no_message_raises_at_once(self, impostor) -> None:
+        port, answer, _ = impostor
+        answer[:] = [b"HTTP/1.1 400 Bad Request"]
+        with pytest.raises(HandshakeRejectedError, match="it is no coordinator"):
+            await InferenceClient(port).start(connect_timeout_seconds=10 * LONG_SECONDS)
 
 
 async def test_an_abort_names_the_request(client, pool, params) -> None:

@@ -434,3 +434,37 @@ def test_whatever_connections_accept_no_token_is_lost_or_doubled(seed: int) -> N
     for one in asked:
         one.check()
     assert len(asked) > 50
+
+
+def hello_first(scene: Scene, peer: Peer, incarnation: int) -> list[tuple[Peer, type]]:
+    """A process registers under the name of the first engine. Return the answers."""
+    hello = Hello(role=Role.ENGINE, name="first", incarnation=incarnation, serving=True, max_requests=8)
+    scene.say(peer, hello.model_copy(update={"state": EngineState.RUNNING}))
+    return [(to, type(message)) for to, message in scene.take()]
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["it was registered until then", "it was removed before"])
+def test_a_process_that_returns_does_not_supersede_a_later_one(removed: bool) -> None:
+    """Its node was cut off, and its pod was replaced meanwhile."""
+    scene = Scene()
+    old, new = (int(Role.ENGINE), b"old"), (int(Role.ENGINE), b"new")
+    assert hello_first(scene, old, 1) == [(old, HelloAck)]
+    if removed:
+        scene.say(old, Disconnect())
+    assert (new, HelloAck) in hello_first(scene, new, 2)
+    scene.take()
+    assert hello_first(scene, old, 1) == [(old, Error)]
+    scene.submit()
+    assert set(scene.dispatched()) == {new}
+    scene.say(new, Disconnect())
+    assert (old, HelloAck) in hello_first(scene, old, 1), "it is the only one"
+
+
+def test_a_restarted_process_supersedes_the_one_before() -> None:
+    scene = Scene()
+    peers = [(int(Role.ENGINE), name) for name in (b"a", b"b", b"c")]
+    for incarnation, peer in enumerate(peers, start=1):
+        assert (peer, HelloAck) in hello_first(scene, peer, incarnation)
+    assert [hello_first(scene, peer, incarnation) for incarnation, peer in enumerate(peers[:2], start=1)] == [
+        [(peer, Error)] for peer in peers[:2]
+    ]

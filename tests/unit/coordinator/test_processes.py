@@ -276,3 +276,30 @@ async def test_a_client_that_fills_the_engines_makes_room_for_another(processes,
         assert final["generated_tokens"] == echo_answer([number], 20)
     status = await link.status()
     assert status.queued + status.in_flight == 300, "no long request had to end before"
+
+
+async def _stop_engines(link: ControlLink) -> None:
+    for header in (Header.PAUSE, Header.STOP):
+        await link.control(header, operation_id=header.name, fence=1, expected_engines=1)
+
+
+async def test_stop_ends_the_process_of_an_engine_that_belongs_to_no_resource(processes) -> None:
+    await processes.coordinator()
+    engine = await processes.engine("engine-0")
+    link = await processes.admin()
+    await until_serving(link, {"engine-0"})
+    await _stop_engines(link)
+    assert await asyncio.wait_for(engine.wait(), LONG_SECONDS) == 0
+
+
+async def test_a_stopped_engine_of_a_resource_idles_until_sigterm(processes) -> None:
+    """The kubelet would start an ended container again."""
+    await processes.coordinator()
+    engine, other = await processes.engine("engine-0", "--revision", "abc"), await processes.engine("engine-1")
+    link = await processes.admin()
+    await until_serving(link, {"engine-0", "engine-1"})
+    await _stop_engines(link)
+    assert await asyncio.wait_for(other.wait(), LONG_SECONDS) == 0  # by then both had the signal
+    assert engine.returncode is None
+    engine.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(engine.wait(), LONG_SECONDS) == 0

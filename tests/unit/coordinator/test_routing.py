@@ -1,20 +1,24 @@
 """Which engine a request goes to: pure decisions, then the same over sockets."""
 
 import json
+import random
 from collections import Counter
 
 import pytest
+from soak import SOAK
 
+from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
+from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
 
 BLOCK = 4
 PROMPT = list(range(16))
 
 
-def hashes_of(router: Router, prompt: list[int], **options: str) -> list[int]:
+def hashes_of(router: Router, prompt: list[int], **options: str) -> PromptHashes:
     return router.hashes_of(tokens_to_bytes(prompt), **options)
 
 
@@ -38,17 +42,17 @@ def test_without_prefixes_the_fewest_in_flight_and_the_lowest_index_win(engines)
     pool = engines(3)
     load(pool[0], 2)
     choose = router(RoutingPolicy.LOAD_BALANCED)
-    assert hashes_of(choose, PROMPT) == []
-    assert choose.select(pool, []) is pool[1]
+    assert hashes_of(choose, PROMPT) == {}
+    assert choose.select(pool, {}) is pool[1]
     load(pool[1], 1)
-    assert choose.select(pool, []) is pool[2]
+    assert choose.select(pool, {}) is pool[2]
 
 
 def test_in_turn(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.ROUND_ROBIN)
-    assert [choose.select(pool, []).index for _ in range(5)] == [0, 1, 2, 0, 1]
-    assert choose.select([pool[0], pool[1]], []) is pool[0]
+    assert [choose.select(pool, {}).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert choose.select([pool[0], pool[1]], {}) is pool[0]
 
 
 def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
@@ -57,6 +61,45 @@ def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
     choose.assigned(pool[1], hashes_of(choose, PROMPT[:8]), request=b"a")
     choose.assigned(pool[2], hashes_of(choose, PROMPT[:4]), request=b"b")
     assert choose.select(pool, hashes_of(choose, PROMPT)) is pool[1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("policy", [RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.FIRST_PREFIX_BLOCK])
+def test_the_search_by_load_and_by_holder_finds_what_a_look_at_every_engine_does(policy, alpha) -> None:
+    for seed in range(400 if SOAK else 40):
+        rng = random.Random(seed)
+        choose = router(policy, alpha=alpha)
+        by_load = EnginesByLoad(load_by(policy, alpha=alpha))
+        pool = []
+        for number in range(rng.randint(2, 12)):
+            engine = Engine(f"engine-{number}", (1, bytes([number])), 1, number, 0.0, serving=True)
+            engine.state, engine.max_requests = EngineState.RUNNING, rng.choice([4, 8, 12])
+            pool.append(engine)
+            by_load.put(engine)
+        chains = [[rng.getrandbits(60) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+        chains += [[*chains[0][:2], rng.getrandbits(60)], chains[1][:1] + chains[0][1:]]
+        for _ in range(60):
+            engine, chain = rng.choice(pool), rng.choice(chains)
+            step = rng.random()
+            if step < 0.3:
+                load(engine, rng.randint(0, engine.max_requests))
+                by_load.put(engine)
+            elif step < 0.5:
+                choose.learn(engine, chain[: rng.randint(1, len(chain))])
+            elif step < 0.6:
+                choose.stored(engine, rng.sample(chain, k=rng.randint(1, len(chain))))
+            elif step < 0.7:
+                choose.evicted(engine, rng.sample(chain, k=1))
+            elif step < 0.73:
+                choose.forget(engine)
+            elif step < 0.8:
+                engine.suspect = not engine.suspect
+            open_engines = [each for each in pool if each.has_room()]
+            assert {each for each in by_load if each.has_room()} == set(open_engines)
+            first = next((each for each in by_load if each.has_room()), None)
+            if first is not None:
+                found = choose.with_prefix({BLOCK: chain}, least_loaded=first, fits=Engine.has_room)
+                assert found is choose.select(open_engines, {BLOCK: chain})
 
 
 def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:
@@ -106,16 +149,16 @@ def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engi
     choose.assigned(pool[1], hashes, request=b"a")
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
-    choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request=b"b")
+    choose.assigned(pool[1], {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50)}, request=b"b")
     assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     (engine,) = engines(1)
     choose = router()
-    choose.assigned(engine, [1, 2, 3, 4], request=b"a")
-    choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request=b"b")
-    assert choose._matches([engine], [1, 2, 3, 4])[0][0] == 2
+    choose.assigned(engine, {BLOCK: [1, 2, 3, 4]}, request=b"a")
+    choose.assigned(engine, {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2)}, request=b"b")
+    assert choose._matches([engine], {BLOCK: [1, 2, 3, 4]})[0][0] == 0.5
 
 
 def test_evicted_blocks_count_no_more(engines) -> None:
@@ -123,29 +166,30 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     choose = router(alpha=1.0)
     hashes = hashes_of(choose, PROMPT)
     choose.assigned(pool[1], hashes, request=b"a")
-    choose.assigned(pool[0], hashes[:2], request=b"b")
-    choose.evicted(pool[1], hashes[1:])
+    blocks = hashes[BLOCK]
+    choose.assigned(pool[0], {BLOCK: blocks[:2]}, request=b"b")
+    choose.evicted(pool[1], blocks[1:])
     assert choose.select(pool, hashes) is pool[0]
-    choose.evicted(pool[0], hashes[:1])
+    choose.evicted(pool[0], blocks[:1])
     assert choose._matches(pool, hashes)[0] == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._matches(pool, hashes)[0][0] == 4
+    assert choose._matches(pool, hashes)[0][0] == 1.0
     choose.forget_all()
-    choose.evicted(pool[1], hashes)
+    choose.evicted(pool[1], blocks)
     assert choose._matches(pool, hashes)[0] == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"), [(RoutingPolicy.LONGEST_PREFIX, 4), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0)]
+    ("policy", "share"), [(RoutingPolicy.LONGEST_PREFIX, 1.0), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0.0)]
 )
-def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, depth: int) -> None:
+def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, share: float) -> None:
     """The policy that compares first blocks knows them from the prompts that it dispatched."""
     pool = engines(2)
     choose = router(policy, alpha=1.0)
     hashes = hashes_of(router(), PROMPT)
-    choose.stored(pool[1], hashes)
-    assert choose._matches(pool, hashes)[1][0] == depth
-    assert choose.select(pool, hashes) is pool[1 if depth else 0]
+    choose.stored(pool[1], hashes[BLOCK])
+    assert choose._matches(pool, hashes)[1][0] == share
+    assert choose.select(pool, hashes) is pool[1 if share else 0]
 
 
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
@@ -154,16 +198,16 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert choose._matches(pool, hashes) == [(4, 2), (0, 0), (4, 1)]
+    assert choose._matches(pool, hashes) == [(1.0, 2), (0.0, 0), (1.0, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
 
 
 def test_tenants_with_different_salts_share_no_prefix() -> None:
-    plain, one, other = (hashes_of(router(), PROMPT, salt=salt) for salt in ("", "one", "other"))
+    plain, one, other = (hashes_of(router(), PROMPT, salt=salt)[BLOCK] for salt in ("", "one", "other"))
     assert len({*plain, *one, *other}) == 12
-    assert one == hashes_of(router(), PROMPT, salt="one")
+    assert one == hashes_of(router(), PROMPT, salt="one")[BLOCK]
 
 
 def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) -> None:
@@ -173,14 +217,33 @@ def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) ->
     turns = []
     for order in orders:
         choose = router(deterministic=True)
-        turns.append([choose.select(order, []).name for _ in range(4)])
+        turns.append([choose.select(order, {}).name for _ in range(4)])
     assert turns == [["engine-0", "engine-1", "engine-2", "engine-0"]] * 2
 
 
 def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
-    assert hashes_of(router(), PROMPT[:3]) == []
-    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == []
-    assert len(hashes_of(router(), PROMPT)) == 4
+    assert hashes_of(router(), PROMPT[:3]) == {}
+    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == {}
+    assert len(hashes_of(router(), PROMPT)[BLOCK]) == 4
+
+
+def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_hold(engines) -> None:
+    """While a change of the block size is rolled out. The third engine announces no size."""
+    pool = engines(3)
+    for engine, size in zip(pool, (8, 4, 0), strict=True):
+        engine.block_size_tokens = size
+    choose = Router(RoutingPolicy.LONGEST_PREFIX, alpha=1.0)
+    prompt = tokens_to_bytes(PROMPT)
+    hashes = choose.hashes_of(prompt, (8, 4, 0))
+    assert {size: len(blocks) for size, blocks in hashes.items()} == {8: 2, 4: 4}
+    choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], (8, 4, 0)), request=b"half")
+    choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], (8, 4, 0)), request=b"three quarters")
+    choose.assigned(pool[2], hashes, request=b"unknown")
+    assert [share for share, _ in choose._matches(pool, hashes)] == [0.5, 0.75, 0.0]
+    assert choose.select(pool, hashes) is pool[1]
+    choose.assigned(pool[0], hashes, request=b"whole")
+    assert choose.select(pool, hashes) is pool[0]
+    assert choose.with_prefix(hashes, least_loaded=pool[2], fits=lambda engine: True) is pool[0]
 
 
 @pytest.mark.slow

@@ -116,10 +116,10 @@ async def test_stored_blocks_reach_the_coordinators_prefix_table(served: Served)
     served.worker.on_cache_events(CacheEvents(stored=block_digests(tokens, 8)))
     core = served.coordinator.core
     [engine] = core.engines.serving()
-    hashes = core.router.hashes_of(tokens_to_bytes(tokens), [engine])
+    hashes = core.router.hashes_of(tokens_to_bytes(tokens), core.engines.block_sizes)
 
     async def is_known() -> bool:
-        return core.router._matches([engine], hashes)[0][0] == 3
+        return core.router._matches([engine], hashes)[0][0] == 1.0
 
     await eventually(is_known, what="the coordinator knows all three blocks")
 

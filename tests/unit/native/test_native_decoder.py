@@ -7,9 +7,24 @@ import pytest
 import torch
 
 from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS
+from megatron_kernels.cpu.packing import pack
 from megatron_runtime.distributed.groups import Collectives
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
+from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
-from .native_models import PLAIN, STEPS, TRAITS, Sequences, caches, expected_logits, native, step
+from .native_models import (
+    PLAIN,
+    STEPS,
+    TRAITS,
+    Sequences,
+    caches,
+    expected_logits,
+    native,
+    step,
+    unpacked,
+    weights_of,
+)
 
 MARGINS = {"bfloat16": 0.02, "int8": 0.05, "int4": 0.05}
 """Largest difference that the rounding of activations causes, relative to the largest logit."""
@@ -86,6 +101,26 @@ def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(format: st
     in_a_prompt = step(models[2], dataclasses.replace(prompts.plan({0: 701}), token_ids=tokens), cached[2])[0]
     assert torch.equal(among_others, by_itself)
     assert torch.equal(in_a_prompt, by_itself)
+
+
+@torch.inference_mode()
+def test_queries_keys_and_values_in_different_formats(isa: str) -> None:
+    config = dataclasses.replace(PLAIN, hidden_size=256)
+    weights = weights_of(config, NativeLinears("int4"))
+    layers = []
+    for layer in weights.layers:
+        rows = layer.qkv_QD.dense()
+        queries_and_keys, values = pack(rows[:128], "int8"), pack(rows[128:], "int4")
+        layers.append(dataclasses.replace(layer, qkv_QD=NativeLinear(queries_and_keys, values)))
+    weights = dataclasses.replace(weights, layers=tuple(layers))
+    ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
+    assert isinstance(ours, NativeDecoder)
+    cache, reference_cache = caches(config)
+    sequences = Sequences(config)
+    for new in STEPS:
+        plan = sequences.plan(new)
+        expected = expected_logits(reference, plan, reference_cache)
+        assert (step(ours, plan, cache) - expected).abs().max() < MARGINS["int4"] * expected.abs().max()
 
 
 class Doubled(Collectives):

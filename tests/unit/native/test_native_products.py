@@ -14,11 +14,24 @@ import torch
 from megatron_kernels.cpu.build import VARIANTS
 from megatron_kernels.cpu.library import instruction_set, instruction_sets, library
 from megatron_kernels.cpu.packing import BLOCK, fits, pack
-from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, SCALES, QuantizedTensor
+from megatron_kernels.quantized import (
+    BLOCK_SIZES,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    SCALES,
+    QuantizedTensor,
+)
 from megatron_runtime.models.layers.cpu import BFLOAT16_INSTRUCTION_SETS, NativeLinear, NativeLinears
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
-KINDS = (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K)
+KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q3_K, Q4_K, Q5_K, Q6_K)
 
 
 @pytest.fixture(params=sorted(VARIANTS.get(platform.machine(), {"portable": ()})))
@@ -54,6 +67,11 @@ def stored_blocks(kind: int, outputs: int = 32, inputs: int = 512) -> QuantizedT
     return QuantizedTensor(kind, (outputs, inputs), torch.from_numpy(rows)[:, :-6])
 
 
+def block_of(format: str | int) -> int:
+    """Return the inputs of a block."""
+    return BLOCK_SIZES[format][0] if isinstance(format, int) else BLOCK
+
+
 def packed(format: str | int, outputs: int, inputs: int) -> NativeLinear:
     """Return a random weight in a format, or in one of a GGUF file."""
     if isinstance(format, int):
@@ -75,14 +93,14 @@ def assert_is_product(linear: NativeLinear, x_TK: torch.Tensor, format: str | in
 @pytest.mark.parametrize("inputs", [576, 1536, 2048, 8192])
 def test_a_product_equals_that_of_the_unpacked_weight(inputs: int, isa: str) -> None:
     for format in (*FORMATS, *KINDS):
-        if format not in (Q4_K, Q6_K) or inputs % 256 == 0:
+        if inputs % block_of(format) == 0:
             assert_is_product(packed(format, 48, inputs), random(13, inputs, seed=inputs), format, isa)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, *KINDS])
 def test_random_sizes(format: str | int, isa: str) -> None:
     generator = np.random.default_rng(0)
-    block = 256 if format in (Q4_K, Q6_K) else BLOCK
+    block = block_of(format)
     for _ in range(6):
         outputs, inputs = 16 * int(generator.integers(1, 12)), block * int(generator.integers(1, 5))
         rows = int(generator.integers(1, 70))
@@ -163,6 +181,17 @@ def test_parts_of_one_kind_are_concatenated(kind: int) -> None:
     whole = stored_blocks(kind, 96)
     parts = [whole.rows(slice(0, 48)), whole.rows(slice(48, 64)), whole.rows(slice(64, 96))]
     assert torch.equal(pack(parts, "int4").data, pack(whole, "int4").data)
+
+
+def test_queries_keys_and_values_of_different_kinds_keep_their_values(isa: str) -> None:
+    parts = [stored_blocks(Q4_K, 64), stored_blocks(Q4_K), stored_blocks(Q6_K)]
+    linear = NativeLinears("int4").qkv(parts)
+    assert isinstance(linear, NativeLinear)
+    assert [matrix.outputs for matrix in linear.matrices] == [96, 32]
+    assert torch.equal(linear.dense(), torch.cat([part.dequantize() for part in parts]))
+    assert_is_product(linear, random(5, 512), "int4", isa)
+    (one,) = NativeLinears("bfloat16").qkv(parts).matrices
+    assert torch.equal(NativeLinear(one).dense(), linear.dense().bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

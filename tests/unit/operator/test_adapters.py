@@ -154,7 +154,7 @@ def test_a_failure_is_shown_with_cause_and_remedy_blocks_nothing_and_is_tried_ag
     assert "adapter 'sql' from /model/adapters/sql: no such file" in entry["error"]
     degraded, ready = cluster.condition("Degraded"), cluster.condition("Ready")
     assert (degraded["status"], degraded["reason"]) == ("True", "AdapterFailed")
-    assert degraded["message"].startswith("spec.model.adapters: sql: ENGINE_FAILED: demo-engine-0")
+    assert degraded["message"].startswith("spec.model.adapters: sql: demo-engine-0: adapter 'sql'")
     assert (ready["status"], ready["reason"], cluster.state) == ("True", "Serving", "Running")
     assert [event.reason for event in cluster.events if event.type == "Warning"] == ["AdapterFailed"]
     resource = {"metadata": {"name": "demo"}, "spec": cluster.spec, "status": cluster.status}
@@ -172,6 +172,64 @@ def test_a_failure_is_shown_with_cause_and_remedy_blocks_nothing_and_is_tried_ag
     assert cluster.signals().count("SET_ADAPTERS") == 2
     assert cluster.status["adapters"] == [{"name": "sql", "source": "/model/adapters/sql", "engines": 3}]
     assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_an_adapter_that_cannot_be_loaded_does_not_keep_the_others_from_being_loaded(cluster: Cluster) -> None:
+    cluster.coordinator.bad_sources |= {"/model/adapters/sql", "/model/adapters/lost"}
+    lost = {"name": "lost", "source": {"path": "/adapters/lost"}}
+    cluster.patch(model={"adapters": [SQL, CHAT, lost]})
+    _play_until(cluster, lambda: cluster.coordinator.adapters == (LOADED["chat"],), limit=12)
+    cluster.step()
+    shown = {entry["name"]: (entry["engines"], entry.get("error", "")) for entry in cluster.status["adapters"]}
+    assert shown == {
+        "chat": (2, ""),
+        "lost": (0, "demo-engine-0: adapter 'lost' from /model/adapters/lost: no such file"),
+        "sql": (0, "demo-engine-0: adapter 'sql' from /model/adapters/sql: no such file"),
+    }
+    assert cluster.condition("Degraded")["reason"] == "AdapterFailed"
+    writes = cluster.status_writes
+    for _ in range(15):
+        cluster.step()
+        cluster.tick()
+    assert cluster.signals() == ["SET_ADAPTERS", "SET_ADAPTERS"]
+    assert cluster.status_writes == writes
+    cluster.coordinator.bad_sources.discard("/model/adapters/sql")
+    _play_until(cluster, lambda: LOADED["sql"] in cluster.coordinator.adapters, limit=40)
+    assert cluster.coordinator.adapters == (LOADED["chat"], LOADED["sql"])
+
+
+def test_an_adapter_keeps_its_source_until_the_new_one_can_be_loaded(cluster: Cluster) -> None:
+    cluster.patch(model={"adapters": [SQL, CHAT]})
+    cluster.settle()
+    cluster.coordinator.bad_sources.add("/model/adapters/sql-2")
+    cluster.patch(model={"adapters": [{"name": "sql", "source": {"path": "/adapters/sql-2"}}]})
+    _play_until(cluster, lambda: cluster.coordinator.adapters == (LOADED["sql"],), limit=12)
+    cluster.coordinator.bad_sources.clear()
+    _play_until(cluster, lambda: cluster.coordinator.adapters == (Adapter("sql", "/model/adapters/sql-2"),))
+
+
+def test_engines_that_do_not_name_the_adapters_still_unload_those_that_are_removed(cluster: Cluster) -> None:
+    cluster.patch(model={"adapters": [CHAT]})
+    cluster.settle()
+    cluster.coordinator.reports_adapter_errors = False
+    cluster.coordinator.bad_sources.add("/model/adapters/sql")
+    cluster.patch(model={"adapters": [SQL]})
+    _play_until(cluster, lambda: cluster.coordinator.adapters == (), limit=12)
+    assert "no such file" in cluster.status["adapters"][0]["error"]
+
+
+def test_a_list_that_cannot_even_be_reduced_blocks_nothing(cluster: Cluster) -> None:
+    cluster.patch(model={"adapters": [CHAT]})
+    cluster.settle()
+    cluster.coordinator.bad_sources |= {"/model/adapters/sql", LOADED["chat"].source}
+    third = {"name": "third", "source": {"path": "/adapters/third"}}
+    cluster.patch(replicas=3, model={"adapters": [SQL, CHAT, third]})
+    _play_until(cluster, lambda: cluster.status["ready"] == "3/3" and len(cluster.signals()) > 2)
+    sent = len(cluster.signals())
+    for _ in range(10):
+        cluster.step()
+        cluster.tick()
+    assert len(cluster.signals()) - sent <= 1
 
 
 def test_a_repeated_failure_waits_again(cluster: Cluster) -> None:

@@ -1723,6 +1723,53 @@ def test_verbs_work_on_the_revision_that_serves_while_a_check_has_failed(make_cl
     assert len(cluster.checked) == 1
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_engines_added_after_zero_replicas_do_not_get_a_revision_whose_check_has_not_passed(
+    make_cluster: Any, begun: bool
+) -> None:
+    """begun: the check still runs when the engines are removed."""
+    cluster = make_cluster(replicas=2)
+    cluster.check = (lambda arguments: None) if begun else _rejects("smollm2-153m")
+    cluster.settle()
+    server = ChildRef("Deployment", "demo-server", "apps/v1")
+    before, template = cluster.status["revision"], cluster.objects[server]["spec"]["template"]
+    cluster.patch(model=TYPO)
+    _play_until(cluster, lambda: cluster.checked)
+    cluster.settle()
+    cluster.patch(replicas=0)
+    cluster.settle()
+    assert (cluster.state, cluster.engine_pods()) == ("Suspended", [])
+    cluster.check = _rejects("smollm2-153m")
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
+    assert {engine["revision"] for engine in cluster.status["engines"]} == {before}
+    assert cluster.objects[server]["spec"]["template"] == template
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
+    cluster.settle()
+    assert cluster.status["updatedReplicas"] == 2
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_engines_added_after_zero_replicas_get_a_revision_whose_check_passed_meanwhile(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.check = lambda arguments: None
+    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
+    _play_until(cluster, lambda: cluster.checked)
+    cluster.patch(replicas=0)
+    cluster.settle()
+    cluster.check = lambda arguments: (0, "")
+    cluster.settle()
+    assert not any("-check-" in name for name in cluster.pods)
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("2/2", 2)
+    assert cluster.signals().count("DRAIN") <= 1
+    assert len(cluster.checked) == 1
+
+
 def test_a_stopped_resource_takes_a_revision_whose_check_was_deleted(make_cluster: Any) -> None:
     """The engines of a resource that does not serve report errors themselves."""
     cluster = _failing(make_cluster)

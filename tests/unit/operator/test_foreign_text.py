@@ -21,7 +21,6 @@ from prometheus_client import generate_latest
 import megatron_operator
 from megatron_operator.cli import main
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.controller.log import JsonFormatter, TextFormatter
 from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import OperationOutcome, SignalKind
@@ -36,6 +35,7 @@ from megatron_operator.plan.world import (
     OperationReport,
     Rejection,
 )
+from megatron_runtime.process.logs import JsonFormatter, TextFormatter
 
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07\r\nforged: line\u2028\u202etxt.exe\u200b\x9b31m\x7f\ud800 b"
 IN_JSON = HOSTILE.replace("\ud800", "")
@@ -226,7 +226,7 @@ def test_texts_of_a_resource_are_shown_on_one_line(make_cluster: Any) -> None:
 
 def _file(tmp_path: Path, spec: dict[str, Any]) -> str:
     manifest = {
-        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "apiVersion": "inference.megatron.dev/v1beta1",
         "kind": "MegatronInference",
         "metadata": {"name": "demo"},
         "spec": {**MINIMAL, **spec},

@@ -15,10 +15,13 @@ from megatron_operator.model.settings import Settings
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.world import ApplyChild, ChildRef, DeleteChild, Rejection
 from megatron_operator.render.context import NotAllowed, RenderContext
-from megatron_operator.render.front_door import GATEWAY, NETWORKING, front_door
+from megatron_operator.render.front_door import GATEWAY, INFERENCE, NETWORKING, front_door
+from megatron_operator.render.server import server_deployment
 
 SERVICE = ChildRef("Service", "demo")
 INGRESS, ROUTE = ChildRef("Ingress", "demo", NETWORKING), ChildRef("HTTPRoute", "demo", GATEWAY)
+POOL = ChildRef("InferencePool", "demo", INFERENCE)
+PICKER: dict[str, Any] = {"endpointPickerRef": {"name": "picker"}}
 GATEWAYS: dict[str, Any] = {"parentRefs": [{"name": "gateway"}]}
 
 
@@ -105,28 +108,58 @@ def test_a_class_of_load_balancers_needs_the_type() -> None:
         rendered({"service": {"loadBalancerClass": "example.com/lb"}})
 
 
+def test_a_pool_selects_the_pods_of_the_servers_and_the_route_refers_to_it() -> None:
+    found = rendered({"inferencePool": PICKER, "httpRoute": GATEWAYS})
+    pool = found["InferencePool"]
+    assert pool["endpointPickerRef"] == {
+        "group": "",
+        "kind": "Service",
+        "name": "picker",
+        "port": {"number": 9002},
+        "failureMode": "FailClose",
+    }
+    spec = parse_spec({**MINIMAL, "server": {}})
+    pods = server_deployment(RenderContext("demo", "default", "u", spec, Settings(runtime_image="runtime:1")))
+    template = pods["spec"]["template"]
+    assert pool["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    ports = template["spec"]["containers"][0]["ports"]
+    assert pool["targetPorts"] == [{"number": port["containerPort"]} for port in ports if port["name"] == "http"]
+    (backend,) = found["HTTPRoute"]["rules"][0]["backendRefs"]
+    assert backend == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "demo"}
+
+
 def test_removed_fields_remove_their_objects(make_cluster: Any) -> None:
-    cluster: Cluster = make_cluster(server={"ingress": {}, "httpRoute": GATEWAYS})
+    cluster: Cluster = make_cluster(server={"ingress": {}, "httpRoute": GATEWAYS, "inferencePool": PICKER})
     cluster.settle()
-    assert {INGRESS, ROUTE, SERVICE} <= set(cluster.objects)
-    cluster.patch(server={"ingress": None, "httpRoute": None})
+    assert {INGRESS, ROUTE, POOL, SERVICE} <= set(cluster.objects)
+    cluster.patch(server={"ingress": None, "httpRoute": None, "inferencePool": None})
     deleted = {action.ref for action in decide(cluster.world()).actions if isinstance(action, DeleteChild)}
-    assert deleted == {INGRESS, ROUTE}
+    assert deleted == {INGRESS, ROUTE, POOL}
 
 
-def test_without_the_gateway_api_the_status_reports_it_and_the_resource_serves(make_cluster: Any) -> None:
-    cluster: Cluster = make_cluster(server={"httpRoute": GATEWAYS})
+@pytest.mark.parametrize(
+    ("server", "ref", "reason"),
+    [
+        ({"httpRoute": GATEWAYS}, ROUTE, "GatewayApiMissing"),
+        ({"inferencePool": PICKER}, POOL, "InferenceExtensionMissing"),
+    ],
+)
+def test_without_the_crd_the_status_reports_it_and_the_resource_serves(
+    make_cluster: Any, server: dict[str, Any], ref: ChildRef, reason: str
+) -> None:
+    cluster: Cluster = make_cluster(server=server)
     (apply,) = [
-        action for action in decide(cluster.world()).actions if isinstance(action, ApplyChild) and action.ref == ROUTE
+        action for action in decide(cluster.world()).actions if isinstance(action, ApplyChild) and action.ref == ref
     ]
     cluster.settle()
-    del cluster.objects[ROUTE]
+    del cluster.objects[ref]
     world = cluster.world()
     rejection = Rejection(apply.hash, 404, "the server could not find the requested resource", world.now)
-    decision = decide(replace(world, rejections={ROUTE: rejection}))
+    decision = decide(replace(world, rejections={ref: rejection}))
     conditions = {entry["type"]: entry for entry in decision.status["conditions"]}
     assert conditions["Ready"]["status"] == "True"
-    assert conditions["Degraded"]["reason"] == "GatewayApiMissing"
+    assert conditions["Degraded"]["reason"] == reason
+    assert f"spec.server.{next(iter(server))}" in conditions["Degraded"]["message"]
     assert not [action for action in decision.actions if isinstance(action, ApplyChild)]
-    later = replace(world, rejections={ROUTE: replace(rejection, at=world.now - timedelta(seconds=15))})
-    assert [action.ref for action in decide(later).actions if isinstance(action, ApplyChild)] == [ROUTE]
+    later = replace(world, rejections={ref: replace(rejection, at=world.now - timedelta(seconds=15))})
+    assert [action.ref for action in decide(later).actions if isinstance(action, ApplyChild)] == [ref]

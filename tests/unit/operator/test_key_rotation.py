@@ -103,6 +103,30 @@ def test_a_rotation_waits_while_paused_and_goes_on_when_it_runs() -> None:
     assert cluster.status["keys"]["generation"] == 2
 
 
+def test_a_revision_whose_check_fails_delays_no_rotation() -> None:
+    cluster = _running(replicas=2)
+    cluster.check = lambda arguments: (1, '{"reason": "ModelSourceError", "message": "no such model"}')
+    cluster.patch(model={"source": {"builtin": "smollm2-153m"}})
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    cluster.patch(keys={"generation": 2})
+    cluster.settle()
+    assert (cluster.status["keys"]["generation"], cluster.status["keys"]["stage"]) == (2, "Settled")
+    assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
+    assert (cluster.state, cluster.status["ready"], cluster.deleted_pods) == ("Running", "2/2", [])
+
+
+def test_an_engine_that_fails_its_canary_delays_no_rotation() -> None:
+    cluster = _running(replicas=2)
+    cluster.wrong_engines.add("demo-engine-1")
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "CanaryFailed"
+    cluster.patch(keys={"generation": 2})
+    cluster.settle()
+    assert (cluster.status["keys"]["generation"], cluster.status["keys"]["stage"]) == (2, "Settled")
+
+
 def test_an_operator_that_dies_between_any_two_actions_ends_with_the_same_generation() -> None:
     cluster = _running()
     cluster.patch(keys={"generation": 2})

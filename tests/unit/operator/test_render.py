@@ -565,6 +565,18 @@ def test_pull_secrets_of_the_installation_reach_all_pods_and_restart_none() -> N
     assert {pod["serviceAccountName"] for pod in _pods(secret).values()} == {"demo"}
 
 
+def test_the_log_format_of_the_installation_is_a_variable_of_all_pods() -> None:
+    plain = _context()
+    json_logs = replace(plain, settings=replace(SETTINGS, runtime_log_format="json"))
+    found = []
+    for ctx in (plain, json_logs):
+        (config,) = (manifest for manifest in all_children(ctx) if manifest["kind"] == "ConfigMap")
+        found.append(config["data"].get("MEGATRON_LOG_FORMAT"))
+        for pod in _pods(ctx).values():
+            assert pod["containers"][0]["envFrom"] == [{"configMapRef": {"name": config["metadata"]["name"]}}]
+    assert found == [None, "json"], "the default restarts no pod of an earlier release"
+
+
 def test_the_kubelet_expands_no_variable_in_a_path_of_the_spec() -> None:
     source = {"persistentVolumeClaim": {"claimName": "c", "path": "/$(TOKEN)/$x"}}
     for name, pod in _pods(_context(model={"source": source})).items():

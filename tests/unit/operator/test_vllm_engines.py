@@ -319,7 +319,7 @@ def test_the_offline_commands_apply_the_same_checks(tmp_path: Path) -> None:
         "model": {"source": {"builtin": "smollm2-135m"}},
         "engine": {"backend": "VLLM", "vllm": {"args": {"trust_remote_code": True}}},
     }
-    resource = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference"}
+    resource = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference"}
     path.write_text(json.dumps({**resource, "metadata": {"name": "demo"}, "spec": spec}))
     for command in ("render", "plan"):
         rejected = CliRunner().invoke(main, [command, "-f", str(path)])

@@ -21,6 +21,7 @@ from megatron_runtime.protocol.messages import (
     Disconnect,
     EngineStatus,
     Error,
+    Heartbeat,
     Hello,
     HelloAck,
     Operation,
@@ -155,6 +156,11 @@ class AdminPort:
     @property
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
+
+    def beat(self) -> None:
+        """Send a heartbeat to every peer."""
+        for peer in self.known:
+            self._send(peer, Heartbeat(incarnation=self.incarnation, state=self.state))
 
     def answer_controls(self) -> None:
         for control in self.controls:

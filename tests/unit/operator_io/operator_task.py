@@ -16,7 +16,7 @@ from in_memory_cluster import OWNER_UID, Cluster
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, POD, RESOURCE, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, NODE, POD, RESOURCE, Kind
 from megatron_operator.cluster.projection import project_child, project_pod, project_resource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
@@ -71,6 +71,7 @@ class InMemoryApi:
     def __init__(self, cluster: Cluster, *, on_status: Callable[[Object], None] = lambda status: None) -> None:
         self.cluster = cluster
         self._on_status = on_status
+        self.unreadable_nodes: set[str] = set()
         self._version = 100
         self._seen: tuple[int, int] = (0, 0)
 
@@ -93,6 +94,10 @@ class InMemoryApi:
         await asyncio.sleep(0)
         if kind is RESOURCE:
             return self.resource()
+        if kind is NODE:
+            if name in self.unreadable_nodes:
+                raise ApiError(403, "Forbidden", "nodes may not be read")
+            return copy.deepcopy(self.cluster.nodes.get(name))
         found = self.cluster.objects.get(ChildRef(kind.kind, name, kind.api_version))
         return copy.deepcopy(found)
 
@@ -153,9 +158,11 @@ class InMemoryApi:
         await asyncio.sleep(0)
         return self.resource()
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> None:
         await asyncio.sleep(0)
-        self.cluster.remove(kind.kind, name, uid)
+        self.cluster.remove(kind.kind, name, uid, force=grace_seconds == 0)
         await asyncio.sleep(0)
 
 

@@ -12,7 +12,7 @@ from megatron_operator.plan.world import ChildRef
 
 KEY = ("prod", "demo")
 REF = ChildRef("Deployment", "demo-coordinator", "apps/v1")
-OWNER = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
+OWNER = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
 
 
 class Clock:

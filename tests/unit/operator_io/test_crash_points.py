@@ -19,6 +19,7 @@ LIFE: tuple[dict[str, Any], ...] = (
     {"engine": {"batching": {"maxRequests": 7}}},
     {"replicas": 1},
     {"rollout": {"maxSurge": 1}, "engine": {"batching": {"maxRequests": 8}}},
+    {"lose": "demo-engine-0"},
     {"desiredState": "Stopped"},
     {"desiredState": "Running"},
 )
@@ -34,7 +35,10 @@ async def live(points: Points) -> Cluster:
     watch.show()
     task = new_operator(api, watch, DirectLink(cluster), term=term)
     for change in LIFE:
-        if change:
+        if "lose" in change:
+            cluster.lose_node(change["lose"])
+            watch.show()
+        elif change:
             cluster.patch(**change)
             watch.show()
         for _ in range(80):
@@ -56,7 +60,8 @@ def _settled(cluster: Cluster) -> bool:
     status = cluster.status
     goal = cluster.spec.get("desiredState", "Running")
     seen = status.get("observedGeneration") == cluster.generation
-    return seen and status["state"] == goal and "plan" not in status
+    terminating = any("deletionTimestamp" in pod["metadata"] for pod in cluster.pods.values())
+    return seen and status["state"] == goal and "plan" not in status and not terminating
 
 
 def outcome(cluster: Cluster) -> tuple[Any, ...]:

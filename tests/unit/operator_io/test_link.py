@@ -13,6 +13,7 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 from in_memory_cluster import MINIMAL, Cluster
+from machine import scaled
 
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
@@ -29,6 +30,7 @@ from megatron_runtime.protocol.messages import (
     FailedRequest,
     Final,
     MalformedMessageError,
+    Status,
     StatusReply,
     decode,
 )
@@ -214,9 +216,25 @@ async def test_silent_coordinator_is_unreachable_and_found_again(make_link: Any,
     await changes.until(lambda: link.snapshot.reachable)
 
 
-def test_a_lost_coordinator_is_noticed_within_5_s() -> None:
+async def test_the_end_of_heartbeats_is_noticed_without_a_question(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address, timings=replace(FAST, status_interval=600.0, silence=scaled(0.5)))
+    await changes.until(lambda: link.snapshot.reachable)
+    lost_after = time.monotonic() + 3 * scaled(0.5)
+    while time.monotonic() < lost_after:
+        admin_port.beat()
+        await asyncio.sleep(0.02)
+        assert link.snapshot.reachable
+    asked = len(admin_port.received)
+
+    admin_port.mute = True
+    await changes.until(lambda: not link.snapshot.reachable)
+    assert not any(isinstance(message, Status) for message in admin_port.received[asked:])
+
+
+def test_a_lost_coordinator_is_noticed_within_3_5_s() -> None:
     timings = LinkTimings()
-    assert timings.status_interval + timings.answer_timeout <= 5.0
+    assert timings.status_interval < timings.silence
+    assert timings.silence + timings.hello_retry <= 3.5
 
 
 async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connection(

@@ -107,4 +107,4 @@ def test_the_dashboard_is_valid_and_its_panels_do_not_overlap() -> None:
 def test_autoscalers_scale_the_resource(path: Path) -> None:
     body: dict[str, Any] = yaml.safe_load(path.read_text())
     target = body["spec"]["scaleTargetRef"]
-    assert (target["apiVersion"], target["kind"]) == ("inference.megatron.dev/v1alpha1", "MegatronInference")
+    assert (target["apiVersion"], target["kind"]) == ("inference.megatron.dev/v1beta1", "MegatronInference")

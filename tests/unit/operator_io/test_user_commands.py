@@ -21,7 +21,7 @@ from megatron_operator.cluster.projection import project_resource
 from megatron_operator.model.resource import API_VERSION, KIND
 from megatron_operator.plan.clock import parse
 
-RESOURCES = "/apis/inference.megatron.dev/v1alpha1/namespaces/default/megatroninferences"
+RESOURCES = "/apis/inference.megatron.dev/v1beta1/namespaces/default/megatroninferences"
 
 
 LEASES = "/apis/coordination.k8s.io/v1/leases"

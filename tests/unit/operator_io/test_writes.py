@@ -26,7 +26,7 @@ from megatron_operator.plan.world import EmitEvent
 from megatron_operator.render.context import FIELD_MANAGER
 from megatron_operator.render.keys import KEY_NAMES
 
-OWNER = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
+OWNER = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
 
 
 def manifest(**labels: str) -> dict[str, Any]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_checkpoint import random_tensors, write_model
 from rank_program import KV_CACHE_MEMORY, answers
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.models.config import MoEConfig
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.native_decoder import NativeDecoder
+
+from .conftest import SMALL
 
 PROMPTS = [[1, 5, 9, 3], [7] * 40, [2, 3], [11, 12, 13, 14, 15], [7] * 40 + [8]]
 SAMPLING: list[dict[str, Any]] = [
@@ -25,12 +32,13 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def alone(model: str, options: dict[str, Any]) -> dict[int, Any]:
-    """The answers of one rank."""
+def alone(model: str, options: dict[str, Any], *, decoder: type[DecoderModel] = DecoderModel) -> dict[int, Any]:
+    """The answers of one rank. decoder: type of its decoder."""
     threads = torch.get_num_threads()
     executor = CpuExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
     executor.load()
     try:
+        assert isinstance(executor.model, decoder)
         return answers(executor, options)
     finally:
         torch.set_num_threads(threads)
@@ -73,6 +81,31 @@ def test_answers_of_ranks_equal_one_rank(
     check_equal(found, expected)
     assert all(len(answer["tokens"]) == 12 for answer in found.values())
     assert len(found[1]["prompt_log_probs"]) == 39
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert"),
+    [(1, 1, 2), pytest.param(2, 1, 2, marks=pytest.mark.long), pytest.param(1, 2, 2, marks=pytest.mark.long)],
+    ids=["EP 2", "TP 2 x EP 2", "PP 2 x EP 2"],
+)
+def test_experts_of_ranks_in_the_kernels_equal_one_rank(
+    start, tmp_path: Path, *, tensor: int, pipeline: int, expert: int
+) -> None:
+    config = replace(
+        SMALL,
+        family="mixtral",
+        vocab_size=320,  # every size consists of whole panels and blocks
+        hidden_size=64,
+        num_heads=4,
+        head_dim=16,
+        moe=MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=128, normalize=True),
+    )
+    model = str(write_model(tmp_path / "model", config, random_tensors(config, seed=3)))
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert})
+    expected, found = alone(model, options, decoder=NativeDecoder), engine.next_message()
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
+    check_equal(found, expected)
 
 
 @pytest.mark.parametrize(

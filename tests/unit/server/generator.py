@@ -61,6 +61,8 @@ class ScriptedBackend:
         self.adapters = AdapterList()
         self.adapters_asked: list[str] = []
         """The adapter of each request."""
+        self.request_ids: list[str] = []
+        """The id of the HTTP request of each request."""
         self.open = 0
         self.aborted = 0
         self.answer = ANSWER
@@ -71,23 +73,22 @@ class ScriptedBackend:
         self._tokenizer = tokenizer
         self._changed = asyncio.Condition()
 
-    def add_request(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = "", adapter: str = ""
-    ) -> asyncio.Future[Any]:
-        if self.reject is not None:
-            raise self.reject
-        self.tenants.append(tenant)
-        self.adapters_asked.append(adapter)
+    def add_request(self, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> asyncio.Future[Any]:
+        self._accept(options)
         return asyncio.ensure_future(self._whole(prompt, sampling_params))
 
     def add_request_streaming(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = "", adapter: str = ""
+        self, prompt: list[int], sampling_params: SamplingParams, **options: Any
     ) -> ScriptedStream:
+        self._accept(options)
+        return ScriptedStream(self, prompt, sampling_params)
+
+    def _accept(self, options: dict[str, Any]) -> None:
         if self.reject is not None:
             raise self.reject
-        self.tenants.append(tenant)
-        self.adapters_asked.append(adapter)
-        return ScriptedStream(self, prompt, sampling_params)
+        self.tenants.append(options.get("tenant", ""))
+        self.adapters_asked.append(options.get("adapter", ""))
+        self.request_ids.append(options.get("request_id", ""))
 
     async def until(self, *, open_requests: int | None = None, aborted: int | None = None) -> None:
         """Wait until the counts are as given."""

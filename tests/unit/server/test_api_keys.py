@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_runtime.server.auth import ApiKeyFileError, read_keys
+
 
 async def test_a_priority_needs_to_be_allowed(start: Any) -> None:
     running = await start()
@@ -137,3 +139,155 @@ async def test_changed_keys_apply_without_a_restart(start: Any, tmp_path: Path, 
     assert (await status("fresh"), await status("other")) == (200, 401)
     file.unlink()
     assert (await status("fresh"), await status("other")) == (200, 401)
+
+
+NAMED = """\
+# keys of the team
+keys:
+- name: alice
+  key: first-secret
+  requestsPerMinute: 2
+- name: bob
+  key: second-secret
+  tokensPerMinute: 30
+  models: [smollm2]
+- name: carol
+  key: third-secret
+  models: [sql]
+"""
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def _complete(running: Any, key: str, **fields: Any) -> Any:
+    body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 4, "temperature": 0, **fields}
+    return await running.http.post("/v1/completions", json=body, headers=_bearer(key))
+
+
+async def test_a_key_has_a_limit_of_requests(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file)
+    for left in (1, 0):
+        reply = await _complete(running, "first-secret")
+        assert reply.status_code == 200
+        assert reply.headers["x-ratelimit-limit-requests"] == "2"
+        assert reply.headers["x-ratelimit-remaining-requests"] == str(left)
+        assert 0 < float(reply.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+        assert "x-ratelimit-limit-tokens" not in reply.headers
+    reply = await _complete(running, "first-secret")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert reply.json()["error"]["type"] == "rate_limit_error"
+    assert "alice" in reply.json()["error"]["message"]
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+    other = await _complete(running, "second-secret")
+    assert other.status_code == 200
+    assert "x-ratelimit-limit-requests" not in other.headers
+    models = await running.http.get("/v1/models", headers=_bearer("first-secret"))
+    assert models.status_code == 200, "only POST requests count"
+    metrics = (await running.http.get("/metrics", headers=_bearer("first-secret"))).text
+    assert 'megatron_api_key_requests_total{api_key="alice"} 3.0' in metrics
+    assert 'megatron_api_key_rejections_total{api_key="alice",reason="requests"} 1.0' in metrics
+    assert "secret" not in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_and_answers_count_as_tokens(start: Any, tmp_path: Path, stream: bool) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file)
+    prompt = list(range(100, 110))
+
+    first = await _complete(running, "second-secret", prompt=prompt, stream=stream)
+    assert first.headers["x-ratelimit-limit-tokens"] == "30"
+    generated = 4  # the request's max_tokens
+    metrics = (await running.http.get("/metrics", headers=_bearer("second-secret"))).text
+    assert 'megatron_api_key_prompt_tokens_total{api_key="bob"} 10.0' in metrics
+    assert f'megatron_api_key_generation_tokens_total{{api_key="bob"}} {generated}.0' in metrics
+
+    models = await running.http.get("/v1/models", headers=_bearer("second-secret"))
+    assert models.headers["x-ratelimit-remaining-tokens"] == str(30 - 10 - generated)
+    second = await _complete(running, "second-secret", prompt=prompt, stream=stream)
+    assert second.status_code == 200, "16 tokens are left, and an answer may exceed them"
+    third = await _complete(running, "second-secret", prompt=prompt, stream=stream)
+    assert (third.status_code, third.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(third.headers["retry-after"]) <= 60
+    never = await _complete(running, "second-secret", prompt=[100] * 31, stream=stream)
+    assert never.status_code == 429
+    assert "retry-after" not in never.headers
+    assert never.headers["x-should-retry"] == "false", "no wait would help"
+    assert len(running.backend.requests) == 2
+
+
+async def test_a_key_may_use_its_models_only(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file)
+    for model in ("smollm2", None, "EMPTY"):
+        reply = await _complete(running, "third-secret", model=model)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert "sql" in reply.json()["error"]["message"]
+    assert (await running.http.get("/v1/models/smollm2", headers=_bearer("third-secret"))).status_code == 403
+    for key, offered in (("third-secret", []), ("second-secret", ["smollm2"]), ("first-secret", ["smollm2"])):
+        listed = (await running.http.get("/v1/models", headers=_bearer(key))).json()["data"]
+        assert [card["id"] for card in listed] == offered
+    assert not running.backend.requests
+
+
+async def test_a_key_may_be_in_the_header_of_anthropics_clients(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file)
+    assert (await running.http.get("/v1/models", headers={"x-api-key": "first-secret"})).status_code == 200
+    assert (await running.http.get("/v1/models", headers={"x-api-key": "alice"})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("keys:\n- {name: a, key: secret, requestsPerMinute: 0}\n", "keys[0].requestsPerMinute"),
+        ("keys:\n- {name: a, key: secret, requestsPerMinute: many}\n", "keys[0].requestsPerMinute"),
+        ("keys:\n- {name: a b, key: secret}\n", "keys[0].name"),
+        ("keys:\n- {key: secret}\n", "keys[0].name"),
+        ("keys:\n- {name: a, key: secret, limit: 3}\n", "keys[0].limit"),
+        ("keys:\n- {name: a, key: secret, models: []}\n", "keys[0].models"),
+        ("keys:\n- {name: a, key: secret}\n- {name: a, key: secret2}\n", "keys[1].name"),
+        ("keys:\n- {name: a, key: secret}\n- {name: b, key: secret}\n", "keys[1].key"),
+        ("keys:\n- {name: a, key: secret\n", "line"),
+        ("---\nkeys: {name: secret}\n", "keys"),
+        ("keys: []\n", "holds no key"),
+    ],
+)
+def test_errors_of_a_key_file_name_the_entry_and_no_key(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ApiKeyFileError) as raised:
+        read_keys(file)
+    assert named in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+async def test_named_keys_replace_plain_ones_without_a_restart(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatron_runtime.server.auth._CHECK_SECONDS", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("first-secret\n")
+    running = await start(api_keys_file=file)
+    assert (await _complete(running, "first-secret")).status_code == 200
+    tenant = running.backend.tenants[-1]
+    file.write_text(NAMED)
+    replies = [await _complete(running, "first-secret") for _ in range(3)]
+    assert [reply.status_code for reply in replies] == [200, 200, 429]
+    assert running.backend.tenants[-1] == tenant, "a key keeps its tenant when it gets a name"
+    file.write_text(NAMED.replace("requestsPerMinute: 2", "requestsPerMinute: -2"))
+    assert (await _complete(running, "second-secret")).status_code == 200
+    assert "the previous API keys stay in use" in caplog.text
+    assert "secret" not in caplog.text
+    file.write_text(NAMED.replace("requestsPerMinute: 2", "requestsPerMinute: 9"))
+    reply = await _complete(running, "first-secret")
+    assert reply.status_code == 200
+    assert reply.headers["x-ratelimit-limit-requests"] == "9"

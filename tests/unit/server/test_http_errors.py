@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import openai
@@ -307,3 +308,26 @@ async def test_a_body_above_the_limit_is_rejected(start: Any) -> None:
     for content in (b" " * 1001, chunks()):
         reply = await running.http.post("/v1/completions", content=content, headers=JSON)
         assert (reply.status_code, error_of(reply)["code"]) == (413, "body_too_large")
+
+
+async def test_every_answer_has_the_id_of_its_request(running: Any) -> None:
+    given = await running.http.get("/v1/models", headers={"x-request-id": "a-Z0_9.:/+=@"})
+    assert given.headers["x-request-id"] == "a-Z0_9.:/+=@"
+    made = [await running.http.get(path) for path in ("/v1/models", "/livez", "/nothing", "/")]
+    ids = [reply.headers["x-request-id"] for reply in made]
+    assert all(re.fullmatch("req_[0-9a-f]{32}", id_) for id_ in ids)
+    assert len(set(ids)) == len(ids)
+    for wrong in ("a b", "a\tb", "x" * 129, "é"):
+        reply = await running.http.get("/v1/models", headers={"x-request-id": wrong.encode()})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request_id")
+        assert "128" in reply.json()["error"]["message"]
+        assert reply.headers["x-request-id"].startswith("req_")
+
+
+async def test_the_coordinator_gets_the_id_of_each_request(running: Any) -> None:
+    body = {"model": "smollm2", "prompt": "Hi", "n": 2, "temperature": 0}
+    for stream in (False, True):
+        headers = {"x-request-id": f"order-{stream}"}
+        reply = await running.http.post("/v1/completions", json={**body, "stream": stream}, headers=headers)
+        assert reply.status_code == 200
+        assert running.backend.request_ids[-2:] == [f"order-{stream}"] * 2

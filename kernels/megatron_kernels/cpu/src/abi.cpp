@@ -37,6 +37,11 @@ MEGATRON_EXPORT int64_t megatron_run(Decoder* decoder, ThreadPool* pool, const S
   return guarded([&]() -> int64_t { return decoder->run(*pool, *step, first, end), 0; }, int64_t{-1});
 }
 
+// See Decoder::add_sums().
+MEGATRON_EXPORT void megatron_add_sums(Decoder* decoder, ThreadPool* pool, const Step* step, int64_t phase) {
+  decoder->add_sums(*pool, *step, phase);
+}
+
 // y[rows][outputs] = x[rows][inputs] · matrix. Returns 0, or -1 if memory ran out.
 MEGATRON_EXPORT int64_t megatron_multiply(ThreadPool* pool, const Matrix* matrix, const float* x, int64_t rows, float* y) {
   constexpr int64_t PANELS_OF_PART = 4;

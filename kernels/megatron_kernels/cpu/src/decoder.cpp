@@ -47,7 +47,7 @@ Decoder::Decoder(const Model& model)
     row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(matrix.format, matrix.inputs));
   };
   for (const Layer& layer : layers_) {
-    measure(layer.qkv);
+    for (int64_t i = 0; i < layer.num_qkv; ++i) measure(layer.qkv[i]);
     measure(layer.output);
     measure(layer.gate_up[0]);
     measure(layer.down[0]);
@@ -60,9 +60,9 @@ Decoder::Decoder(const Model& model)
 
 void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end) {
   if (first == 0) plan(step, pool.threads());
+  if (step.gathered != nullptr) plan_mixture(step.gathered_tokens);
   pool.run([&](Worker& worker) {
     for (int64_t phase = first; phase < end; ++phase) {
-      if (step.sums != nullptr && phase > 0) add_sums(worker, step, phase - 1);
       if (phase == 2 * model_.num_layers) {
         if (step.num_logits > 0) logits(worker, step);
       } else if (phase % 2 == 0) {
@@ -84,14 +84,11 @@ void Decoder::split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t ex
 
 // Provide the memory of a step and divide its work.
 void Decoder::plan(const Step& step, int64_t threads) {
-  const bool has_mixture =
-      std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.router != nullptr; });
-  const int64_t choices = has_mixture ? step.tokens * model_.routed_per_token : 0;
-  const int64_t rows = std::max({step.tokens, step.num_logits, choices});
+  const int64_t rows = std::max(step.tokens, step.num_logits);
   const int64_t queries = model_.heads * model_.head_dim;
   qkv_.reserve(step.tokens * (queries + 2 * model_.kv_heads * model_.head_dim));
   attended_.reserve(step.tokens * queries);
-  gated_.reserve(std::max(step.tokens, choices) * feed_forward_);
+  gated_.reserve(step.tokens * feed_forward_);
   added_.reserve(rows * model_.hidden);
   prepared_.reserve(std::max(rows, threads) * row_bytes_);
   const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
@@ -104,11 +101,22 @@ void Decoder::plan(const Step& step, int64_t threads) {
   logit_blocks_.clear();
   split_rows(step.tokens, token_blocks_);
   split_rows(step.num_logits, logit_blocks_);
+  if (std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.router != nullptr; })) {
+    plan_mixture(step.tokens);
+  }
+  plan_attention(step, threads);
+}
+
+// Provide the memory of a mixture of so many tokens.
+void Decoder::plan_mixture(int64_t tokens) {
+  const int64_t choices = tokens * model_.routed_per_token;
+  gated_.reserve(choices * feed_forward_);
+  added_.reserve(choices * model_.hidden);
+  prepared_.reserve(choices * row_bytes_);
   chosen_.resize(choices);
   shares_.resize(choices);
   row_of_choice_.resize(choices);
   token_of_row_.resize(choices);
-  plan_attention(step, threads);
 }
 
 // A sequence with several new tokens is divided by tokens and groups of heads. One with a single token is divided by its
@@ -165,8 +173,12 @@ void Decoder::plan_attention(const Step& step, int64_t threads) {
 
 void Decoder::attention(Worker& worker, const Step& step, int64_t number) {
   const Layer& layer = layers_[number];
-  const Prepared x = prepare(worker, layer.qkv, step.x, layer.attention_norm, step.tokens);
-  product(worker, &layer.qkv, token_blocks_, x, qkv_.get(), false);
+  const int64_t width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
+  const Prepared x = prepare(worker, layer.qkv[0], step.x, layer.attention_norm, step.tokens);
+  float* qkv = qkv_.get();
+  for (int64_t i = 0; i < layer.num_qkv; qkv += layer.qkv[i++].outputs) {
+    product(worker, &layer.qkv[i], token_blocks_, x, qkv, width, false);
+  }
   worker.share(step.tokens, [&](int64_t token) { append(step, number, token); });
   worker.share(static_cast<int64_t>(attention_work_.size()),
                [&](int64_t i) { attend(step, number, worker.number(), attention_work_[i]); });
@@ -255,26 +267,29 @@ void Decoder::feed_forward(Worker& worker, const Step& step, const Layer& layer)
 // capacity limits.
 void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   const int64_t hidden = model_.hidden, per_token = model_.routed_per_token;
-  worker.share(step.tokens, [&](int64_t token) {
+  const bool is_gathered = step.gathered != nullptr;
+  const int64_t tokens = is_gathered ? step.gathered_tokens : step.tokens;
+  const float* source = is_gathered ? step.gathered : step.x;
+  worker.share(tokens, [&](int64_t token) {
     float* normed = scratch(worker.number());
-    operations_.rms_norm(step.x + token * hidden, layer.mlp_norm, normed, hidden, static_cast<float>(model_.epsilon));
+    operations_.rms_norm(source + token * hidden, layer.mlp_norm, normed, hidden, static_cast<float>(model_.epsilon));
     route(layer, normed, token);
   });
-  if (worker.number() == 0) group_by_expert(step.tokens, layer.num_experts);
+  if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
   const int64_t rows = static_cast<int64_t>(token_of_row_.size());
-  const Prepared x = prepare(worker, layer.gate_up[0], step.x, layer.mlp_norm, rows, token_of_row_.data());
+  const Prepared x = prepare(worker, layer.gate_up[0], source, layer.mlp_norm, rows, token_of_row_.data());
   gated(worker, layer.gate_up, expert_blocks_, x);
-  product(worker, layer.down, expert_blocks_, prepare(worker, layer.down[0], gated_.get(), nullptr, rows), added_.get(), false);
-  worker.share(step.tokens, [&](int64_t token) {
+  product(worker, layer.down, expert_blocks_, prepare(worker, layer.down[0], gated_.get(), nullptr, rows), added_.get(), hidden, false);
+  worker.share(tokens, [&](int64_t token) {
     float* total = scratch(worker.number());
     std::fill_n(total, hidden, 0.0f);
     for (int64_t choice = token * per_token; choice < (token + 1) * per_token; ++choice) {
       if (row_of_choice_[choice] < 0) continue;
       operations_.add_scaled(added_.get() + row_of_choice_[choice] * hidden, total, hidden, shares_[choice]);
     }
-    if (step.sums != nullptr) {
-      std::memcpy(step.sums + token * hidden, total, hidden * sizeof(float));
+    if (is_gathered) {
+      std::memcpy(step.gathered_sums + token * hidden, total, hidden * sizeof(float));
       return;
     }
     if (layer.mlp_output_norm != nullptr) {
@@ -331,17 +346,18 @@ void Decoder::group_by_expert(int64_t tokens, int64_t held) {
 
 void Decoder::logits(Worker& worker, const Step& step) {
   const Prepared x = prepare(worker, model_.head, step.x, model_.norm, step.num_logits, step.logit_rows);
-  product(worker, &model_.head, logit_blocks_, x, step.logits, false);
+  product(worker, &model_.head, logit_blocks_, x, step.logits, model_.head.outputs, false);
 }
 
-// Add what all ranks' parts of a phase sum to.
-void Decoder::add_sums(Worker& worker, const Step& step, int64_t phase) {
+void Decoder::add_sums(ThreadPool& pool, const Step& step, int64_t phase) {
   const Layer& layer = layers_[phase / 2];
   const float* norm = phase % 2 == 0 ? layer.attention_output_norm : layer.mlp_output_norm;
-  worker.share(step.tokens, [&](int64_t token) {
-    float* sums = step.sums + token * model_.hidden;
-    if (norm != nullptr) operations_.rms_norm(sums, norm, sums, model_.hidden, static_cast<float>(model_.epsilon));
-    operations_.add(sums, step.x + token * model_.hidden, model_.hidden);
+  pool.run([&](Worker& worker) {
+    worker.share(step.tokens, [&](int64_t token) {
+      float* sums = step.sums + token * model_.hidden;
+      if (norm != nullptr) operations_.rms_norm(sums, norm, sums, model_.hidden, static_cast<float>(model_.epsilon));
+      operations_.add(sums, step.x + token * model_.hidden, model_.hidden);
+    });
   });
 }
 
@@ -349,11 +365,11 @@ void Decoder::add_sums(Worker& worker, const Step& step, int64_t phase) {
 void Decoder::add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm) {
   const Prepared inputs = prepare(worker, matrix, source, nullptr, step.tokens);
   if (step.sums != nullptr) {
-    product(worker, &matrix, token_blocks_, inputs, step.sums, false);
+    product(worker, &matrix, token_blocks_, inputs, step.sums, model_.hidden, false);
   } else if (norm == nullptr) {
-    product(worker, &matrix, token_blocks_, inputs, step.x, true);
+    product(worker, &matrix, token_blocks_, inputs, step.x, model_.hidden, true);
   } else {
-    product(worker, &matrix, token_blocks_, inputs, added_.get(), false);
+    product(worker, &matrix, token_blocks_, inputs, added_.get(), model_.hidden, false);
     worker.share(step.tokens, [&](int64_t token) {
       float* at = added_.get() + token * model_.hidden;
       operations_.rms_norm(at, norm, at, model_.hidden, static_cast<float>(model_.epsilon));
@@ -363,14 +379,15 @@ void Decoder::add_output(Worker& worker, const Step& step, const Matrix& matrix,
 }
 
 // y = (y +) x · matrix for the rows of each block and the matrix of its expert.
-void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y, bool add) {
-  const int64_t outputs = matrices[0].outputs, panels = outputs / PANEL, count = static_cast<int64_t>(blocks.size());
+void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
+                      int64_t y_stride, bool add) {
+  const int64_t panels = matrices[0].outputs / PANEL, count = static_cast<int64_t>(blocks.size());
   const int64_t size = panels_of_part(matrices[0], panels, count, worker.threads()), parts = divide_up(panels, size);
   worker.share(parts * count, [&](int64_t part) {
     const RowBlock& block = blocks[part % count];
     const int64_t first = part / count * size, end = std::min(panels, first + size);
     operations_.multiply(matrices[block.expert], first, end, x.rows + block.first * x.row_bytes, block.rows,
-                         y + block.first * outputs + first * PANEL, outputs, add);
+                         y + block.first * y_stride + first * PANEL, y_stride, add);
   });
 }
 

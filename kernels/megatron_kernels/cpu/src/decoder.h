@@ -52,8 +52,12 @@ class Decoder {
   explicit Decoder(const Model& model);
 
   // Run phases first … end - 1 of a step. Phases 2 l and 2 l + 1 are attention and feed-forward of layer l; phase
-  // 2 · num_layers computes the logits. With Step::sums, a phase begins by adding the sums of the phase before it to x.
+  // 2 · num_layers computes the logits. With Step::sums, a phase does not change x. With Step::gathered, a mixture reads
+  // these hidden states and writes Step::gathered_sums.
   void run(ThreadPool& pool, const Step& step, int64_t first, int64_t end);
+
+  // Add Step::sums of a phase to x.
+  void add_sums(ThreadPool& pool, const Step& step, int64_t phase);
 
  private:
   // Some tokens of a sequence, some groups of heads that share keys and values, and a range of keys.
@@ -77,6 +81,7 @@ class Decoder {
   };
 
   void plan(const Step& step, int64_t threads);
+  void plan_mixture(int64_t tokens);
   void plan_attention(const Step& step, int64_t threads);
   void attention(Worker& worker, const Step& step, int64_t number);
   void append(const Step& step, int64_t number, int64_t token);
@@ -86,10 +91,10 @@ class Decoder {
   void route(const Layer& layer, const float* x, int64_t token);
   void group_by_expert(int64_t tokens, int64_t held);
   void logits(Worker& worker, const Step& step);
-  void add_sums(Worker& worker, const Step& step, int64_t phase);
   void add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm);
   void gated(Worker& worker, const Matrix* gate_up, const std::vector<RowBlock>& blocks, Prepared x);
-  void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y, bool add);
+  void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
+               int64_t y_stride, bool add);
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
                    const int64_t* rows_of = nullptr);
   float* scratch(int64_t thread) const { return scratch_.get() + thread * scratch_stride_; }

@@ -33,6 +33,11 @@ inline Floats widen_int8(const uint8_t* x) {
 }
 inline Integers low_nibbles(Integers a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
 inline Integers high_nibbles(Integers a) { return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))}; }
+// nibbles + 16 · (bit `number` of each byte of `bits`)
+inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
+  const __m256i moved = number < 4 ? _mm256_slli_epi16(bits.v, 4 - number) : _mm256_srli_epi16(bits.v, number - 4);
+  return {_mm256_or_si256(nibbles.v, _mm256_and_si256(moved, _mm256_set1_epi8(0x10)))};
+}
 // nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
 inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
   const __m256i moved = number < 2 ? _mm256_slli_epi16(bits.v, 4 - 2 * number) : _mm256_srli_epi16(bits.v, 2 * number - 4);

@@ -28,6 +28,11 @@ inline Floats widen_int8(const uint8_t* x) {
 }
 inline Integers low_nibbles(Integers a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Integers high_nibbles(Integers a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+// nibbles + 16 · (bit `number` of each byte of `bits`)
+inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
+  const __m512i moved = number < 4 ? _mm512_slli_epi16(bits.v, 4 - number) : _mm512_srli_epi16(bits.v, number - 4);
+  return {_mm512_or_si512(nibbles.v, _mm512_and_si512(moved, _mm512_set1_epi8(0x10)))};
+}
 // nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
 inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
   const __m512i moved = number < 2 ? _mm512_slli_epi16(bits.v, 4 - 2 * number) : _mm512_srli_epi16(bits.v, 2 * number - 4);

@@ -39,6 +39,11 @@ inline Floats widen_int8(const uint8_t* x) {
 }
 inline Integers low_nibbles(Integers a) { return integers(vandq_u8(unsigned_bytes(a), vdupq_n_u8(15))); }
 inline Integers high_nibbles(Integers a) { return integers(vshrq_n_u8(unsigned_bytes(a), 4)); }
+// nibbles + 16 · (bit `number` of each byte of `bits`)
+inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
+  const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(4 - number)));
+  return integers(vorrq_u8(unsigned_bytes(nibbles), vandq_u8(moved, vdupq_n_u8(0x10))));
+}
 // nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
 inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
   const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(4 - 2 * number)));

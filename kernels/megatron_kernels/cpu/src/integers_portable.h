@@ -31,6 +31,10 @@ inline Floats widen_int8(const uint8_t* x) {
 }
 inline Integers low_nibbles(Integers a) { return {a.v & 0x0F0F0F0F}; }
 inline Integers high_nibbles(Integers a) { return {a.v >> 4 & 0x0F0F0F0F}; }
+// nibbles + 16 · (bit `number` of each byte of `bits`)
+inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
+  return {nibbles.v | ((bits.v >> number & 0x01010101) << 4)};
+}
 // nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
 inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
   return {nibbles.v | ((bits.v >> 2 * number & 0x03030303) << 4)};

@@ -4,7 +4,7 @@
 // floats, strides of bytes in bytes. No function throws; a null result or -1 means that memory ran out.
 //
 // Panels. A matrix [outputs][inputs] is stored as panels of 16 outputs, one after the other, the same for all
-// instruction sets. `outputs` is a multiple of 16, `inputs` of 32 (256 for Q4_K and Q6_K). One panel:
+// instruction sets. `outputs` is a multiple of 16, `inputs` of 32 (256 for K-quants). One panel:
 //
 //   FLOAT32   float [inputs][16]
 //   BFLOAT16  bfloat16 [inputs / 2][16][2]: VDPBF16PS and AMX read it as it is
@@ -12,7 +12,9 @@
 //   INT8      per 32 inputs: uint8 [8][16][4], value + 128; then half scales[16]
 //   INT4      per 32 inputs: 4 x uint8 [16][4]: low nibbles are inputs 4 j … 4 j + 3 of part j, high nibbles 16 + 4 j …;
 //             then half scales[16], half offsets[16]; value = nibble · scale + offset
-//   Q4_K, Q6_K  see matmul_k.h
+//   INT5      as INT4, with uint8 [16][4] of fifth bits before the scales: bit i of part j belongs to input 4 i + j;
+//             value = (nibble + 16 · bit) · scale + offset
+//   Q4_K, Q5_K, Q6_K  see matmul_k.h
 //
 // The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float or bfloat16. A
 // page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.
@@ -25,7 +27,7 @@
 
 namespace megatron {
 
-enum Format : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, Q4_K, Q6_K, NUM_FORMATS };
+enum Format : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q4_K, Q5_K, Q6_K };
 
 // Outputs of a panel.
 constexpr int64_t PANEL = 16;
@@ -49,7 +51,8 @@ struct Layer {
   const float* attention_output_norm;
   const float* mlp_norm;
   const float* mlp_output_norm;
-  Matrix qkv;
+  int64_t num_qkv;  // matrices whose outputs together are queries, keys and values; several are all of integer formats
+  const Matrix* qkv;
   Matrix output;
   int64_t num_experts;  // in gate_up and down; 1 without a mixture
   const Matrix* gate_up;
@@ -103,6 +106,11 @@ struct Step {
   // [tokens][hidden]: what attention and feed-forward add to x, if it must be summed over ranks before it is added; null
   // for one rank.
   float* sums;
+  // [gathered_tokens][hidden]: the hidden states before a mixture of all ranks that share its experts, and what this
+  // rank's experts add to them; null for one rank.
+  int64_t gathered_tokens;
+  const float* gathered;
+  float* gathered_sums;
 };
 
 }  // namespace megatron

@@ -55,10 +55,14 @@ inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uin
       return multiply_by<Float16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case INT8:
       return multiply_by<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case INT5:
+      return multiply_by<Int5Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case INT4:
       return multiply_by<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case Q4_K:
       return multiply_by<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q5_K:
+      return multiply_by<Q5KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case Q6_K:
       return multiply_by<Q6KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
   }

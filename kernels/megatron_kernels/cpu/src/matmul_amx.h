@@ -80,7 +80,7 @@ inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t
   _tile_release();
 }
 
-// int8 and four bits: up to 16 rows and one panel. The integer sums of a block are exact and everything else is computed
+// Eight, five and four bits: up to 16 rows and one panel. The integer sums of a block are exact and everything else is computed
 // as for fewer rows, with the same result.
 // Tiles 0: sums of a block; 1: activations; 2: weights.
 template <class W>
@@ -103,9 +103,9 @@ inline void multiply_integer_tiles(const Matrix& matrix, int64_t first, int64_t 
         const uint8_t* weights = unpacked[0];
         if constexpr (W::HAS_OFFSET) {
           for (int word = 0; word < 4; ++word) {
-            const Integers both = load_bytes(panel + W::nibbles(block) + word * 64);
-            _mm512_store_si512(unpacked[word], low_nibbles(both).v);
-            _mm512_store_si512(unpacked[4 + word], high_nibbles(both).v);
+            const auto [low, high] = W::words(panel + W::nibbles(block), word, 0);
+            _mm512_store_si512(unpacked[word], low.v);
+            _mm512_store_si512(unpacked[4 + word], high.v);
           }
         } else {
           weights = panel + block * W::BLOCK_BYTES;
@@ -145,11 +145,17 @@ inline bool multiply_tiles(const Matrix& matrix, int64_t first, int64_t end, con
     case INT8:
       multiply_integer_tiles<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
       return true;
+    case INT5:
+      multiply_integer_tiles<Int5Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return true;
     case INT4:
       multiply_integer_tiles<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
       return true;
     case Q4_K:
       multiply_integer_tiles<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return true;
+    case Q5_K:
+      multiply_integer_tiles<Q5KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
       return true;
     default:
       return false;

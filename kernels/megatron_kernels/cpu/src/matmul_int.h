@@ -1,4 +1,4 @@
-// Products with weights in int8 and int4, of blocks of 32 inputs. Activations are int8 with a scale for each block.
+// Products with weights in int8, int5 and int4, of blocks of 32 inputs. Activations are int8 with a scale for each block.
 
 // 32 activations of a prepared row.
 struct ActivationBlock {
@@ -101,13 +101,27 @@ struct Int8Weights : IntegerWeights {
   }
 };
 
-// Weights of four bits: value = nibble · scale + offset. W describes where a panel has them:
+// Weights of four or five bits: value = integer · scale + offset. W describes where a panel has them:
+//   W::FIFTH_BITS                         whether there are five bits
 //   W::nibbles(block)                     offset of 4 x uint8 [16][4]: low halves are inputs 4 j … 4 j + 3 of part j, high
-//                                         halves are inputs 16 later
+//                                         halves are inputs 16 later; then, with FIFTH_BITS, uint8 [16][4] of these bits
 //   W::scale(panel, block, lane), W::offset(panel, block, lane)    of LANES outputs
 template <class W>
 struct NibbleWeights : IntegerWeights {
   static constexpr bool HAS_OFFSET = true;
+  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BITS = BLOCK * PANEL / 8;
+
+  // Four inputs of LANES outputs, 4 · word … 4 · word + 3 of a block and those 16 later.
+  struct Words {
+    Integers low, high;
+  };
+  static Words words(const uint8_t* nibbles, int word, int64_t lane) {
+    const Integers both = load_bytes(nibbles + word * 64 + lane * 4);
+    const Words four{low_nibbles(both), high_nibbles(both)};
+    if constexpr (!W::FIFTH_BITS) return four;
+    const Integers bits = load_bytes(nibbles + NIBBLES + lane * 4);
+    return {with_fifth_bit(four.low, bits, word), with_fifth_bit(four.high, bits, word + 4)};
+  }
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
@@ -120,12 +134,15 @@ struct NibbleWeights : IntegerWeights {
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word) {
         for (int i = 0; i < PANELS * PARTS; ++i) {
-          const Integers both = load_bytes(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
-          const Integers low = low_nibbles(both), high = high_nibbles(both);
+          const auto [low, high] = words(at + i / PARTS * bytes, word, i % PARTS * LANES);
           for (int r = 0; r < ROWS; ++r) {
             const int8_t* values = activations(x[r], block).values + 4 * word;
-            dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
-            dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
+            if constexpr (W::FIFTH_BITS) {
+              dots[r][i] = dot(dot(dots[r][i], low, broadcast_word(values)), high, broadcast_word(values + 16));
+            } else {
+              dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
+              dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
+            }
           }
         }
       }
@@ -134,7 +151,8 @@ struct NibbleWeights : IntegerWeights {
         const Floats scale = W::scale(panel, block, i % PARTS * LANES), offset = W::offset(panel, block, i % PARTS * LANES);
         for (int r = 0; r < ROWS; ++r) {
           const ActivationBlock& values = activations(x[r], block);
-          sums[r][i] = fma(to_floats(totals(dots[r][i])), scale * broadcast(values.scale), sums[r][i]);
+          const Integers total = W::FIFTH_BITS ? dots[r][i] : totals(dots[r][i]);
+          sums[r][i] = fma(to_floats(total), scale * broadcast(values.scale), sums[r][i]);
           sums[r][i] = fma(offset, broadcast(values.scaled_sum), sums[r][i]);
         }
       }
@@ -142,14 +160,20 @@ struct NibbleWeights : IntegerWeights {
   }
 };
 
-struct Int4Weights : NibbleWeights<Int4Weights> {
-  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 4 * PANEL;
+// INT4 and INT5.
+template <bool FIVE>
+struct ScaledWeights : NibbleWeights<ScaledWeights<FIVE>> {
+  using Base = NibbleWeights<ScaledWeights<FIVE>>;
+  static constexpr bool FIFTH_BITS = FIVE;
+  static constexpr int64_t HALVES = Base::NIBBLES + (FIVE ? Base::BITS : 0), BLOCK_BYTES = HALVES + 4 * PANEL;
   static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
   static int64_t nibbles(int64_t block) { return block * BLOCK_BYTES; }
   static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
-    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + NIBBLES) + lane);
+    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + HALVES) + lane);
   }
   static Floats offset(const uint8_t* panel, int64_t block, int64_t lane) {
-    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + NIBBLES) + PANEL + lane);
+    return widen_half(reinterpret_cast<const uint16_t*>(panel + nibbles(block) + HALVES) + PANEL + lane);
   }
 };
+using Int4Weights = ScaledWeights<false>;
+using Int5Weights = ScaledWeights<true>;

@@ -1,29 +1,35 @@
-// Products with weights in Q4_K and Q6_K of GGUF files, of super blocks of 256 inputs. Activations as in matmul_int.h.
+// Products with weights in Q4_K, Q5_K and Q6_K of GGUF files, of super blocks of 256 inputs. Activations as in matmul_int.h.
 //
 // A panel of Q4_K, per super block: half d[16], half dmin[16]; then for each of 8 blocks of 32 inputs: nibbles as INT4,
-// uint8 scales[16], uint8 mins[16]. value = nibble · d · scale - dmin · min.
+// uint8 scales[16], uint8 mins[16]. value = nibble · d · scale - dmin · min. Q5_K has fifth bits as INT5 after the nibbles.
 //
 // A panel of Q6_K, per super block: half d[16]; then for each of 8 blocks of 32 inputs: low nibbles as INT4, 2 x uint8
 // [16][4] of the high bits, int8 scales[2][16]. Bits 2 i … 2 i + 1 of part j belong to inputs 16 j + 4 i …
-// 16 j + 4 i + 3. value = (nibble + 16 · bits - 32) · d · scale[input / 16].
+// 16 j + 4 i + 3. value = (nibble + 16 · bits - 32) · d · scale[input / 16]. Q3_K is a case of it: three bits, 28 added.
 
 constexpr int64_t SUPER_BLOCK = 256;
 
-struct Q4KWeights : NibbleWeights<Q4KWeights> {
-  static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BLOCK_BYTES = NIBBLES + 2 * PANEL;
+// Q4_K and Q5_K.
+template <bool FIVE>
+struct KWeights : NibbleWeights<KWeights<FIVE>> {
+  using Base = NibbleWeights<KWeights<FIVE>>;
+  static constexpr bool FIFTH_BITS = FIVE;
+  static constexpr int64_t SCALES = Base::NIBBLES + (FIVE ? Base::BITS : 0), BLOCK_BYTES = SCALES + 2 * PANEL;
   static constexpr int64_t HEAD = 4 * PANEL, SUPER_BLOCK_BYTES = HEAD + SUPER_BLOCK / BLOCK * BLOCK_BYTES;
   static int64_t panel_bytes(int64_t inputs) { return inputs / SUPER_BLOCK * SUPER_BLOCK_BYTES; }
   static int64_t nibbles(int64_t block) { return block / 8 * SUPER_BLOCK_BYTES + HEAD + block % 8 * BLOCK_BYTES; }
   static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
     const auto* d = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES);
-    return widen_half(d + lane) * widen_uint8(panel + nibbles(block) + NIBBLES + lane);
+    return widen_half(d + lane) * widen_uint8(panel + nibbles(block) + SCALES + lane);
   }
   static Floats offset(const uint8_t* panel, int64_t block, int64_t lane) {
     const auto* least = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES) + PANEL;
-    const Floats value = widen_half(least + lane) * widen_uint8(panel + nibbles(block) + NIBBLES + PANEL + lane);
+    const Floats value = widen_half(least + lane) * widen_uint8(panel + nibbles(block) + SCALES + PANEL + lane);
     return broadcast(0.0f) - value;
   }
 };
+using Q4KWeights = KWeights<false>;
+using Q5KWeights = KWeights<true>;
 
 struct Q6KWeights : IntegerWeights {
 #if defined(__AVX512F__)

@@ -12,9 +12,13 @@ namespace {
 #include "numbers.h"
 
 // Types of weights in files, numbered as in GGML.
-enum Source : int64_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, K4 = 12, K6 = 14, BF16 = 30 };
+enum Source : int64_t {
+  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, K3 = 11, K4 = 12, K5 = 13, K6 = 14, BF16 = 30
+};
 
 constexpr int64_t BLOCK = 32, SUPER_BLOCK = 256;
+// Bytes of a panel's nibbles, fifth bits and pairs of bits of one block.
+constexpr int64_t NIBBLES = BLOCK * PANEL / 2, FIFTH_BITS = BLOCK * PANEL / 8, BIT_PAIRS = BLOCK * PANEL / 4;
 
 // Bytes of `count` values of a row.
 int64_t source_bytes(int64_t source, int64_t count) {
@@ -28,10 +32,18 @@ int64_t source_bytes(int64_t source, int64_t count) {
       return count / BLOCK * 18;
     case Q4_1:
       return count / BLOCK * 20;
+    case Q5_0:
+      return count / BLOCK * 22;
+    case Q5_1:
+      return count / BLOCK * 24;
     case Q8_0:
       return count / BLOCK * 34;
+    case K3:
+      return count / SUPER_BLOCK * 110;
     case K4:
       return count / SUPER_BLOCK * 144;
+    case K5:
+      return count / SUPER_BLOCK * 176;
     default:
       return count / SUPER_BLOCK * 210;
   }
@@ -47,12 +59,16 @@ int64_t target_bytes(int64_t format, int64_t count) {
       return count * PANEL * 2;
     case INT8:
       return count / BLOCK * (BLOCK * PANEL + 2 * PANEL);
+    case INT5:
+      return count / BLOCK * (NIBBLES + FIFTH_BITS + 4 * PANEL);
     case INT4:
-      return count / BLOCK * (BLOCK * PANEL / 2 + 4 * PANEL);
+      return count / BLOCK * (NIBBLES + 4 * PANEL);
     case Q4_K:
-      return count / SUPER_BLOCK * (4 * PANEL + 8 * (BLOCK * PANEL / 2 + 2 * PANEL));
+      return count / SUPER_BLOCK * (4 * PANEL + 8 * (NIBBLES + 2 * PANEL));
+    case Q5_K:
+      return count / SUPER_BLOCK * (4 * PANEL + 8 * (NIBBLES + FIFTH_BITS + 2 * PANEL));
     default:
-      return count / SUPER_BLOCK * (2 * PANEL + 8 * (BLOCK * PANEL * 3 / 4 + 2 * PANEL));
+      return count / SUPER_BLOCK * (2 * PANEL + 8 * (NIBBLES + BIT_PAIRS + 2 * PANEL));
   }
 }
 
@@ -73,7 +89,7 @@ void put_words(const uint8_t* words, int64_t count, uint8_t* to) {
   }
 }
 
-// The scale and the minimum of block `number` of Q4_K, six bits each.
+// The scale and the minimum of block `number` of Q4_K or Q5_K, six bits each.
 void scale_and_minimum(const uint8_t* packed, int64_t number, uint8_t& scale, uint8_t& minimum) {
   if (number < 4) {
     scale = packed[number] & 63;
@@ -84,10 +100,34 @@ void scale_and_minimum(const uint8_t* packed, int64_t number, uint8_t& scale, ui
   }
 }
 
-// The 256 integers of a super block of Q4_K, 0 … 15.
-void integers_of_k4(const uint8_t* block, uint8_t* q) {
-  const uint8_t* nibbles = block + 16;
-  for (int64_t k = 0; k < SUPER_BLOCK; ++k) q[k] = nibbles[k / 64 * 32 + k % 32] >> (k % 64 / 32 * 4) & 15;
+// The 32 integers of a block of Q5_0 or Q5_1, 0 … 31.
+void integers_of_q5(int64_t source, const uint8_t* block, uint8_t* q) {
+  const uint8_t* bits = block + (source == Q5_1 ? 4 : 2);
+  const uint8_t* nibbles = bits + 4;
+  for (int64_t k = 0; k < BLOCK; ++k) {
+    const int nibble = nibbles[k % 16] >> (k / 16 * 4) & 15, bit = bits[k / 8] >> (k % 8) & 1;
+    q[k] = static_cast<uint8_t>(nibble | bit << 4);
+  }
+}
+
+// The 256 integers of a super block of Q4_K, 0 … 15, or Q5_K, 0 … 31.
+void integers_of_k45(int64_t source, const uint8_t* block, uint8_t* q) {
+  const uint8_t* bits = block + 16;
+  const uint8_t* nibbles = source == K5 ? bits + 32 : bits;
+  for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
+    const int nibble = nibbles[k / 64 * 32 + k % 32] >> (k % 64 / 32 * 4) & 15;
+    const int bit = source == K5 ? bits[k % 32] >> (k / 32) & 1 : 0;
+    q[k] = static_cast<uint8_t>(nibble | bit << 4);
+  }
+}
+
+// The 256 integers of a super block of Q3_K as those of Q6_K: 28 … 35.
+void integers_of_k3(const uint8_t* block, uint8_t* q) {
+  const uint8_t* pairs = block + 32;
+  for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
+    const int low = pairs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3, bit = block[k % 32] >> (k / 32) & 1;
+    q[k] = static_cast<uint8_t>((low | bit << 2) + 28);
+  }
 }
 
 // The 256 integers of a super block of Q6_K, 0 … 63.
@@ -103,6 +143,17 @@ void integers_of_k6(const uint8_t* block, uint8_t* q) {
     }
   }
 }
+
+// The scale of 16 values of Q3_K, of six bits, or of Q6_K.
+int scale_of_k36(int64_t source, const uint8_t* block, int64_t number) {
+  if (source == K6) return static_cast<int8_t>(block[192 + number]);
+  const uint8_t* packed = block + 96;
+  const int low = packed[number % 8] >> (number / 8 * 4) & 15, high = packed[8 + number % 4] >> (number / 4 * 2) & 3;
+  return (low | high << 4) - 32;
+}
+
+// The bits of the factor of all scales of Q3_K or Q6_K, after everything else.
+uint16_t factor_of_k36(int64_t source, const uint8_t* block) { return half_at(block + (source == K3 ? 108 : 208)); }
 
 // x[count] = the values at `row`.
 void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
@@ -132,9 +183,19 @@ void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
       for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(static_cast<int8_t>(row[2 + k])) * scale;
       return;
     }
-    case K4: {
+    case Q5_0:
+    case Q5_1: {
+      uint8_t q[BLOCK];
+      integers_of_q5(source, row, q);
+      const float scale = float_of_half(half_at(row)), offset = source == Q5_1 ? float_of_half(half_at(row + 2)) : 0.0f;
+      const int zero = source == Q5_1 ? 0 : 16;
+      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(q[k] - zero) * scale + offset;
+      return;
+    }
+    case K4:
+    case K5: {
       uint8_t q[SUPER_BLOCK];
-      integers_of_k4(row, q);
+      integers_of_k45(source, row, q);
       for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
         uint8_t scale, minimum;
         scale_and_minimum(row + 4, k / BLOCK, scale, minimum);
@@ -145,9 +206,11 @@ void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
     }
     default: {
       uint8_t q[SUPER_BLOCK];
-      integers_of_k6(row, q);
-      const float d = float_of_half(half_at(row + 208));
-      for (int64_t k = 0; k < SUPER_BLOCK; ++k) x[k] = d * static_cast<int8_t>(row[192 + k / 16]) * static_cast<float>(q[k] - 32);
+      source == K3 ? integers_of_k3(row, q) : integers_of_k6(row, q);
+      const float d = float_of_half(factor_of_k36(source, row));
+      for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
+        x[k] = d * static_cast<float>(scale_of_k36(source, row, k / 16)) * static_cast<float>(q[k] - 32);
+      }
     }
   }
 }
@@ -257,46 +320,78 @@ void move_block(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
   put_words(values, words, to);
 }
 
-// The nibbles of one block, q[row][256], of which a word's low halves are 4 inputs and its high halves those 16 later.
-void put_nibbles(const uint8_t (&q)[PANEL][SUPER_BLOCK], int64_t first, uint8_t* to) {
+// The nibbles of one block of 16 rows, q[row][stride], of which a word's low halves are 4 inputs and its high halves those
+// 16 later.
+void put_nibbles(const uint8_t* q, int64_t stride, uint8_t* to) {
   uint8_t bytes[PANEL][16];
-  for (int64_t lane = 0; lane < PANEL; ++lane) {
-    const uint8_t* at = q[lane] + first;
-    for (int64_t k = 0; k < 16; ++k) bytes[lane][k] = static_cast<uint8_t>((at[k] & 15) | (at[16 + k] & 15) << 4);
+  for (int64_t lane = 0; lane < PANEL; ++lane, q += stride) {
+    for (int64_t k = 0; k < 16; ++k) bytes[lane][k] = static_cast<uint8_t>((q[k] & 15) | (q[16 + k] & 15) << 4);
   }
   put_words(bytes[0], 4, to);
 }
 
-// One super block of 16 rows of Q4_K.
-void move_k4(const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
-  constexpr int64_t NIBBLES = BLOCK * PANEL / 2;
-  uint8_t q[PANEL][SUPER_BLOCK];
-  for (int64_t lane = 0; lane < PANEL; ++lane) {
-    const uint8_t* block = rows + lane * row_bytes;
-    integers_of_k4(block, q[lane]);
-    put_half(to, lane, half_at(block));
-    put_half(to + 2 * PANEL, lane, half_at(block + 2));
-  }
-  to += 4 * PANEL;
-  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + 2 * PANEL) {
-    put_nibbles(q, number * BLOCK, to);
-    for (int64_t lane = 0; lane < PANEL; ++lane) {
-      scale_and_minimum(rows + lane * row_bytes + 4, number, to[NIBBLES + lane], to[NIBBLES + PANEL + lane]);
+// The fifth bits of one block of 16 rows, q[row][stride].
+void put_fifth_bits(const uint8_t* q, int64_t stride, uint8_t* to) {
+  for (int64_t lane = 0; lane < PANEL; ++lane, q += stride) {
+    for (int64_t j = 0; j < 4; ++j) {
+      int bits = 0;
+      for (int64_t i = 0; i < 8; ++i) bits |= (q[4 * i + j] >> 4) << i;
+      to[lane * 4 + j] = static_cast<uint8_t>(bits);
     }
   }
 }
 
-// One super block of 16 rows of Q6_K.
-void move_k6(const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
-  constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BITS = BLOCK * PANEL / 4;
+// One block of 16 rows of Q5_0 or Q5_1.
+void move_q5(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  uint8_t q[PANEL][BLOCK];
+  uint8_t* scales = to + NIBBLES + FIFTH_BITS;
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const uint8_t* block = rows + lane * row_bytes;
+    integers_of_q5(source, block, q[lane]);
+    const uint16_t scale = half_at(block);
+    put_half(scales, lane, scale);
+    // The offset of Q5_0 is -16 · scale.
+    const uint16_t offset = source == Q5_1 ? half_at(block + 2) : half_of_float(float_of_half(scale) * -16.0f);
+    put_half(scales + 2 * PANEL, lane, offset);
+  }
+  put_nibbles(q[0], BLOCK, to);
+  put_fifth_bits(q[0], BLOCK, to + NIBBLES);
+}
+
+// One super block of 16 rows of Q4_K or Q5_K.
+void move_k45(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
   uint8_t q[PANEL][SUPER_BLOCK];
   for (int64_t lane = 0; lane < PANEL; ++lane) {
-    integers_of_k6(rows + lane * row_bytes, q[lane]);
-    put_half(to, lane, half_at(rows + lane * row_bytes + 208));
+    const uint8_t* block = rows + lane * row_bytes;
+    integers_of_k45(source, block, q[lane]);
+    put_half(to, lane, half_at(block));
+    put_half(to + 2 * PANEL, lane, half_at(block + 2));
+  }
+  to += 4 * PANEL;
+  for (int64_t number = 0; number < 8; ++number, to += 2 * PANEL) {
+    put_nibbles(q[0] + number * BLOCK, SUPER_BLOCK, to);
+    to += NIBBLES;
+    if (source == K5) {
+      put_fifth_bits(q[0] + number * BLOCK, SUPER_BLOCK, to);
+      to += FIFTH_BITS;
+    }
+    for (int64_t lane = 0; lane < PANEL; ++lane) {
+      scale_and_minimum(rows + lane * row_bytes + 4, number, to[lane], to[PANEL + lane]);
+    }
+  }
+}
+
+// One super block of 16 rows of Q3_K or Q6_K.
+void move_k36(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  uint8_t q[PANEL][SUPER_BLOCK];
+  for (int64_t lane = 0; lane < PANEL; ++lane) {
+    const uint8_t* block = rows + lane * row_bytes;
+    source == K3 ? integers_of_k3(block, q[lane]) : integers_of_k6(block, q[lane]);
+    put_half(to, lane, factor_of_k36(source, block));
   }
   to += 2 * PANEL;
-  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + BITS + 2 * PANEL) {
-    put_nibbles(q, number * BLOCK, to);
+  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + BIT_PAIRS + 2 * PANEL) {
+    put_nibbles(q[0] + number * BLOCK, SUPER_BLOCK, to);
     for (int64_t half = 0; half < 2; ++half) {
       for (int64_t lane = 0; lane < PANEL; ++lane) {
         const uint8_t* at = q[lane] + number * BLOCK + half * 16;
@@ -304,19 +399,55 @@ void move_k6(const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
         for (int64_t k = 0; k < 4; ++k) {
           bits[k] = static_cast<uint8_t>(at[k] >> 4 | at[4 + k] >> 4 << 2 | at[8 + k] >> 4 << 4 | at[12 + k] >> 4 << 6);
         }
-        to[NIBBLES + BITS + half * PANEL + lane] = rows[lane * row_bytes + 192 + number * 2 + half];
+        const int scale = scale_of_k36(source, rows + lane * row_bytes, number * 2 + half);
+        to[NIBBLES + BIT_PAIRS + half * PANEL + lane] = static_cast<uint8_t>(scale);
       }
     }
   }
 }
 
-bool keeps_blocks(int64_t source, int64_t format) {
-  return (format == INT4 && (source == Q4_0 || source == Q4_1)) || (format == INT8 && source == Q8_0) ||
-         (format == Q4_K && source == K4) || (format == Q6_K && source == K6);
+// The format that a source's blocks keep their values in; -1 for floats.
+int64_t kept_format(int64_t source) {
+  switch (source) {
+    case Q4_0:
+    case Q4_1:
+      return INT4;
+    case Q5_0:
+    case Q5_1:
+      return INT5;
+    case Q8_0:
+      return INT8;
+    case K4:
+      return Q4_K;
+    case K5:
+      return Q5_K;
+    case K3:
+    case K6:
+      return Q6_K;
+    default:
+      return -1;
+  }
 }
 
 // Inputs that are packed at once, so that the cache holds them: whole blocks of the source.
-int64_t chunk_of(int64_t source) { return source == K4 || source == K6 ? SUPER_BLOCK : BLOCK; }
+int64_t chunk_of(int64_t source) { return source >= K3 && source <= K6 ? SUPER_BLOCK : BLOCK; }
+
+// One chunk of 16 rows in the format that keeps its values.
+void move_chunk(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+  switch (source) {
+    case Q5_0:
+    case Q5_1:
+      return move_q5(source, rows, row_bytes, to);
+    case K4:
+    case K5:
+      return move_k45(source, rows, row_bytes, to);
+    case K3:
+    case K6:
+      return move_k36(source, rows, row_bytes, to);
+    default:
+      return move_block(source, rows, row_bytes, to);
+  }
+}
 
 }  // namespace
 
@@ -333,7 +464,8 @@ struct Packing {
 
 using namespace megatron;
 
-// Pack panels first … end - 1. Q4_K and Q6_K are packed from their own blocks only; int8 and int4 from anything.
+// Pack panels first … end - 1. int5 and K-quants are packed from blocks of a file that they keep; int8 and int4 from
+// anything.
 MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_t end) {
   const auto [source, rows, row_bytes, matrix, panels] = *packing;
   const int64_t chunk = chunk_of(source);
@@ -342,15 +474,11 @@ MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_
     const uint8_t* from = rows + panel * PANEL * row_bytes;
     uint8_t* to = panels + panel * target_bytes(matrix.format, matrix.inputs);
     for (int64_t k = 0; k < matrix.inputs; k += chunk) {
-      if (!keeps_blocks(source, matrix.format)) {
+      if (kept_format(source) == matrix.format) {
+        move_chunk(source, from, row_bytes, to);
+      } else {
         for (int64_t lane = 0; lane < PANEL; ++lane) decode(source, from + lane * row_bytes, chunk, x[lane]);
         encode(matrix.format, x[0], SUPER_BLOCK, chunk, to);
-      } else if (source == K4) {
-        move_k4(from, row_bytes, to);
-      } else if (source == K6) {
-        move_k6(from, row_bytes, to);
-      } else {
-        move_block(source, from, row_bytes, to);
       }
       from += source_bytes(source, chunk);
       to += target_bytes(matrix.format, chunk);

@@ -13,6 +13,31 @@ inline int nibble_at(const uint8_t* nibbles, int64_t lane, int64_t k) {
   return k < 16 ? both & 15 : both >> 4;
 }
 
+// The integer of input k of a block in W: a nibble and its fifth bit.
+template <class W>
+inline float integer_at(const uint8_t* nibbles, int64_t lane, int64_t k) {
+  const int bit = W::FIFTH_BITS ? nibbles[W::NIBBLES + lane * 4 + k % 4] >> (k / 4) & 1 : 0;
+  return static_cast<float>(nibble_at(nibbles, lane, k) + 16 * bit);
+}
+
+// x[32] = one block of an output in INT4 or INT5.
+template <class W>
+inline void unpack_scaled(const uint8_t* panel, int64_t block, int64_t lane, float* x) {
+  const uint8_t* at = panel + W::nibbles(block);
+  const float scale = half_at(at + W::HALVES, lane), offset = half_at(at + W::HALVES, PANEL + lane);
+  for (int64_t k = 0; k < BLOCK; ++k) x[k] = integer_at<W>(at, lane, k) * scale + offset;
+}
+
+// x[32] = one block of an output in Q4_K or Q5_K.
+template <class W>
+inline void unpack_k(const uint8_t* panel, int64_t block, int64_t lane, float* x) {
+  const uint8_t* head = panel + block / 8 * W::SUPER_BLOCK_BYTES;
+  const uint8_t* at = panel + W::nibbles(block);
+  const float scale = half_at(head, lane) * at[W::SCALES + lane];
+  const float least = half_at(head, PANEL + lane) * at[W::SCALES + PANEL + lane];
+  for (int64_t k = 0; k < BLOCK; ++k) x[k] = integer_at<W>(at, lane, k) * scale - least;
+}
+
 // x[32] = one block of an output.
 inline void unpack_block(int64_t format, const uint8_t* panel, int64_t block, int64_t lane, float* x) {
   switch (format) {
@@ -33,21 +58,14 @@ inline void unpack_block(int64_t format, const uint8_t* panel, int64_t block, in
       for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(at[k / 4 * 64 + lane * 4 + k % 4] - 128) * scale;
       return;
     }
-    case INT4: {
-      const uint8_t* at = panel + block * Int4Weights::BLOCK_BYTES;
-      const uint8_t* scales = at + Int4Weights::NIBBLES;
-      const float scale = half_at(scales, lane), offset = half_at(scales, PANEL + lane);
-      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(nibble_at(at, lane, k)) * scale + offset;
-      return;
-    }
-    case Q4_K: {
-      const uint8_t* head = panel + block / 8 * Q4KWeights::SUPER_BLOCK_BYTES;
-      const uint8_t* at = head + Q4KWeights::HEAD + block % 8 * Q4KWeights::BLOCK_BYTES;
-      const float scale = half_at(head, lane) * at[Q4KWeights::NIBBLES + lane];
-      const float least = half_at(head, PANEL + lane) * at[Q4KWeights::NIBBLES + PANEL + lane];
-      for (int64_t k = 0; k < BLOCK; ++k) x[k] = static_cast<float>(nibble_at(at, lane, k)) * scale - least;
-      return;
-    }
+    case INT5:
+      return unpack_scaled<Int5Weights>(panel, block, lane, x);
+    case INT4:
+      return unpack_scaled<Int4Weights>(panel, block, lane, x);
+    case Q4_K:
+      return unpack_k<Q4KWeights>(panel, block, lane, x);
+    case Q5_K:
+      return unpack_k<Q5KWeights>(panel, block, lane, x);
     case Q6_K: {
       const uint8_t* head = panel + block / 8 * Q6KWeights::SUPER_BLOCK_BYTES;
       const uint8_t* at = head + Q6KWeights::HEAD + block % 8 * Q6KWeights::BLOCK_BYTES;
@@ -73,10 +91,14 @@ inline int64_t panel_bytes(int64_t format, int64_t inputs) {
       return Float16Weights::panel_bytes(inputs);
     case INT8:
       return Int8Weights::panel_bytes(inputs);
+    case INT5:
+      return Int5Weights::panel_bytes(inputs);
     case INT4:
       return Int4Weights::panel_bytes(inputs);
     case Q4_K:
       return Q4KWeights::panel_bytes(inputs);
+    case Q5_K:
+      return Q5KWeights::panel_bytes(inputs);
     default:
       return Q6KWeights::panel_bytes(inputs);
   }

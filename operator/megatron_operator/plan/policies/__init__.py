@@ -14,7 +14,7 @@ from megatron_operator.plan.policies.guards import (
     settled_quiet,
     stale_fence,
 )
-from megatron_operator.plan.policies.keys import rotate_keys
+from megatron_operator.plan.policies.keys import rotate_keys, rotate_keys_meanwhile
 from megatron_operator.plan.policies.lifecycle import operation_underway, pods_leaving, verb_path
 from megatron_operator.plan.policies.rollout import replace_model, rollout
 from megatron_operator.plan.policies.verdict import Policy, Verdict
@@ -33,6 +33,7 @@ POLICIES: tuple[Policy, ...] = (
     set_adapters,
     undrain,
     scale_down,
+    rotate_keys_meanwhile,
     replace_model,
     rollout,
     rotate_keys,

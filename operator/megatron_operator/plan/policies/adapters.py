@@ -7,12 +7,12 @@ from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.policies.weights import REFRESHABLE
 from megatron_operator.plan.scene import Scene
-from megatron_operator.render.model_source import adapters_digest
 
 
 def set_adapters(scene: Scene) -> Verdict | None:
     """The engines have another list than the spec, or one of them has not loaded an adapter: set the list. After a
-    failure the other policies go on, and the list is set again later. While suspended or stopped a change waits."""
-    if REFRESHABLE.get(scene.desired) is not scene.observed or scene.old_model or not scene.adapters.are_due:
+    failure the list is set without the adapters that cannot be loaded, the other policies go on, and the whole list is
+    set again later. While suspended or stopped a change waits."""
+    if REFRESHABLE.get(scene.desired) is not scene.observed or scene.old_model or scene.adapters.due is None:
         return None
-    return start(scene, SignalKind.SET_ADAPTERS, adapters=adapters_digest(scene.adapters.wanted))
+    return start(scene, SignalKind.SET_ADAPTERS, adapters=scene.adapters.due)

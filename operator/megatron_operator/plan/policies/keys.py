@@ -9,9 +9,11 @@ from datetime import timedelta
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import KeyStage
+from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.clock import parse
 from megatron_operator.plan.policies.engines import running
 from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import ChildRef, EmitEvent, KeysView, RotateKeys
 from megatron_operator.render.keys import AFTER
@@ -44,6 +46,12 @@ def rotate_keys(scene: Scene) -> Verdict | None:
     if found is None:
         return _go_on(scene, keys.generation, AFTER[keys.stage], "the Secret to be written")
     return waiting(scene, Reason.ROTATING_KEYS, _step(keys.generation), found, requeue_after=LOOK_SECONDS)
+
+
+def rotate_keys_meanwhile(scene: Scene) -> Verdict | None:
+    """A rollout cannot continue before its check passes or the spec changes: the keys do not wait for it."""
+    wrong = (engine for engine in scene.engines if engine.canary is Canary.FAILED and scene.is_drained(engine))
+    return rotate_keys(scene) if check_finding(scene) is not None or any(wrong) else None
 
 
 def _step(generation: int) -> str:

@@ -59,7 +59,8 @@ def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **targ
     """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
     waits first."""
     last = scene.operation
-    if last is not None and last.phase is LifecyclePhase.FAILED and (last.signal, last.engine) == (signal, engine):
+    same = last is not None and (last.signal, last.engine, last.adapters) == (signal, engine, target.get("adapters"))
+    if last is not None and last.phase is LifecyclePhase.FAILED and same:
         left = RETRY_SECONDS - seconds_since(last.since, scene.world.now)
         if left > 0:
             return waiting(

@@ -23,6 +23,7 @@ from megatron_runtime.engine.backend import (
     RankResults,
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
@@ -284,7 +285,8 @@ class NativeBackend(EngineBackend):
     def _reject(self, request: EngineRequest, error: BaseException) -> None:
         if isinstance(error, EngineStopped):
             # The coordinator dispatches the requests of an engine that leaves to another engine.
-            logger.info("request %d arrived after the engine stopped", request.request_id)
+            extra = of_request(request.client_request_id)
+            logger.info("request %d arrived after the engine stopped", request.request_id, extra=extra)
             return
         code, reason = ErrorCode.ENGINE_FAILED, error if isinstance(error, Exception) else str(error)
         if isinstance(error, RequestOverflowError):
@@ -295,7 +297,8 @@ class NativeBackend(EngineBackend):
             code = ErrorCode.DEADLINE
             reason = f"the deadline of {request.deadline_seconds:g} s passed while the request waited for its grammar"
         else:
-            logger.error("request %d could not be added: %r", request.request_id, error)
+            extra = of_request(request.client_request_id)
+            logger.error("request %d could not be added: %r", request.request_id, error, extra=extra)
         assert self._listener is not None
         prompt_length = len(request.prompt_tokens)
         self._listener.on_outputs(

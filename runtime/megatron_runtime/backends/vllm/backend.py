@@ -39,6 +39,7 @@ from megatron_runtime.engine.engine_request import (
     with_epoch,
 )
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
@@ -290,7 +291,8 @@ class VllmBackend(EngineBackend):
             self._deliver([self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)])
             return
         except Exception as error:
-            logger.exception("request %d failed", opened.request_id)
+            extra = of_request(opened.request.client_request_id)
+            logger.exception("request %d failed", opened.request_id, extra=extra)
             self._deliver([self._failed_output(opened, ErrorCode.ENGINE_FAILED, error)])
             return
         opened.grammar = None

@@ -1,13 +1,18 @@
-"""Models from a Hugging Face hub: `hf:ORG/NAME[@REVISION]`. Imports no torch.
+"""Models from a Hugging Face hub, `hf:ORG/NAME[@REVISION]`, and from object stores: `s3://`, `gs://`, `az://`,
+`https://`. Imports no torch.
 
-client.py speaks the hub's HTTP API and transfers single files, resuming and verifying them. download.py fetches
-repositories: to a directory with a manifest of digests, or to the standard cache of the Hugging Face libraries.
+client.py speaks the hub's HTTP API, and objects.py reads object stores through obstore. Both list files and read one of
+them from a byte offset. download.py fetches the files, resumes and verifies them: to a directory with a manifest of
+digests, or to a cache.
 """
 
 import os
 from pathlib import Path
 
 HUB_PREFIX = "hf:"
+OBJECT_PREFIXES = ("s3://", "gs://", "az://", "https://")
+REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
+"""Prefixes of model references whose files are downloaded."""
 
 
 def hf_home() -> Path:

@@ -34,7 +34,7 @@ LISTING_SECONDS = 120.0
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_SIZE = 1 << 50
+MAX_FILE_BYTES = 1 << 50
 _MAX_REDIRECTS = 8
 _TIMEOUT = httpx.Timeout(30, connect=10)
 _UNCOMPRESSED = {"accept-encoding": "identity"}
@@ -42,6 +42,11 @@ _UNCOMPRESSED = {"accept-encoding": "identity"}
 MAX_ATTEMPTS = 6
 """Consecutive attempts without progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+def is_commit(name: str) -> bool:
+    """Return whether a revision names a commit: 40 or 64 lowercase hexadecimal digits."""
+    return bool(_COMMIT.fullmatch(name))
 
 
 class HubError(ValueError):
@@ -85,17 +90,19 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """sha256: of the content, if the hub knows it; blob: git's name of the content."""
+    """sha256: of the content, if the source knows it; blob: git's name of the content; version: of an object in a
+    store, which changes with the content but is no digest of it."""
 
     path: str
     size: int
     sha256: str | None
     blob: str | None
+    version: str = ""
 
     @property
     def digest(self) -> str:
-        """The digest by which the content is verified, which is also its name in the cache."""
-        return self.sha256 or self.blob or ""
+        """The digest by which the content is verified, else its version: the name of the content in the cache."""
+        return self.sha256 or self.blob or self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +270,8 @@ def _remote_file(entry: Any, wrong: Callable[[str, object, str], HubError]) -> R
     if not isinstance(large, dict):
         raise wrong(f"lfs of {shown(path)}", large, "an object")
     size = large.get("size", fields.get("size"))
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= _MAX_SIZE:
-        raise wrong(f"size of {shown(path)}", size, f"a whole number from 0 to {_MAX_SIZE}")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_FILE_BYTES:
+        raise wrong(f"size of {shown(path)}", size, f"a whole number from 0 to {MAX_FILE_BYTES}")
     sha256, blob = large.get("sha256"), fields.get("blobId")
     if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
         raise wrong(f"lfs.sha256 of {shown(path)}", sha256, "64 lowercase hexadecimal digits")

@@ -1,8 +1,9 @@
-"""Fetch a repository of a hub: to a directory with a manifest of digests, or to the standard Hugging Face cache.
+"""Fetch a repository of a hub or a model of an object store: to a directory with a manifest of digests, or to a cache.
 
-The cache is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has contents by
-digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. Manifests and partial
-files of this program are in `.megatron/` beside them. A manifest is written when all its files are complete.
+The cache of hubs is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
+contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. Manifests
+and partial files of this program are in `.megatron/` beside them. A manifest is written when all its files are
+complete. The cache of object stores has the same layout; a commit is the digest of the list of objects.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from megatron_runtime.checkpoints.hub import hf_home
 from megatron_runtime.checkpoints.hub.client import (
@@ -34,8 +35,15 @@ from megatron_runtime.checkpoints.hub.client import (
     Listing,
     Reference,
     RemoteFile,
+    is_commit,
     pause,
     read_token,
+)
+from megatron_runtime.checkpoints.hub.objects import (
+    MANIFEST_FILE,
+    ObjectReference,
+    ObjectStoreApi,
+    is_object_reference,
 )
 from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
 from megatron_runtime.protocol.text import shown
@@ -43,7 +51,6 @@ from megatron_runtime.protocol.text import shown
 _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = ".megatron-"
-MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
 _CONCURRENT_FILES = 4
@@ -51,6 +58,7 @@ _CONCURRENT_FILES = 4
 _LEAST_BYTES, _PACE_SECONDS = 1 << 16, 60.0
 """A connection that transfers fewer bytes in that time is closed; an attempt that transfers fewer makes no progress."""
 _READ_BYTES = 1 << 20
+_COMMIT_CHARACTERS = 256
 
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
@@ -88,22 +96,70 @@ def each_tenth(report: Progress) -> Progress:
     return progress
 
 
+MODEL_CACHE = "MEGATRON_MODEL_CACHE"
+"""Variable that names a directory which `megatron fetch --cache` fills. Models in it are used without the network."""
+AnyReference = Reference | ObjectReference
+
+
+class FileSource(Protocol):
+    """Reads the files of a listing."""
+
+    clock: Callable[[], float]
+
+    def open(self, listing: Listing, file: RemoteFile, *, start: int) -> AbstractContextManager[Iterator[bytes]]: ...
+
+
+def parse_reference(model: str) -> AnyReference:
+    """Return the reference of `hf:ORG/NAME[@REVISION]`, or of the URL of an object store. Raises HubError."""
+    return ObjectReference.parse(model) if is_object_reference(model) else Reference.parse(model)
+
+
+def connect(reference: AnyReference, *, endpoint: str | None = None, token: str | None = None) -> Any:
+    """Return the HubApi or ObjectStoreApi that lists and reads a reference. Raises HubError.
+
+    endpoint, token: of a hub; by default as HubApi and read_token() find them.
+    """
+    if isinstance(reference, ObjectReference):
+        return ObjectStoreApi(reference)
+    return HubApi(endpoint=endpoint, token=token or read_token())
+
+
 def hub_cache() -> Path:
     """Return the directory of the cache that huggingface_hub uses."""
     return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub")
 
 
-def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
-    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
+def _repository(reference: AnyReference, cache: Path | None) -> ModelDirectory:
+    """Return the directory of a repository in a cache. cache: None means those of this user."""
+    if isinstance(reference, ObjectReference):
+        root, name = (cache or hf_home()) / "megatron-objects", reference.cache_name
+    else:
+        root = hub_cache() if cache is None else cache / "hub"
+        name = f"models--{reference.repository.replace('/', '--')}"
+    return ModelDirectory(root).directory(name)
 
+
+def cached_directory(
+    model: str, *, tokenizer_only: bool = False, cache: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """Return the cached directory with all files of `model`, fetched when first needed.
+
+    model:          an `hf:` reference or the URL of an object store.
     tokenizer_only: fetch only the tokenizer of a repository that has a tokenizer.json.
+    cache:          directory of the cache to fetch to; by default a model in $MEGATRON_MODEL_CACHE is used, and others
+                    are fetched to the cache of the Hugging Face libraries.
+    progress:       by default it is logged.
 
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """
-    reference = Reference.parse(model)
-    repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
+    reference = parse_reference(model)
+    if cache is None:
+        found = _in_model_cache(reference)
+        if found is not None:
+            return found
+    repository = _repository(reference, cache)
     branch = repository.directory(f"refs/{reference.revision}").path
-    with closing(HubApi(token=read_token())) as api:
+    with closing(connect(reference)) as api:
         listing = None if reference.commit else api.list(reference)
         commit = reference.revision if listing is None else listing.commit
         directory, whole, part, blobs = (
@@ -112,23 +168,47 @@ def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
         )
         for own in (whole, part) if tokenizer_only else (whole,):
             if _is_complete(own, directory):
+                _write_branch(reference, branch, commit)
                 return directory
         listing = listing or api.list(reference)
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
         own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
-        progress = _silent if include else each_tenth(lambda *counts: _log_progress(reference, *counts))
-        _Fetch(api, reference, listing, directory, own, progress, blobs=blobs).run(include)
-    if not reference.commit:
-        branch.parent.mkdir(parents=True, exist_ok=True)
-        _write_own(branch, commit)
+        logged = _silent if include else each_tenth(lambda *counts: _log_progress(reference, *counts))
+        _Fetch(api, reference, listing, directory, own, progress or logged, blobs=blobs).run(include)
+    _write_branch(reference, branch, commit)
     return directory
 
 
-def cached_snapshot(reference: Reference) -> Path | None:
-    """Return the cached directory of a commit; None if a file is missing, or for a branch, which may have moved."""
-    if reference.commit is None:
+def _write_branch(reference: AnyReference, branch: Path, commit: str) -> None:
+    if reference.commit or (branch.is_file() and branch.read_text().strip() == commit):
+        return
+    branch.parent.mkdir(parents=True, exist_ok=True)
+    _write_own(branch, commit)
+
+
+def _in_model_cache(reference: AnyReference) -> Path | None:
+    """Return the directory of a reference in $MEGATRON_MODEL_CACHE; None if it is not complete there."""
+    cache = os.environ.get(MODEL_CACHE)
+    if not cache:
         return None
-    repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
+    repository = _repository(reference, Path(cache))
+    commit = reference.commit
+    if commit is None:
+        branch = repository.file(f"refs/{reference.revision}")
+        commit = branch.read_text(_COMMIT_CHARACTERS).strip() if branch is not None else ""
+    if not is_commit(commit):
+        return None
+    directory = repository.directory(f"snapshots/{commit}").path
+    return directory if _is_complete(repository.directory(f".megatron/{commit}").path, directory) else None
+
+
+def cached_snapshot(reference: AnyReference) -> Path | None:
+    """Return the directory of a model in $MEGATRON_MODEL_CACHE, or the cached one of a commit; None if a file is
+    missing, or for a branch or an object store, which may have changed."""
+    found = _in_model_cache(reference)
+    if found is not None or reference.commit is None:
+        return found
+    repository = _repository(reference, None)
     directory, own = (repository.directory(f"{name}/{reference.commit}").path for name in ("snapshots", ".megatron"))
     return directory if _is_complete(own, directory) else None
 
@@ -142,17 +222,17 @@ def _is_complete(own: Path, directory: Path) -> bool:
 def _silent(done: int, size: int, files: int) -> None: ...
 
 
-def _log_progress(reference: Reference, done: int, size: int, files: int) -> None:
+def _log_progress(reference: AnyReference, done: int, size: int, files: int) -> None:
     """Log a line: an engine that fetches would look idle otherwise."""
     percent = done * 100 // size if size else 100
     _log.info("fetching %s: %d %% of %.1f GB in %d files", reference, percent, size / 1e9, files)
 
 
 def fetch(
-    reference: Reference,
+    reference: AnyReference,
     directory: Path,
     *,
-    api: HubApi,
+    api: Any,
     include: Sequence[str] = (),
     progress: Progress = _silent,
     wait: Callable[[float], object] | None = None,
@@ -169,7 +249,7 @@ def fetch(
 
 
 def fetch_listed(
-    reference: Reference, listing: Listing, files: Sequence[RemoteFile], directory: Path, *, api: HubApi
+    reference: AnyReference, listing: Listing, files: Sequence[RemoteFile], directory: Path, *, api: FileSource
 ) -> None:
     """Fetch these files of a listing to `directory`. Raises HubError, HubUnavailableError, OSError."""
     if files:
@@ -187,8 +267,8 @@ class _Fetch:
     wait:      sleeps for a number of seconds; None: until another file fails.
     """
 
-    api: HubApi
-    reference: Reference
+    api: FileSource
+    reference: AnyReference
     listing: Listing
     directory: Path
     own: Path
@@ -239,8 +319,7 @@ class _Fetch:
             transfers = {pool.submit(self._get, file): file for file in files}
             try:
                 return {
-                    transfers[done].path: {"sha256": done.result(), "size": transfers[done].size}
-                    for done in as_completed(transfers)
+                    transfers[done].path: _entry(transfers[done], done.result()) for done in as_completed(transfers)
                 }
             except BaseException:
                 self.stop.set()
@@ -254,7 +333,9 @@ class _Fetch:
         partial = _inside(self.own, f"{_PARTIAL_DIRECTORY}/{name}")
         for path in (partial, target):
             path.parent.mkdir(parents=True, exist_ok=True)
-        digest = check_file(file, target)
+        # The name of a content in a cache has its version. Another file of that size may have another content.
+        comparable = self.blobs is not None or not file.version
+        digest = check_file(file, target) if comparable else None
         if digest is not None:
             self._received(file.size)
         else:
@@ -343,13 +424,18 @@ class _Fetch:
             self.progress(self.done, self.size, self.files)
 
 
+def _entry(file: RemoteFile, sha256: str) -> dict[str, Any]:
+    """Return the entry of a file in a manifest."""
+    return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
+
+
 class _Content:
-    """The digests of the received bytes of a file: sha256 always, and git's if the hub knows no other."""
+    """The digests of the received bytes of a file: sha256 always, and git's if the source knows no other."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
         self._sha256 = self._listed = hashlib.sha256()
-        if file.sha256 is None:
+        if file.sha256 is None and file.blob is not None:
             # Git names contents by SHA-1, or by SHA-256 in repositories of that format.
             kind = "sha256" if len(file.digest) == 64 else "sha1"
             self._listed = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
@@ -378,7 +464,7 @@ class _Content:
 
     @property
     def is_right(self) -> bool:
-        return self.size == self._file.size and self.digest == self._file.digest
+        return self.size == self._file.size and (bool(self._file.version) or self.digest == self._file.digest)
 
 
 def check_file(file: RemoteFile, path: Path) -> str | None:
@@ -447,6 +533,8 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
     entry, path = known.get(file.path), _inside(directory, file.path)
     if entry is None or not path.is_file() or path.stat().st_size != file.size:
         return False
+    if file.version:
+        return bool(entry.get("version") == file.version)
     # The hub knows no sha256 of small files: they are read again.
     return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
 
@@ -463,7 +551,7 @@ def _inside(directory: Path, name: str) -> Path:
     return path
 
 
-def _require_apart(files: Sequence[RemoteFile], reference: Reference) -> None:
+def _require_apart(files: Sequence[RemoteFile], reference: AnyReference) -> None:
     """Raise HubError if two names differ by case only, or if a file is a directory of another."""
     names: dict[str, str] = {}
     for file in files:

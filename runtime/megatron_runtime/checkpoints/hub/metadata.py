@@ -8,8 +8,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.checkpoints.hub.client import HubApi, Listing, Reference, RemoteFile, read_token
-from megatron_runtime.checkpoints.hub.download import cached_snapshot, choose, fetch_listed
+from megatron_runtime.checkpoints.hub.client import Listing, RemoteFile
+from megatron_runtime.checkpoints.hub.download import (
+    FileSource,
+    cached_snapshot,
+    choose,
+    connect,
+    fetch_listed,
+    parse_reference,
+)
 from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
 
 _WEIGHTS = (".safetensors", ".gguf", ".distcp")
@@ -20,19 +27,19 @@ _FIRST_GGUF_BYTES = 16 << 20
 
 @contextmanager
 def metadata_directory(model: str) -> Iterator[Path]:
-    """Yield a directory that describes `model`, an `hf:` reference, as its downloaded files would.
+    """Yield a directory that describes `model`, a reference that is downloaded, as its files would.
 
     Weight files have their size and their header; the rest of them is a hole. The directory is the cached one if that
     is complete, and otherwise exists until the end of the context.
 
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """
-    reference = Reference.parse(model)
+    reference = parse_reference(model)
     cached = cached_snapshot(reference)
     if cached is not None:
         yield cached
         return
-    with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name, closing(HubApi(token=read_token())) as api:
+    with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name, closing(connect(reference)) as api:
         directory = Path(name)
         listing = api.list(reference)
         wanted = choose(listing.files, ())
@@ -45,7 +52,7 @@ def metadata_directory(model: str) -> Iterator[Path]:
         yield directory
 
 
-def _write_header(api: HubApi, listing: Listing, file: RemoteFile, path: Path) -> None:
+def _write_header(api: FileSource, listing: Listing, file: RemoteFile, path: Path) -> None:
     if file.path.endswith(".safetensors"):
         _write_start(api, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as found:
@@ -60,7 +67,7 @@ def _write_header(api: HubApi, listing: Listing, file: RemoteFile, path: Path) -
         _write_start(api, listing, file, path, size)
 
 
-def _write_start(api: HubApi, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
+def _write_start(api: FileSource, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
     """Write the first `size` bytes of a file, and set its size."""
     with path.open("wb") as out:
         if size:

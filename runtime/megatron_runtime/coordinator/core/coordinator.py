@@ -20,6 +20,7 @@ from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -279,7 +280,8 @@ class CoordinatorCore:
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
         if message.meta.text and (self.tokenizer is not None or len(message.prompt) > MAX_TEXT_CHARACTERS):
             try:
-                prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
+                text = message.prompt.decode("utf-8", "replace")
+                prompt = tokens_to_bytes(self._tokenize(text, request_id=message.meta.request_id))
             except MalformedMessageError as error:
                 self.counters.error_answers += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
@@ -293,7 +295,7 @@ class CoordinatorCore:
         if client.blocked:
             self.membership.catch_up(client)
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str, *, request_id: str = "") -> list[int]:
         if self.tokenizer is None:
             raise MalformedMessageError("the prompt is text and this coordinator has no tokenizer: send token ids")
         if len(text) > MAX_TEXT_CHARACTERS:
@@ -308,7 +310,8 @@ class CoordinatorCore:
         except BaseException as error:  # a panic of the tokenizers library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error)
+            extra = of_request(request_id)
+            logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error, extra=extra)
             raise MalformedMessageError(f"the prompt cannot be tokenized: {error}; send token ids") from error
 
     def _abort(self, client: Client, message: Abort, _: Frames) -> None:

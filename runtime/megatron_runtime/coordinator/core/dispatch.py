@@ -19,9 +19,10 @@ from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import Client, Engine, Entry, PeerId
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.routing import PromptHashes, Router
 from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -132,8 +133,8 @@ class Dispatcher:
         if meta.engine:
             self._dispatch_pinned(entry)
             return
-        if not self.queue.length and self._verbs.may_dispatch and (candidates := self._candidates()):
-            self._offer(entry, candidates)  # a request that need not wait does not pass through the queue
+        if not self.queue.length and self._verbs.may_dispatch and self._has_room():
+            self._offer(entry)  # a request that need not wait does not pass through the queue
             if entry.engine is not None or not entry.is_open:
                 return
         self._wait(entry)
@@ -157,7 +158,7 @@ class Dispatcher:
         engine = self._engines.named(entry.meta.engine)
         if engine is not None and engine.serving and not engine.reserved and self._verbs.may_dispatch:
             if engine.runs(entry):
-                self._dispatch(entry, [engine])
+                self._dispatch(entry, engine)
             elif not engine.has_model(entry.model):
                 self._reject_model(entry, engine)
         if entry.engine is None and entry.is_open:
@@ -201,8 +202,7 @@ class Dispatcher:
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
         while self.queue.length and self._verbs.may_dispatch:
-            candidates = self._candidates()
-            if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
+            if not self._has_room() or not any(self._offer(entry) for entry in self.queue.heads()):
                 break
         if self.queue.length and len(self.tenants) > 1:
             self._balance()
@@ -226,18 +226,42 @@ class Dispatcher:
             self.tenants.returned(entry)
             entry.engine, entry.dispatch_id = None, 0
 
-    def _candidates(self) -> list[Engine]:
-        return self._engines.available() if self._router.deterministic else self._engines.with_room()
+    def _has_room(self) -> bool:
+        if self._router.deterministic:
+            return bool(self._engines.available())
+        return next(self._engines.with_room(), None) is not None
 
-    def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
+    def _choose(self, entry: Entry) -> Engine | None:
+        """Return the engine for a request; None if none with room may answer it."""
+        needs_match = entry.model or entry.meta.adapter
+        if self._router.in_turn:
+            open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
+            fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]
+            return self._router.next_in_turn(fitting) if fitting else None
+        with_room = self._engines.with_room()
+        by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
+        first, second = next(by_load, None), next(by_load, None)
+        if first is None or second is None:
+            return first
+        if entry.hashes is None:
+            entry.hashes = self._hashes_of(entry)
+        if not entry.hashes:
+            # A prompt without a complete block goes to the fewest requests, whichever order the policy has.
+            return self._router.select([first, second, *by_load], {}) if self._router.by_prefix else first
+        return self._router.with_prefix(
+            entry.hashes,
+            least_loaded=first,
+            fits=lambda engine: engine.has_room() and (not needs_match or engine.runs(entry)),
+        )
+
+    def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a head of the queue. False if it has to wait for an engine of its model and adapter."""
         if entry.meta.adapter and self._reject_adapter(entry):
             return True
-        needs_match = entry.model or entry.meta.adapter
-        fitting = [engine for engine in candidates if engine.runs(entry)] if needs_match else candidates
-        if not fitting:
+        engine = self._choose(entry)
+        if engine is None:
             return self._reject_unanswerable(entry)
-        self._dispatch(entry, fitting)
+        self._dispatch(entry, engine)
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
@@ -282,10 +306,7 @@ class Dispatcher:
         message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
         self.fail(entry, ErrorCode.MODEL_CHANGED, f"{message}: submit it again")
 
-    def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
-        if entry.hashes is None and len(candidates) > 1:
-            entry.hashes = self._hashes_of(entry, candidates)
-        engine = self._router.select(candidates, entry.hashes or ())
+    def _dispatch(self, entry: Entry, engine: Engine) -> None:
         if entry.meta.text and not engine.tokenizes:
             message = f"the prompt is text, and engine {engine.name} has no tokenizer: send token ids"
             self.fail(entry, ErrorCode.INVALID_REQUEST, message)
@@ -313,30 +334,38 @@ class Dispatcher:
             self.fail(entry, ErrorCode.INVALID_REQUEST, str(error))
             return
         self._context.effects.append((engine.peer, frames))
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(meta.request_id)
+            logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
         entry.engine, entry.dispatch_id = engine, dispatch_id
+        entry.dispatches += 1
+        if entry.dispatched_at is None:
+            entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
         entry.dispatched_bytes = len(entry.generated)
         engine.in_flight[dispatch_id] = entry
+        self._engines.load_changed(engine)
         if entry.hashes is None:  # without a choice of engines, the request need not wait for them
-            entry.hashes = self._hashes_of(entry, candidates)
+            entry.hashes = self._hashes_of(entry)
         self._router.assigned(engine, entry.hashes, request=entry.uid)
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
 
-    def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
+    def _hashes_of(self, entry: Entry) -> PromptHashes:
         if entry.meta.text:  # the engine tokenizes it
-            return []
+            return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
         key = adapter.key if adapter is not None else ""
-        return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt, adapter=key)
+        return self._router.hashes_of(entry.prompt, self._engines.block_sizes, salt=entry.meta.cache_salt, adapter=key)
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""
         entry = engine.in_flight.pop(dispatch_id, None)
         if entry is None:
             return
+        self._engines.load_changed(engine)
         if entry.meta.engine:
             self._reject_pinned(entry)
         else:
@@ -370,7 +399,7 @@ class Dispatcher:
                     self._recall(other)
                     other.moved_at = now
                     self._wait(other, moved=True)
-                    self._dispatch(entry, [engine])
+                    self._dispatch(entry, engine)
                     return True
         return False
 
@@ -395,6 +424,7 @@ class Dispatcher:
         self.quarantine.lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         engine.in_flight.clear()
+        self._engines.load_changed(engine)
         for entry in entries:
             if entry.meta.engine:
                 self._reject_pinned(entry)
@@ -427,6 +457,7 @@ class Dispatcher:
             return
         self.withdraw(entry)
         del engine.in_flight[entry.dispatch_id]
+        self._engines.load_changed(engine)
         self._remember(entry, engine)
         self._leave_engine(entry)
 
@@ -447,7 +478,7 @@ class Dispatcher:
         trial = self.quarantine.next_trial()
         if trial is not None:
             entry, engine = trial
-            self._dispatch(entry, [engine])
+            self._dispatch(entry, engine)
             if entry.engine is engine:
                 self.quarantine.begin(entry)
 
@@ -468,8 +499,11 @@ class Dispatcher:
             self._context.send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
             entry.engine.unsettled = not entry.engine.plain
 
-    def forget(self, entry: Entry) -> None:
-        """Remove a request that ended from every table."""
+    def forget(self, entry: Entry, *, error: str = "") -> None:
+        """Remove a request that ended from every table. error: why it ended without an answer."""
+        if self._context.ended is not None and entry.meta.traceparent:
+            engine = entry.engine.name if entry.engine is not None else ""
+            self._context.ended.append(Ended(entry, engine, self._context.now, error))
         if self.queue.length:
             self.queue.discard(entry)
         if entry.slot is not None:
@@ -482,6 +516,7 @@ class Dispatcher:
             self.quarantine.forget(entry)
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
+            self._engines.load_changed(entry.engine)
             self.tenants.returned(entry)
             entry.engine = None
         self.journal.remove(entry)
@@ -496,17 +531,20 @@ class Dispatcher:
         """End requests that no client waits for, also at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
-            self.forget(entry)
+            self.forget(entry, error="aborted")
             self._counters.aborted += 1
 
     def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
         """End an open request with an error."""
         self.withdraw(entry)
-        self.forget(entry)
+        self.forget(entry, error=message)
         self._answer_error(entry, code, message, retry_after=retry_after)
 
     def _answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
         self._counters.error_answers += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(entry.meta.request_id)
+            logger.debug("request %s rejected: %s %s", entry.uid.hex(), code.name, message, extra=extra)
         if entry.client.plain:
             frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
         else:

@@ -210,6 +210,9 @@ def read_outputs(items: list[Any]) -> list[PlainOutput]:
 
 def _read_output(frame: Any, *, final: bool) -> PlainOutput:
     match frame:
+        case {"requests": [dict(), *_] as parts} if final and all(isinstance(part, dict) for part in parts):
+            frame = _joined(parts)
+    match frame:
         case {"request_id": int(number)}:
             tokens = frame.get("generated_tokens" if final else "new_tokens") or []
             if not isinstance(tokens, list):
@@ -221,6 +224,15 @@ def _read_output(frame: Any, *, final: bool) -> PlainOutput:
             details |= {key: frame[key] for key in _PROMPT_DETAILS if frame.get(key) is not None}
             return PlainOutput(number, tokens_to_bytes(tokens), details=details)
     raise MalformedMessageError(f"engine output {shown(frame)}: want a map with request_id")
+
+
+def _joined(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """Return the request of a record: engines of Megatron-Core 0.16.1 send the parts between two suspensions."""
+    joined = {**parts[-1], "request_id": parts[0].get("request_id")}
+    for key in ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs", "tpot"):
+        lists = [part[key] for part in parts if isinstance(part.get(key), list)]
+        joined[key] = [value for values in lists for value in values] if lists else None
+    return joined
 
 
 def as_partial(output: PlainOutput, entry: Entry) -> Partial:

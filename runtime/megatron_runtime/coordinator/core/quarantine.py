@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Crash, Engine, Entry
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import FailedRequest, Partial
@@ -149,7 +150,8 @@ class Quarantine:
         """Fail a request that ended an engine alone. The crashes that it was in flight at count no longer."""
         names = [crash.engine[: limits.MAX_NAME_BYTES] for crash in entry.crashes if crash.counts][-NAMED_ENGINES:]
         uid, listed = entry.uid.hex(), ", ".join(names)
-        logger.error("request %s is failed: it ended %d engines (%s)", uid, len(names), listed)
+        extra = of_request(entry.meta.request_id)
+        logger.error("request %s is failed: it ended %d engines (%s)", uid, len(names), listed, extra=extra)
         self._counters.poison_requests += 1
         at = round(self._context.now + self._context.wall_offset, 3)
         self.failures.append(FailedRequest(uid=uid, engines=names, at=at))

@@ -9,6 +9,7 @@ from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, PeerId
+from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     PLAIN,
@@ -111,7 +112,8 @@ class Replies:
             return False
         if _read_map(message.reply, "a late reply").get("status") != "COMPLETED":
             return False
-        logger.warning("a removed or silent engine answered a request; its answer is delivered")
+        extra = of_request(entry.meta.request_id)
+        logger.warning("a removed or silent engine answered a request; its answer is delivered", extra=extra)
         self._counters.late += 1
         self._dispatcher.withdraw(entry)
         self._deliver(entry, message, frames)
@@ -119,6 +121,8 @@ class Replies:
 
     def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
         client = entry.client
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s answered", entry.uid.hex(), extra=of_request(entry.meta.request_id))
         if client.plain:
             frames = plain_protocol.reply_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
         self._counters.completed += 1

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
 from megatron_runtime.requests.config import RoutingPolicy
 
+PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
 MAX_KNOWN_BLOCKS = 1 << 16
 """Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
 MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
+PromptHashes = Mapping[int, Sequence[int]]
+"""Block size in tokens -> the hashes of the blocks of a prompt; never an empty sequence."""
+
+
+def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[int, int], float]:
+    """Return the load by which a policy orders engines without a matching block: of the requests in flight and the most
+    that the engine runs."""
+    if policy not in PREFIX_POLICIES:
+        return lambda waiting, slots: waiting
+    # With alpha 1 the free share has no weight, so the lowest index is first.
+    return (lambda waiting, slots: waiting / slots) if alpha < 1 else (lambda waiting, slots: 0.0)
 
 
 class Router:
@@ -43,50 +55,64 @@ class Router:
         self.deterministic = deterministic
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
-        self._by_prefix = policy in (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
+        self.by_prefix = policy in PREFIX_POLICIES
         self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
-        self._by_turn = policy is RoutingPolicy.ROUND_ROBIN
+        self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._held: dict[int, OrderedDict[int, int]] = {}
         """Index of an engine's registration -> block hash -> the clock when it was last given it."""
+        self._holders: dict[int, Engine | set[Engine]] = {}
+        """Block hash -> the engines that hold it: without a set if it is one, as for most blocks."""
         self._clock = 0
         self._last_index = -1
         self._turn = 0
 
     def hashes_of(
-        self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "", adapter: str = ""
-    ) -> list[int]:
-        """Block hashes of a prompt (little-endian int32) that the policy uses."""
-        if not self._by_prefix:
-            return []
-        size = self._block_size or (candidates[0].block_size_tokens if candidates else 0)
-        if size < 1:
-            return []
+        self, prompt: bytes, block_sizes: Iterable[int] = (), *, salt: str = "", adapter: str = ""
+    ) -> PromptHashes:
+        """Block hashes of a prompt (little-endian int32) that the policy uses, for each block size of the engines."""
+        if not self.by_prefix:
+            return {}
+        sizes = (self._block_size,) if self._block_size else block_sizes
         if self._hash is None:
             from megatron_runtime.requests.hashing import (
                 frame_hashes,  # NumPy: imported when it is needed, not at start
             )
 
             self._hash = frame_hashes
-        if self._by_first_block:
-            prompt = prompt[: size * TOKEN_BYTES]
-        return self._hash(prompt, size, salt=salt, adapter=adapter)
+        hashes = {}
+        for size in sizes:
+            if size > 0 and len(prompt) >= size * TOKEN_BYTES:
+                used = prompt[: size * TOKEN_BYTES] if self._by_first_block else prompt
+                hashes[size] = self._hash(used, size, salt=salt, adapter=adapter)
+        return hashes
 
-    def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
+    def select(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
         """The engine for a request, from a non-empty sequence."""
-        if self._by_turn:
+        if self.in_turn:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
-        if self._by_first_block:
-            hashes = hashes[:1]
+        return self._best(candidates, hashes)
 
+    def with_prefix(self, hashes: PromptHashes, *, least_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
+        """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
+
+        least_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
+        """
+        holders = (engine for blocks in hashes.values() for engine in self._holders_of(blocks[0]))
+        # An engine without the first block scores its free share alone: none more than this one.
+        others = (engine for engine in holders if engine is not least_loaded and fits(engine))
+        return self._best([least_loaded, *others], hashes)
+
+    def _best(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
         best, best_score, best_given = candidates[0], -1.0, 0
-        for_match, for_room = self._alpha / len(hashes), 1 - self._alpha
-        for engine, (depth, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
+        for_match, for_room = self._alpha, 1 - self._alpha
+        for engine, (match, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
             slots, waiting = engine.max_requests, len(engine.in_flight)
-            score = for_match * depth + (for_room * (slots - waiting) / slots if waiting < slots else 0.0)
+            # 1 - load, as the order by load: equal loads have equal scores.
+            score = for_match * match + (for_room * (1 - waiting / slots) if waiting < slots else 0.0)
             if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
                 best, best_score, best_given = engine, score, given
         return best
@@ -101,9 +127,9 @@ class Router:
         self._last_index = chosen.index
         return chosen
 
-    def assigned(self, engine: Engine, hashes: Sequence[int], *, request: bytes) -> None:
+    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes) -> None:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
-        self.learn(engine, hashes)
+        self.learn(engine, self._of_engine(hashes, engine))
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._clock})
 
@@ -121,13 +147,15 @@ class Router:
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
+            else:
+                self._add_holder(block, engine)
             held[block] = self._clock
         while len(held) > MAX_KNOWN_BLOCKS:
-            held.popitem(last=False)
+            self._remove_holder(held.popitem(last=False)[0], engine)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
-        if self._by_prefix and not self._by_first_block:
+        if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
@@ -135,31 +163,59 @@ class Router:
         held = self._held.get(engine.index)
         if held is not None:
             for block in hashes:
-                held.pop(block, None)
+                if held.pop(block, None) is not None:
+                    self._remove_holder(block, engine)
 
     def forget(self, engine: Engine) -> None:
         """The engine's cache is gone."""
-        self._held.pop(engine.index, None)
+        for block in self._held.pop(engine.index, ()):
+            self._remove_holder(block, engine)
 
     def forget_all(self) -> None:
         """The weights changed: blocks that were computed with the old ones are of no use."""
         self._held.clear()
+        self._holders.clear()
 
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
 
-    def _matches(self, engines: Iterable[Engine], hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """Of each engine: how many blocks of the prompt it holds, and when it was last given the deepest of them."""
-        first, blocks = hashes[0], len(hashes)
+    def _holders_of(self, block: int) -> Iterator[Engine]:
+        found = self._holders.get(block)
+        return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
+
+    def _add_holder(self, block: int, engine: Engine) -> None:
+        found = self._holders.setdefault(block, engine)
+        if isinstance(found, set):
+            found.add(engine)
+        elif found is not engine:
+            self._holders[block] = {found, engine}
+
+    def _remove_holder(self, block: int, engine: Engine) -> None:
+        found = self._holders.get(block)
+        if isinstance(found, set):
+            found.discard(engine)
+            if len(found) == 1:
+                self._holders[block] = found.pop()
+        elif found is engine:
+            del self._holders[block]
+
+    def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
+        return hashes.get(self._block_size or engine.block_size_tokens, ())
+
+    def _matches(self, engines: Iterable[Engine], hashes: PromptHashes) -> list[tuple[float, int]]:
+        """Of each engine: the share of the prompt's blocks that it holds, and when it was last given the deepest."""
         found = []
         for engine in engines:
             held = self._held.get(engine.index)
+            blocks = self._of_engine(hashes, engine)
+            if self._by_first_block:
+                blocks = blocks[:1]
             # Blocks are chained: without the first, a deeper one is of no use.
-            if held is None or first not in held:
-                found.append((0, 0))
+            if held is None or not blocks or blocks[0] not in held:
+                found.append((0.0, 0))
                 continue
-            depth = blocks
-            while (given := held.get(hashes[depth - 1])) is None:
+            depth = len(blocks)
+            while (given := held.get(blocks[depth - 1])) is None:
                 depth -= 1
-            found.append((depth, given))
+            found.append((depth / len(blocks), given))
         return found

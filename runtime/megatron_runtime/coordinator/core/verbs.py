@@ -63,6 +63,7 @@ class PendingOperation:
     waiting: engines that have not answered.
     failed:  engines that did not carry it out and keep serving; the operation has then failed.
     unsupported: the backend of a failed engine lacks the feature.
+    adapter_errors: SET_ADAPTERS: by name, why the first engine that failed could not load an adapter.
     """
 
     control: Control
@@ -75,6 +76,7 @@ class PendingOperation:
     evicted: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     unsupported: bool = False
+    adapter_errors: dict[str, str] = field(default_factory=dict)
     total_ranks: int = 0
 
     def answer(self, **fields: Any) -> ControlAck:
@@ -85,6 +87,7 @@ class PendingOperation:
             total_ranks=self.total_ranks,
             engines=self.outcomes,
             evicted=self.evicted,
+            adapter_errors=self.adapter_errors or None,
             **fields,
         )
 
@@ -168,6 +171,7 @@ class Verbs:
                 evicted=ack.evicted,
                 code=ack.code,
                 error=ack.error,
+                adapter_errors=ack.adapter_errors if ack is known[-1][1] else None,
             )
             for control, ack in known
         ]
@@ -349,6 +353,8 @@ class Verbs:
         if ack.ok:
             self._succeed(operation, engine, ranks=ack.ranks)
         else:
+            for name, error in (ack.adapter_errors or {}).items():
+                operation.adapter_errors.setdefault(name, f"{engine.name}: {error}")
             self._fail_engine(operation, engine, ack.error or "failed", code=ack.code)
         self._finish_if_complete(operation)
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Literal
 
@@ -14,7 +15,7 @@ import torch
 
 from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS, instruction_set, library
 from megatron_kernels.cpu.memory import WeightMemory
-from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_kernels.quantized import BLOCK_SIZES, QuantizedTensor
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
@@ -24,33 +25,45 @@ Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class NativeLinear(Linear):
-    """A matrix that is packed for the C++ kernels; activations are float32."""
+    """A matrix that is packed for the C++ kernels; activations are float32.
 
-    def __init__(self, matrix: PackedMatrix) -> None:
-        self.matrix = matrix
-        self.out_features, self.in_features = matrix.outputs, matrix.inputs
-        self._record = matrix.record
+    matrices: its rows, one after the other. There are several if they have different formats.
+    """
+
+    def __init__(self, *matrices: PackedMatrix) -> None:
+        self.matrices = matrices
+        self.out_features, self.in_features = sum(matrix.outputs for matrix in matrices), matrices[0].inputs
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         x_TK = x_TK.to(torch.float32).contiguous()
-        y_TN = torch.empty(len(x_TK), self.out_features)
-        pool = shared_thread_pool().handle
-        if library().megatron_multiply(pool, self._record, x_TK.data_ptr(), len(x_TK), y_TN.data_ptr()) != 0:
-            raise MemoryError(f"the memory of a product of {len(x_TK)} rows cannot be allocated")
-        return y_TN
+        parts = [_multiply(matrix, x_TK) for matrix in self.matrices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        x_TK, ids = torch.empty(len(ids_T), self.in_features), ids_T.to(torch.int64).contiguous()
-        library().megatron_look_up(self._record, ids.data_ptr(), len(ids), x_TK.data_ptr())
-        return x_TK
+        assert len(self.matrices) == 1, "an embedding has one format"
+        return _look_up(self.matrices[0], ids_T)
 
     @property
     def num_bytes(self) -> int:
-        return self.matrix.data.nbytes
+        return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
         """Return weight_NK in float32, as it was rounded."""
-        return self.look_up(torch.arange(self.out_features))
+        return torch.cat([_look_up(matrix, torch.arange(matrix.outputs)) for matrix in self.matrices])
+
+
+def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
+    y_TN = torch.empty(len(x_TK), matrix.outputs)
+    pool = shared_thread_pool().handle
+    if library().megatron_multiply(pool, matrix.record, x_TK.data_ptr(), len(x_TK), y_TN.data_ptr()) != 0:
+        raise MemoryError(f"the memory of a product of {len(x_TK)} rows cannot be allocated")
+    return y_TN
+
+
+def _look_up(matrix: PackedMatrix, ids_T: torch.Tensor) -> torch.Tensor:
+    x_TK, ids = torch.empty(len(ids_T), matrix.inputs), ids_T.to(torch.int64).contiguous()
+    library().megatron_look_up(matrix.record, ids.data_ptr(), len(ids), x_TK.data_ptr())
+    return x_TK
 
 
 class NativeLinears(LinearFactory):
@@ -73,6 +86,13 @@ class NativeLinears(LinearFactory):
     def linear(self, weight_NK: Weight) -> Linear:
         matrix = self._pack(weight_NK, self._format)
         return super().linear(weight_NK) if matrix is None else NativeLinear(matrix)
+
+    def qkv(self, weight_QD: Weight) -> Linear:
+        if isinstance(weight_QD, torch.Tensor) or not all(fits(*part.shape) for part in weight_QD):
+            return self.linear(weight_QD)
+        # Parts of different GGML types become several matrices if they keep their blocks.
+        groups = groupby(weight_QD, key=lambda part: packed_format(part, self._format))
+        return NativeLinear(*(pack(list(parts), self._format, self._memory) for _, parts in groups))
 
     def embedding(self, weight_VD: Weight) -> Linear:
         matrix = self._pack(weight_VD, self._table_format)

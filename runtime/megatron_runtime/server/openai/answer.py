@@ -42,6 +42,7 @@ class Piece:
                           when its last character is complete.
     generated: all generated tokens, with those that ended the answer; on the last part only.
     generated_log_probs: of each of them, if they are known.
+    stop_text: the stop text that ended the answer; on the last part only.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     generated: Sequence[int] = ()
     generated_log_probs: Sequence[float] | None = None
+    stop_text: str | None = None
 
 
 class Choice:
@@ -106,6 +108,8 @@ class Choice:
         the text so far is the beginning of `generated_text`.
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
+        if isinstance(stop := reply.get("stop_reason"), str):  # a number is the token that ended it
+            piece.stop_text = stop
         self._echo(reply, piece)
         if self._job.is_prompt_only:
             piece.finish_reason = "length"

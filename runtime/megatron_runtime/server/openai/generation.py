@@ -15,8 +15,11 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.client.inference_client import RequestOptions
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
-from megatron_runtime.server.auth import tenant_salt
+from megatron_runtime.process import tracing
+from megatron_runtime.process.tracing import Span
+from megatron_runtime.server.auth import ApiKey, tenant_salt
 from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_value, try_again
 from megatron_runtime.server.metrics import RequestObserver
 from megatron_runtime.server.openai.answer import Choice, Piece
@@ -77,7 +80,7 @@ def generation_of(
     """Return the jobs of a request, which have not begun.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
-    open.
+    open or the API key has no tokens left in this minute.
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
@@ -95,7 +98,21 @@ def generation_of(
         sequence_limit=service.prompts.sequence_limit,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
-    return Generation(service, tenant, service.adapter_of(body.model), jobs, field_names)
+    key: ApiKey = request.state.key
+    service.take_prompt(key, sum(len(prompt.tokens) for prompt in prompts))
+    adapter = service.adapter_of(body.model)
+    span: Span | None = getattr(request.state, "span", None)
+    if span is not None:
+        span.set(
+            {
+                tracing.REQUEST_N: body.n or 1,
+                tracing.MAX_TOKENS: options.max_tokens,
+                tracing.TEMPERATURE: body.temperature,
+                tracing.TOP_P: body.top_p,
+                tracing.RESPONSE_MODEL: adapter or settings.served_name,
+            }
+        )
+    return Generation(service, key, adapter, jobs, field_names, request.state.request_id, span)
 
 
 async def _events(
@@ -157,16 +174,20 @@ class Usage:
 class Generation:
     """The jobs of one HTTP request.
 
-    tenant:      the tenant that the jobs count against.
+    key:         the API key that the jobs count against.
     adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
+    request_id:  of the HTTP request.
+    span:        of the HTTP request; None: it is not traced.
     """
 
     service: Service
-    tenant: str
+    key: ApiKey
     adapter: str
     jobs: Sequence[Job]
     field_names: Mapping[str, str]
+    request_id: str = ""
+    span: Span | None = None
     usage: Usage = field(default_factory=Usage)
 
     async def collect(self) -> list[Piece]:
@@ -194,14 +215,32 @@ class Generation:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
             with _rejections():
-                reply = await self.service.client.add_request(
-                    job.prompt.tokens, job.params, tenant=self.tenant, adapter=self.adapter
-                )
+                reply = await self.service.client.add_request(job.prompt.tokens, job.params, **self._options())
             return self._finished(job, choice, reply, observed)
 
-    def _observed(self, job: Job, *, streams: bool) -> RequestObserver:
-        prompt_tokens, metrics = len(job.prompt.tokens), self.service.metrics
-        return RequestObserver(metrics, prompt_tokens=prompt_tokens, tenant=self.tenant, streams=streams)
+    def _options(self) -> RequestOptions:
+        traceparent = "" if self.span is None else self.span.traceparent
+        return {
+            "tenant": self.key.tenant,
+            "adapter": self.adapter,
+            "request_id": self.request_id,
+            "traceparent": traceparent,
+        }
+
+    @contextmanager
+    def _observed(self, job: Job, *, streams: bool) -> Generator[RequestObserver]:
+        prompt_tokens, service = len(job.prompt.tokens), self.service
+        observer = RequestObserver(
+            service.metrics, prompt_tokens=prompt_tokens, tenant=self.key.tenant, streams=streams
+        )
+        try:
+            with observer:
+                yield observer
+        finally:
+            prompt = prompt_tokens if job.counts_prompt else 0
+            service.take_answer(self.key, prompt=prompt, generated=observer.generated)
+            if self.span is not None:
+                self.span.set({tracing.TIME_TO_FIRST_TOKEN: observer.first_token_seconds})
 
     async def stream(self) -> AsyncGenerator[Piece]:
         """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices."""
@@ -240,9 +279,7 @@ class Generation:
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         with self._observed(job, streams=True) as observed, _rejections():
-            stream = client.add_request_streaming(
-                job.prompt.tokens, job.params, tenant=self.tenant, adapter=self.adapter
-            )
+            stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options())
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
@@ -264,6 +301,9 @@ class Generation:
             raise try_again(503, f"generation ended early ({reason}): try again", code=reason)
         piece = choice.finish(reply)
         self.usage.add(job, reply)
+        if self.span is not None:
+            tokens = {tracing.PROMPT_TOKENS: self.usage.prompt, tracing.COMPLETION_TOKENS: self.usage.completion}
+            self.span.set(tokens)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece
 

@@ -13,15 +13,18 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
+from starlette.types import Scope
 
 from megatron_runtime.client.inference_client import InferenceClient
-from megatron_runtime.server.auth import ApiKeys
+from megatron_runtime.process.tracing import Tracer
+from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
+from megatron_runtime.server.rate_limits import RateLimits
 from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import until_disconnect
@@ -42,6 +45,7 @@ class Service:
 
     tool_parser: parses the calls in answers; None if tools are not offered.
     reasoning_format: how the model marks its reasoning; None if it is part of the text.
+    tracer: None: requests are not traced.
     """
 
     settings: ServerSettings
@@ -51,6 +55,8 @@ class Service:
     api_keys: ApiKeys
     tool_parser: type[ToolParser] | None
     reasoning_format: ReasoningFormat | None = None
+    tracer: Tracer | None = None
+    rate_limits: RateLimits = field(default_factory=RateLimits)
     draining: bool = False
     in_flight: int = 0
     """Open HTTP requests, probes included."""
@@ -94,8 +100,15 @@ class Service:
         message = f"The model {shown(model)} does not exist: this server offers {offered}{more}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
+    def models_of(self, key: ApiKey) -> list[str]:
+        """Names of the adapters that a key may use, after an empty name if it may use the base model."""
+        served = self.settings.served_name
+        return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
+
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body. Raises ApiError 400, 404 for another model, 413 or 415."""
+        """Return the validated body. Raises ApiError 400, 403 for a model that the key may not use, 404 for another
+        model, 413 or 415.
+        """
         check_content_type(request.headers)
         scan = JsonScan()
         body = await self._body(request, scan)
@@ -103,8 +116,19 @@ class Service:
             validated = model.model_validate_json(body, context=scan)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
-        self.adapter_of(validated.model)
+        self.check_model(request.state.key, validated.model)
         return validated
+
+    def check_model(self, key: ApiKey, model: str | None) -> str:
+        """Return the adapter of a model. Raises ApiError 403 if the key may not use it, 404 if it is not served."""
+        adapter = self.adapter_of(model)
+        name = adapter or self.settings.served_name
+        if not key.allows(name):
+            self.metrics.rejected_by_key.labels(key.name, "model").inc()
+            allowed = ", ".join(sorted(key.models or ()))
+            message = f"The API key {key.name} may not use the model {shown(name)}: it may use {allowed}."
+            raise ApiError(403, message, param="model", code="model_not_allowed")
+        return adapter
 
     async def _body(self, request: Request, scan: JsonScan) -> bytes:
         """Return the body. While bodies arrive, the total size of all of them is limited."""
@@ -157,14 +181,52 @@ class Service:
                     del self.in_flight_by_tenant[tenant]
 
     def identify(self, request: Request) -> None:
-        """Write the tenant of a request into its state. Raises ApiError 401 if it carries none of the API keys."""
-        tenant = self.api_keys.tenant(request.headers.get("authorization", ""))
-        if tenant is None:
+        """Write key and tenant of a request into its state. Raises ApiError 401 if it carries none of the API keys."""
+        key = self.api_keys.find(request.headers)
+        if key is None:
             message = "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key")
-        request.state.tenant = tenant
+        request.state.key = key
+        request.state.tenant = key.tenant
         self.last_request = time.monotonic()
-        self.in_flight_by_tenant[tenant] += 1
+        self.in_flight_by_tenant[key.tenant] += 1
+
+    def take_request(self, key: ApiKey) -> None:
+        """Count a request against the limit of its key. Raises ApiError 429 if there is none left in this minute."""
+        if not key.tenant:
+            return
+        self.metrics.requests_by_key.labels(key.name).inc()
+        with self._counted(key, "requests"):
+            self.rate_limits.take_request(key)
+
+    def take_prompt(self, key: ApiKey, tokens: int) -> None:
+        """Count the prompt tokens of a request against the limit of its key. Raises ApiError 429."""
+        with self._counted(key, "tokens"):
+            self.rate_limits.take_prompt(key, tokens)
+
+    @contextmanager
+    def _counted(self, key: ApiKey, reason: str) -> Iterator[None]:
+        try:
+            yield
+        except ApiError:
+            self.metrics.rejected_by_key.labels(key.name, reason).inc()
+            raise
+
+    def take_answer(self, key: ApiKey, *, prompt: int, generated: int) -> None:
+        """Count the tokens of a choice that has ended.
+
+        prompt:    its prompt tokens, which take_prompt() has counted against the limit; 0 for further choices.
+        generated: its generated tokens, as far as they are known.
+        """
+        if key.tenant:
+            self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
+            self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
+            self.rate_limits.add_generated(key, generated)
+
+    def rate_limit_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """Return the x-ratelimit headers of the answer to a request; none if its key has no limits."""
+        key = scope["state"].get("key")
+        return [] if key is None else self.rate_limits.headers(key)
 
     async def wait_idle(self) -> None:
         while self.in_flight:

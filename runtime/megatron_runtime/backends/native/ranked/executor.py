@@ -10,6 +10,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -67,10 +68,14 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
 
 class EnginePart:
-    """Performs orders on one rank. Only `stage_weights` may run while another order runs."""
+    """Performs orders on one rank. Only `stage_weights` may run while another order runs.
+
+    answers: what share_answers() sent to this rank; None when the engine has ended.
+    """
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
+        self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._loaded: tuple[bool, bool] = (False, False)
         """Whether the last load() loaded weights, and whether it allocated the cache."""
         self._kept_pages: Int64 | None = None
@@ -87,6 +92,7 @@ class EnginePart:
             "drop_staged": executor.drop_staged,
             "profile": executor.profile,
             "confirm": lambda: None,
+            "answers": self.answers.put,
         }
 
     def perform(self, name: str, *arguments: Any) -> Any:
@@ -231,6 +237,10 @@ class RankedExecutor(Ranks):
         """Report the engine's EngineState to the other ranks; see FollowerChannel.on_state."""
         self._channel.share_state(state, has_joined=has_joined)
 
+    def share_answers(self, answers: dict[str, Any]) -> None:
+        """Send the answers of a generate() call to all ranks, which make the same call and return them, too."""
+        self._everywhere("answers", answers)
+
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
         """Set the reaction to a lost rank and to SIGTERM of a rank. Both are called on another thread.
 
@@ -301,6 +311,7 @@ class Follower:
             else:
                 self._perform(order)
             self.groups.progress.end(order.number)
+        self.part.answers.put(None)
         self.channel.close()
         self.meeting.close()
 

@@ -1,0 +1,109 @@
+"""Checks an installation from inside the cluster: `megatron-operator verify`, which `helm test` runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.auth import LoginError, load_configuration
+from megatron_operator.model.resource import API_VERSION, PLURAL
+from megatron_operator.terminal import say
+
+REQUEST_SECONDS = 30.0
+RETRY_SECONDS = 1.0
+
+
+class VerificationError(Exception):
+    """A check has failed until the timeout. The message names the check, the last cause and the remedy."""
+
+
+async def verify(
+    *,
+    kubeconfig: Path | None,
+    context: str | None,
+    operator_url: str | None,
+    server_url: str | None,
+    api_key: str | None,
+    timeout_seconds: float,
+) -> None:
+    """Print one line for each check that succeeds: the API, and by URL the operator and the server of a resource.
+
+    Each check is repeated until it succeeds or `timeout_seconds` from the start have passed.
+
+    Raises:
+        VerificationError: a check has failed.
+    """
+    end = asyncio.get_running_loop().time() + timeout_seconds
+    try:
+        configuration = await load_configuration(kubeconfig=kubeconfig, context=context)
+    except LoginError as error:
+        raise VerificationError(str(error)) from error
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    async with KubeApi(configuration) as api, aiohttp.ClientSession(timeout=timeout, trust_env=True) as http:
+        await _until(end, "the API server serves the resource", "install the CRD", lambda: _served(api))
+        if operator_url is not None:
+            remedy = "read the log of the operator"
+            await _until(end, "the operator is ready", remedy, lambda: _ready(http, operator_url))
+        if server_url is not None:
+            remedy = "read the status of the resource: kubectl megatron explain NAME"
+            await _until(end, "the model answers", remedy, lambda: _answers(http, server_url, api_key))
+
+
+async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitable[str]]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            say(f"{what}: {await check()}")
+            return
+        except (VerificationError, ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            if loop.time() + RETRY_SECONDS > end:
+                cause = str(error) or type(error).__name__
+                raise VerificationError(f"check failed that {what}: {cause}; {remedy}") from error
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _served(api: KubeApi) -> str:
+    """Read the discovery of the API version, which every account may. It lists established CRDs only."""
+    found = await api.request("GET", f"/apis/{API_VERSION}")
+    names = {entry["name"] for entry in found["resources"]}
+    if missing := {PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"} - names:
+        raise VerificationError(f"{API_VERSION}: {', '.join(sorted(missing))} not served")
+    return f"{API_VERSION} {PLURAL}"
+
+
+async def _ready(http: aiohttp.ClientSession, url: str) -> str:
+    async with http.get(f"{url.rstrip('/')}/readyz") as response:
+        said = await _json(response)
+        if response.status != 200 or said.get("ready") is not True:
+            raise VerificationError(f"{url} is not ready: {', '.join(said.get('missing', ())) or response.status}")
+    return url
+
+
+async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
+    """Have the first model of a server generate a token."""
+    base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with http.get(f"{base}/models", headers=headers) as response:
+        model = (await _json(response, expect=200))["data"][0]["id"]
+    body = {"model": model, "prompt": "1 2 3", "max_tokens": 1}
+    async with http.post(f"{base}/completions", headers=headers, json=body) as response:
+        usage = (await _json(response, expect=200))["usage"]
+    return f"{model} at {url}, {usage['completion_tokens']} token"
+
+
+async def _json(response: aiohttp.ClientResponse, *, expect: int | None = None) -> dict[str, Any]:
+    """Return a JSON object. Raises VerificationError for another answer or status."""
+    text = await response.text()
+    if expect is not None and response.status != expect:
+        raise VerificationError(f"{response.url} answered {response.status}: {text[:300]}")
+    try:
+        found = await response.json(content_type=None)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise VerificationError(f"{response.url} answered {response.status} without a JSON object: {text[:300]}")
+    return found

@@ -1,0 +1,413 @@
+"""Models in object stores: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `https://HOST/PATH`.
+
+The library obstore signs and sends the requests. It reads credentials, region and endpoint from the environment
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the workload identity of the machine. Nothing that a store sends is used
+before it is checked: names become paths, sizes limit what is written, and every read is of the listed version of an
+object.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from megatron_runtime.checkpoints.hub import OBJECT_PREFIXES
+from megatron_runtime.checkpoints.hub.client import (
+    MAX_ATTEMPTS,
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    MAX_LISTING_BYTES,
+    HubError,
+    HubUnavailableError,
+    Listing,
+    RemoteFile,
+    pause,
+)
+from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
+from megatron_runtime.protocol.text import escaped, shown
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+    from obstore.store import ClientConfig, ObjectStore
+
+MANIFEST_FILE = ".megatron-manifest.json"
+"""Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
+_URL = re.compile(r"(s3|gs|az|https)://([A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]{1,5})?)((?:/[^?#%]*)?)")
+_WANTED = (
+    "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH, without a query and without "
+    "percent-encoded characters"
+)
+_REQUEST_BYTES = 64 << 20
+"""Limit of the bytes of one request. With its time limit, a request that stalls or is too slow ends."""
+_REQUEST_SECONDS, _READ_SECONDS, _CONNECT_SECONDS = "600s", "30s", "10s"
+_PIECE_BYTES = 1 << 20
+_FIRST_BYTES = 1 << 20
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HTTP_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer.model", "chat_template.jinja", _INDEX),
+)
+"""Files that a model may have, beside its weights. An HTTPS server has no list of its files."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_CAUSE = re.compile(
+    r"dns error[^\"\n]*|tcp connect error[^\"\n]*|connection refused|InvalidCertificate\(\s*\w+|timed ?out|"
+    r"connection closed[^\"\n]*|Range request not supported[^\n]*",
+    re.IGNORECASE,
+)
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name another server. A server without TLS is used if the user names it."""
+
+
+class ObjectStoreError(HubError):
+    """An object store does not provide what was requested, and a retry does not help. The message names the remedy."""
+
+
+class ObjectStoreUnavailableError(HubUnavailableError):
+    """An object store cannot be reached or is overloaded; a retry may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectReference:
+    """A model in an object store.
+
+    scheme: `s3`, `gs`, `az` or `https`.
+    bucket: of the objects; for `https` the host and port.
+    prefix: of their keys, without slashes at its ends; of one .gguf file its key.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, text: str) -> ObjectReference:
+        """Raises ObjectStoreError."""
+        found = _URL.fullmatch(text)
+        prefix = found[3].strip("/") if found else ""
+        try:
+            if found is None:
+                raise UnsafeNameError("")
+            if prefix:
+                require_safe_name(prefix)
+        except UnsafeNameError as error:
+            reason = f" ({error})" if str(error) else ""
+            raise ObjectStoreError(f"{shown(text)} is not the URL of a model{reason}: write {_WANTED}") from error
+        return cls(found[1], found[2], prefix)
+
+    @property
+    def repository(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+
+    @property
+    def revision(self) -> str:
+        """Name of the only branch in a cache."""
+        return "main"
+
+    @property
+    def commit(self) -> None:
+        """A store has no commits: its objects may change."""
+        return
+
+    @property
+    def directory(self) -> tuple[str, str]:
+        """The prefix of the objects, and the only file of the model if the URL names one."""
+        if not self.prefix.endswith(".gguf"):
+            return self.prefix, ""
+        parent, _, name = self.prefix.rpartition("/")
+        return parent, name
+
+    @property
+    def cache_name(self) -> str:
+        """Name of its directory in a cache."""
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{self.scheme}-{self.bucket}-{self.prefix}").strip("-.")[:80]
+        return f"{readable}-{hashlib.sha256(self.repository.encode()).hexdigest()[:16]}"
+
+    def __str__(self) -> str:
+        return self.repository
+
+
+def is_object_reference(model: str) -> bool:
+    return model.startswith(OBJECT_PREFIXES)
+
+
+class ObjectStoreApi:
+    """A connection to the store of a reference.
+
+    clock: in seconds; limits slow responses.
+    """
+
+    def __init__(self, reference: ObjectReference, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._reference = reference
+        self._etags: dict[str, str] = {}
+        try:
+            self._store = _store(reference)
+        except (exceptions.BaseError, ValueError) as error:
+            # The message of the library may quote credentials.
+            raise ObjectStoreError(
+                f"{reference}: the settings of the object store are not valid ({type(error).__name__}): correct the "
+                f"variables of the environment, such as {_CREDENTIALS.get(reference.scheme, 'SSL_CERT_FILE')}"
+            ) from None
+
+    def close(self) -> None: ...
+
+    def list(self, reference: ObjectReference, *, wait: Callable[[float], object] = time.sleep) -> Listing:
+        """Return the files of the model; retry while the store is overloaded. Raises ObjectStoreError,
+        ObjectStoreUnavailableError.
+
+        wait: sleeps for a number of seconds.
+        """
+        failures = 0
+        while True:
+            try:
+                return self._list()
+            except HubUnavailableError as error:
+                failures += 1
+                if error.retry_after is None or failures == MAX_ATTEMPTS:
+                    raise
+                pause(error, failures, wait)
+
+    @contextmanager
+    def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
+        """Yield the content of a file from byte `start` on. Raises ObjectStoreError, ObjectStoreUnavailableError, also
+        while read."""
+        yield self._read(file, start)
+
+    def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
+        etag, length = self._etags.get(file.path), _FIRST_BYTES
+        while start < file.size:
+            end = min(file.size, start + length)
+            options: GetOptions = {"range": (start, end)}
+            if etag and not etag.startswith("W/"):  # If-Match never matches a weak one
+                options["if_match"] = f'"{etag}"'
+            received = 0
+            with self._errors(file.path):
+                found = obstore.get(self._store, file.path, options=options)
+                if found.meta["size"] != file.size or _etag(found.meta) != (etag or ""):
+                    raise self._changed(file.path)
+                for piece in found.stream(min_chunk_size=_PIECE_BYTES):
+                    received += len(piece)
+                    yield bytes(piece)
+            if received == 0:
+                return
+            start, length = start + received, min(2 * length, _REQUEST_BYTES)
+
+    def _list(self) -> Listing:
+        reference = self._reference
+        _, only = reference.directory
+        objects: Sequence[Mapping[str, Any]]
+        if only:
+            objects = [self._head(only)]
+        elif reference.scheme == "https":
+            objects = self._http_objects()
+        else:
+            objects = self._prefix_objects()
+        manifest = next((entry for entry in objects if entry["path"] == MANIFEST_FILE), None)
+        digests = {} if manifest is None else self._digests(manifest)
+        files = tuple(self._file(entry, digests) for entry in objects)
+        missing = sorted(digests.keys() - {file.path for file in files})
+        if missing:
+            raise ObjectStoreError(
+                f"{reference} has no object {shown(missing[0])}, which its {MANIFEST_FILE} lists: upload the whole "
+                "directory"
+            )
+        state = sorted((file.path, file.size, file.digest) for file in files)
+        return Listing(reference.repository, hashlib.sha256(json.dumps(state).encode()).hexdigest(), files)
+
+    def _prefix_objects(self) -> Sequence[Mapping[str, Any]]:
+        objects: builtins.list[Mapping[str, Any]] = []
+        with self._errors():
+            for chunk in obstore.list(self._store):
+                objects += [entry for entry in chunk if not (entry["size"] == 0 and entry["path"].endswith("/"))]
+                if len(objects) > MAX_FILES:
+                    raise ObjectStoreError(
+                        f"{self._reference} has more than {MAX_FILES} objects: name the prefix of one model"
+                    )
+        if not objects:
+            raise ObjectStoreError(
+                f"no objects with the prefix {shown(self._reference.prefix)} in bucket {self._reference.bucket} "
+                f"({self._reference}): the model does not exist there; correct the bucket or the prefix"
+            )
+        return objects
+
+    def _http_objects(self) -> Sequence[Mapping[str, Any]]:
+        found = {name: self._head(name, optional=True) for name in (MANIFEST_FILE, *_HTTP_FILES)}
+        objects = {name: entry for name, entry in found.items() if entry is not None}
+        if MANIFEST_FILE in objects:
+            names: Iterable[str] = self._digests(objects[MANIFEST_FILE])
+        elif _INDEX in objects:
+            names = self._shards(objects[_INDEX])
+        else:
+            names = [_SINGLE]
+        for name in names:
+            if name not in objects:
+                objects[name] = cast("Mapping[str, Any]", self._head(name))
+        return tuple(objects.values())
+
+    def _shards(self, index: Mapping[str, Any]) -> Sequence[str]:
+        shards = self._json(index).get("weight_map")
+        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+        if not names or len(names) > MAX_FILES:
+            raise ObjectStoreError(
+                f"{_INDEX} of {self._reference} has {len(names)} names in weight_map: want 1 to {MAX_FILES}"
+            )
+        return [self._safe(name) for name in names]
+
+    def _head(self, name: str, *, optional: bool = False) -> Any:
+        """Return the metadata of an object; None if an optional one does not exist."""
+        try:
+            with self._errors(name):
+                return {**obstore.head(self._store, name), "path": name}
+        except ObjectMissingError:
+            if optional:
+                return None
+            raise
+
+    def _digests(self, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+        """Return size and sha256 by path of the manifest that `megatron fetch` wrote."""
+        files = self._json(manifest).get("files")
+        found = {}
+        for name, entry in (files if isinstance(files, dict) else {}).items():
+            size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(size, int) or not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
+                raise ObjectStoreError(
+                    f"{MANIFEST_FILE} of {self._reference} has no size and sha256 of {shown(name)}: upload the one "
+                    "that `megatron fetch` wrote, or delete it"
+                )
+            found[self._safe(name)] = size, sha256
+        return found
+
+    def _json(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        name, size = str(entry["path"]), int(entry["size"])
+        if size > MAX_LISTING_BYTES:
+            raise ObjectStoreError(
+                f"{name} of {self._reference} has {size} bytes: at most {MAX_LISTING_BYTES} are read"
+            )
+        self._etags[name] = _etag(entry)
+        data = b"".join(self._read(RemoteFile(name, size, None, None), 0))
+        try:
+            return parse_json(data, where=f"{name} of {self._reference}", elements=4 * MAX_FILES)
+        except ModelFileError as error:
+            raise ObjectStoreError(str(error)) from error
+
+    def _file(self, entry: Mapping[str, Any], digests: Mapping[str, tuple[int, str]]) -> RemoteFile:
+        name, size, etag = self._safe(entry["path"]), int(entry["size"]), _etag(entry)
+        if size > MAX_FILE_BYTES:
+            raise ObjectStoreError(f"{shown(name)} of {self._reference} has {size} bytes: at most {MAX_FILE_BYTES}")
+        self._etags[name] = etag
+        if name in digests:
+            if digests[name][0] != size:
+                raise ObjectStoreError(
+                    f"{shown(name)} of {self._reference} has {size} bytes, its {MANIFEST_FILE} lists "
+                    f"{digests[name][0]}: upload the directory again"
+                )
+            return RemoteFile(name, size, digests[name][1], None)
+        state = f"{self._reference}\0{name}\0{size}\0{etag or entry['last_modified']}"
+        return RemoteFile(name, size, None, None, version=hashlib.sha256(state.encode()).hexdigest())
+
+    def _safe(self, name: str) -> str:
+        try:
+            return require_safe_name(name)
+        except UnsafeNameError as error:
+            raise ObjectStoreError(f"{self._reference} has an object with an unsafe name: {error}") from error
+
+    def _changed(self, name: str) -> ObjectStoreError:
+        return ObjectStoreError(
+            f"{name} of {self._reference} changed while it was read: run this again, and put each revision of a model "
+            "under a prefix of its own"
+        )
+
+    @contextmanager
+    def _errors(self, name: str = "") -> Iterator[None]:
+        """Translate errors of the library. Its messages quote URLs, which may have signatures."""
+        where = f"{self._reference}/{name}" if name and not self._reference.directory[1] else str(self._reference)
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectMissingError(
+                f"{where} does not exist (404): correct the bucket or the key, or upload the object"
+            ) from error
+        except exceptions.PreconditionError as error:
+            raise self._changed(name) from error
+        except (exceptions.BaseError, OSError) as error:
+            raise self._translated(where, str(error)) from None
+
+    def _translated(self, where: str, message: str) -> Exception:
+        status, code = _STATUS.search(message), _CODE.search(message)
+        named = f" {code[1]}" if code else ""
+        if status is None:
+            cause = _CAUSE.search(message)
+            detail = escaped(" ".join(cause[0].split()))[:200] if cause else "the connection failed"
+            return ObjectStoreUnavailableError(
+                f"the server of {where} does not answer ({detail}): check the endpoint, and that the network allows it"
+            )
+        number = int(status[1])
+        if number in (401, 403):
+            names = _CREDENTIALS.get(self._reference.scheme)
+            remedy = f"set {names}, or give the service account access" if names else "the server must allow access"
+            return ObjectStoreError(f"access to {where} is denied ({number}{named}): {remedy}")
+        if number == 404:
+            return ObjectMissingError(f"{where} does not exist (404{named}): correct the bucket or the prefix")
+        if number == 429 or number >= 500:
+            return ObjectStoreUnavailableError(
+                f"the server of {where} is overloaded ({number}{named})", retry_after=0.0
+            )
+        return ObjectStoreError(f"the server of {where} answers {number}{named}: correct the URL, region or endpoint")
+
+
+class ObjectMissingError(ObjectStoreError):
+    """An object or a bucket does not exist."""
+
+
+def _etag(entry: Mapping[str, Any]) -> str:
+    """Return the ETag without quotes: lists of some stores have none."""
+    return (entry["e_tag"] or "").strip('"')
+
+
+def _store(reference: ObjectReference) -> ObjectStore:
+    named = [os.environ.get(name, "") for name in _ENDPOINTS.get(reference.scheme, ())]
+    client: ClientConfig = {
+        "allow_http": any(endpoint.startswith("http://") for endpoint in named),
+        "connect_timeout": _CONNECT_SECONDS,
+        "read_timeout": _READ_SECONDS,
+        "timeout": _REQUEST_SECONDS,
+        "user_agent": "megatron-inference",
+    }
+    certificates = os.environ.get("SSL_CERT_FILE")
+    if certificates:
+        with open(certificates, "rb") as file:
+            client["root_certificate"] = file.read()
+    prefix = reference.directory[0] or None
+    # The download counts attempts and resumes. The library would start a request again from its first byte.
+    retries: Any = {"max_retries": 0}
+    if reference.scheme == "s3":
+        return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)
+    if reference.scheme == "gs":
+        return GCSStore(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)
+    if reference.scheme == "az":
+        return AzureStore(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)
+    url = f"https://{reference.bucket}/{prefix or ''}"
+    return HTTPStore.from_url(url, client_options=client, retry_config=retries)

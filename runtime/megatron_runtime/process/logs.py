@@ -1,0 +1,79 @@
+"""Log lines of every component: one JSON object, or one line of text, for each record.
+
+A record that concerns one request of a client has its `request_id`. Within a task that serves a request, REQUEST_ID
+sets it; elsewhere the caller passes of_request() as `extra`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeAlias
+
+from megatron_runtime.protocol.text import printable
+
+Style: TypeAlias = Literal["json", "text"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that the running task serves; empty outside of requests."""
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+def of_request(request_id: str) -> dict[str, str]:
+    """Return the `extra` of a log call about a request; empty if the request has no id."""
+    return {"request_id": request_id} if request_id else {}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the call added to the record, and the id of the request that the task serves."""
+    found = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    if request_id := REQUEST_ID.get():
+        found.setdefault("request_id", request_id)
+    return found
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line. All non-ASCII and control characters are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+class TextFormatter(logging.Formatter):
+    """One line per record. Further lines, such as tracebacks, are indented, so that no text can forge a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        line = printable(f"{when} {record.levelname} {record.name}: {record.getMessage()}{fields}")
+        if not record.exc_info:
+            return line
+        trace = printable(self.formatException(record.exc_info), lines=True)
+        return "\n    ".join([line, *trace.splitlines()])
+
+
+def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
+    """Configure the root logger: all records go to standard error in one format.
+
+    quiet: loggers of which only warnings and errors are shown.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in quiet:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

@@ -1,0 +1,413 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's interface to conversations.
+
+A request becomes a chat request, and its answer becomes content blocks: thinking, text, tool_use. Fields and events are
+those of https://docs.anthropic.com/en/api/messages.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.openai.answer import Piece
+from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
+from megatron_runtime.server.openai.schema import (
+    FREE_JSON,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    ChatRequest,
+    Discarded,
+    JsonObject,
+    ModelRequest,
+    Name,
+    Probability,
+    StopStrings,
+    only,
+)
+from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.streaming import EventStream, until_disconnect
+from megatron_runtime.server.tools import CallArguments, CallBegin, Event, Reasoning
+
+_MAX_BLOCKS = 4096
+
+
+class _Block(Body):
+    cache_control: Discarded = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: StrictStr
+    citations: Discarded = None
+
+
+class ThinkingBlock(_Block):
+    type: Literal["thinking"]
+    thinking: StrictStr
+    signature: Discarded = None
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: JsonObject
+    caller: Discarded = None
+
+
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TextBlocks: TypeAlias = Annotated[
+    list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_blocks)
+]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call. `is_error` changes nothing: the content says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: TextBlocks = Field(default_factory=list)
+    is_error: StrictBool | None = None
+
+
+_Content: TypeAlias = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class AnthropicMessage(Body):
+    """One turn of a conversation. A text is a block of type text."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_blocks)]
+
+    def as_chat(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of a chat. Results of calls are messages of their own, before the text of the turn."""
+        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                content = "\n".join(part.text for part in block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
+        thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        if not (texts or calls or thoughts) and self.content:
+            return
+        message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}} for call in calls
+            ]
+        yield message
+
+
+class AnthropicTool(_Block):
+    """A function of the client. input_schema: of its arguments."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: StrictStr | None = None
+    input_schema: JsonObject
+    strict: StrictBool | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _of_the_client(cls, value: Any) -> Any:
+        if value not in (None, "custom"):
+            raise ValueError(f"this server runs no tools itself: use type 'custom', not {str(value)[:40]!r}")
+        return value
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: StrictBool | None = None
+
+    def as_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Body):
+    """`thinking`: whether the model thinks first, where its chat template can choose. The budget has no effect."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Discarded = None
+    display: Discarded = None
+
+
+class AnthropicFormat(Body):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: AnthropicFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountTokensRequest(ModelRequest):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: TextBlocks = Field(default_factory=list)
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Discarded = None
+    speed: Annotated[Any, FREE_JSON, only("standard")] = None
+    user_profile_id: Discarded = None
+    workspace_id: Discarded = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the body of the chat request."""
+        messages = [message for turn in self.messages for message in turn.as_chat()]
+        if self.system:
+            system = "\n".join(block.text for block in self.system)
+            messages.insert(0, {"role": "system", "content": system})
+        choice, output = self.tool_choice, self.output_config or OutputConfig()
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "reasoning_effort": "xhigh" if output.effort == "max" else output.effort,
+        }
+        if self.tools:
+            fields["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                }
+                for tool in self.tools
+            ]
+        if choice is not None:
+            fields["tool_choice"] = choice.as_chat()
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if output.format is not None:
+            schema = {"name": "answer", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[StrictInt, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    stop_sequences: StopStrings = Field(default_factory=list)
+    stream: StrictBool | None = None
+
+    container: Annotated[Any, FREE_JSON, only()] = None
+    context_management: Annotated[Any, FREE_JSON, only()] = None
+    mcp_servers: Annotated[Any, FREE_JSON, only([])] = None
+    metadata: Discarded = None
+    service_tier: Discarded = None
+    inference_geo: Discarded = None
+    diagnostics: Discarded = None
+
+    def as_chat(self) -> dict[str, Any]:
+        fields = {
+            "max_completion_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+        }
+        return {**super().as_chat(), **{name: value for name, value in fields.items() if value is not None}}
+
+
+async def create_message(service: Service, request: Request) -> Response:
+    """Answer a conversation with content blocks."""
+    body = await service.read(request, MessagesRequest)
+    chat = _chat_of(body)
+    conversation = await conversation_of(service, request, chat)
+    generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
+    model = generation.adapter or service.settings.served_name
+    prompt_tokens = len(conversation.prompt.tokens)
+    answer = _Answer(conversation.reader(), generation.usage, model=model, prompt_tokens=prompt_tokens)
+    if body.stream:
+        events = _events(answer, generation)
+        seconds = service.settings.keep_alive_seconds
+        return EventStream(events, keep_alive_seconds=seconds, expired=service.expired, error_body=error_body)
+    (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
+    for _ in answer.take(piece):
+        pass
+    return Response(to_json(answer.message()), media_type="application/json")
+
+
+async def count_message_tokens(service: Service, request: Request) -> Response:
+    """Answer with the number of tokens of the prompt that a conversation has."""
+    body = await service.read(request, CountTokensRequest)
+    conversation = await conversation_of(service, request, _chat_of(body))
+    return JSONResponse({"input_tokens": len(conversation.prompt.tokens)})
+
+
+def _chat_of(body: CountTokensRequest) -> ChatRequest:
+    """Return the chat request of a body. Raises ApiError 400 for what chat requests do not allow."""
+    try:
+        return ChatRequest.model_validate(body.as_chat())
+    except ValidationError as error:
+        found = from_validation(error.errors(include_url=False, include_context=False))
+        raise ApiError(
+            400, f"Invalid value for messages: as a chat request, {found.message}", param="messages"
+        ) from error
+
+
+async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
+    async with aclosing(generation.stream()) as pieces:
+        is_begun = False
+        async for piece in pieces:
+            if not is_begun:
+                is_begun = True
+                yield {"type": "message_start", "message": answer.message()}
+            for event in answer.take(piece):
+                yield event
+    final = answer.message()
+    delta = {"stop_reason": final["stop_reason"], "stop_sequence": final["stop_sequence"]}
+    yield {"type": "message_delta", "delta": delta, "usage": final["usage"]}
+    yield {"type": "message_stop"}
+
+
+class _Answer:
+    """Collects the content blocks of one answer, and describes each step as an event of a stream."""
+
+    def __init__(self, reader: AnswerReader, usage: Usage, *, model: str, prompt_tokens: int) -> None:
+        self._reader = reader
+        self._usage = usage
+        self._prompt_tokens = prompt_tokens
+        self._model = model
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._blocks: list[dict[str, Any]] = []
+        self._text = ""
+        """Of the last block."""
+        self._is_open = False
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+
+    def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events of a piece."""
+        for event in self._reader.read(piece):
+            kind = _kind(event)
+            if not self._is_open or isinstance(event, CallBegin) or self._blocks[-1]["type"] != kind:
+                yield from self._close()
+                yield self._open(event, kind)
+            if not isinstance(event, CallBegin):
+                self._text += event.text
+                delta_type, field = _DELTA[kind]
+                yield self._event("content_block_delta", delta={"type": delta_type, field: event.text})
+        if piece.finish_reason is not None:
+            yield from self._close()
+            self._stop_sequence = piece.stop_text
+            if piece.finish_reason == "length":
+                self._stop_reason = "max_tokens"
+            elif self._reader.calls:
+                self._stop_reason = "tool_use"
+            else:
+                self._stop_reason = "end_turn" if piece.stop_text is None else "stop_sequence"
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as far as it is known."""
+        is_ended = self._stop_reason is not None
+        cached = self._usage.cached
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._blocks,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+            "usage": {
+                "input_tokens": self._prompt_tokens - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": self._usage.completion if is_ended else 0,
+            },
+        }
+
+    def _open(self, event: Event, kind: str) -> dict[str, Any]:
+        self._text, self._is_open = "", True
+        block: dict[str, Any] = {"type": kind}
+        if isinstance(event, CallBegin):
+            block |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
+        elif kind == "thinking":
+            block |= {"thinking": "", "signature": ""}
+        else:
+            block |= {"text": "", "citations": None}
+        self._blocks.append(block)
+        return self._event("content_block_start", content_block=dict(block))
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Complete the open block, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(self._text)
+        else:
+            block[block["type"]] = self._text
+        yield self._event("content_block_stop")
+
+    def _event(self, type_: str, **fields: Any) -> dict[str, Any]:
+        return {"type": type_, "index": len(self._blocks) - 1, **fields}
+
+
+_DELTA = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def _kind(event: Event) -> str:
+    if isinstance(event, CallBegin | CallArguments):
+        return "tool_use"
+    return "thinking" if isinstance(event, Reasoning) else "text"
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call. A text that is no JSON object, which a model may write, is in `arguments`."""
+    try:
+        value = load_json(text or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in the format of Anthropic's API."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Other 4xx are invalid_request_error, other 5xx api_error."""

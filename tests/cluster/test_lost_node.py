@@ -1,0 +1,84 @@
+"""A pod that terminates on a lost node is replaced; one on a node that is ready is not deleted by force."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from eventually import eventually
+from machine import scaled
+
+from megatron_operator.cluster.kinds import NODE
+from megatron_operator.plan.clock import stamp_seconds
+
+from .lost_node import present, replaced, terminate_on
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+LIFECYCLE = {"lostNodeSeconds": 2}
+
+
+@pytest.fixture
+async def make_node(api: Any, namespace: str) -> AsyncIterator[Callable[[str], Any]]:
+    """Creates a Node object with a status of its condition Ready, or changes it."""
+    name = f"node-{namespace}"
+
+    async def make(ready: str) -> str:
+        if await api.get(NODE, None, name) is None:
+            await api.request("POST", NODE.path(None), body={"metadata": {"name": name}})
+        now = stamp_seconds(datetime.now(UTC))
+        condition = {"type": "Ready", "status": ready, "lastTransitionTime": now, "lastHeartbeatTime": now}
+        await api.request(
+            "PATCH",
+            NODE.path(None, name, subresource="status"),
+            body={"status": {"conditions": [condition]}},
+            content_type="application/strategic-merge-patch+json",
+        )
+        return name
+
+    yield make
+    await api.request("DELETE", NODE.path(None, name))
+
+
+async def test_a_pod_is_replaced_only_while_its_node_is_lost(
+    resource: Any, operator: Any, node: Any, api: Any, make_node: Any
+) -> None:
+    await resource.create(replicas=2, lifecycle=LIFECYCLE)
+    await resource.settled("Running")
+    old = await terminate_on(api, resource.namespace, "demo-engine-1-0", node=await make_node("True"))
+    await asyncio.sleep(scaled(8))
+    left = await present(api, old)
+    assert left is not None
+    assert left["metadata"]["uid"] == old["metadata"]["uid"]
+
+    await make_node("Unknown")
+    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
+
+    async def reported() -> bool:
+        return [event["reason"] for event in await resource.events()].count("PodForceDeleted") == 1
+
+    await eventually(reported, seconds=30, what="one Event")
+    await eventually(lambda: node.runs("demo-engine-1", unlike=old), seconds=60, what="the new pod is ready")
+    await resource.settled("Running")
+
+
+async def test_a_process_that_runs_on_does_not_displace_the_new_one(
+    resource: Any, operator: Any, node: Any, api: Any, make_node: Any
+) -> None:
+    """Its pod was replaced, it still reaches the coordinator, and the engine takes part in verbs all the same."""
+    await resource.create(replicas=1, lifecycle=LIFECYCLE)
+    await resource.settled("Running")
+    process = node.cut_off("demo-engine-0")
+    old = await terminate_on(api, resource.namespace, "demo-engine-0-0", node=await make_node("False"))
+    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
+    await eventually(lambda: node.runs("demo-engine-0", unlike=old), seconds=60, what="the new pod is ready")
+    for state in ("Paused", "Running"):
+        await resource.patch(desiredState=state)
+        await resource.settled(state)
+    assert process.poll() is None
+    await asyncio.sleep(scaled(2))
+    status = await resource.status()
+    assert status["ready"] == "1/1"

@@ -1,0 +1,209 @@
+"""Object stores on loopback: moto's S3 server, fake-gcs-server, and a proxy before either that breaks connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import obstore
+from moto.server import ThreadedMotoServer
+from obstore.store import S3Store
+
+BUCKET = "models"
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+@dataclass
+class FaultyProxy:
+    """Forwards GET, HEAD and PUT requests to a server.
+
+    upstream:  URL of the server.
+    cut_after: bytes of the body after which the connection of an object breaks, one entry per GET with a range.
+    statuses:  answered instead of a response, one entry per request.
+    paused:    while set, bodies of more than 1 MiB stop after their first half.
+    requests:  (method, path with query, range) of each request.
+    """
+
+    upstream: str
+    cut_after: list[int] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    paused: threading.Event = field(default_factory=threading.Event)
+    halted: threading.Event = field(default_factory=threading.Event)
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+    url: str = ""
+
+    def ranges(self, name: str) -> list[str | None]:
+        """Return the ranges of the GET requests of an object."""
+        return [part for method, path, part in self.requests if method == "GET" and path.split("?")[0].endswith(name)]
+
+    @contextmanager
+    def running(self) -> Iterator[FaultyProxy]:
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            server.daemon_threads = True
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+            thread.start()
+            try:
+                yield self
+            finally:
+                server.shutdown()
+                thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FaultyProxy
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        proxy, wanted = self.owner, self.headers.get("range")
+        proxy.requests.append((self.command, self.path, wanted))
+        if proxy.statuses:
+            self.send_response(proxy.statuses.pop(0))
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        upstream = HTTPConnection(urlsplit(proxy.upstream).netloc, timeout=30)
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
+        upstream.request(self.command, self.path, headers=headers)
+        response = upstream.getresponse()
+        body = response.read()
+        upstream.close()
+        self.send_response(response.status)
+        for name, value in response.getheaders():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        length = response.getheader("content-length") if self.command == "HEAD" else str(len(body))
+        self.send_header("content-length", length or "0")
+        self.end_headers()
+        cut = proxy.cut_after.pop(0) if wanted and proxy.cut_after else None
+        if proxy.paused.is_set() and len(body) > 1 << 20:
+            cut = len(body) // 2
+        body = body if cut is None else body[:cut]
+        try:
+            self.wfile.write(body)
+        except ConnectionError:
+            return
+        self.owner.sent[self.path] = self.owner.sent.get(self.path, 0) + len(body)
+        if cut is not None:
+            self.wfile.flush()
+            if proxy.paused.is_set():
+                proxy.halted.set()
+                self._wait_for_the_peer()
+            self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def _wait_for_the_peer(self) -> None:
+        """Keep the connection open until the client closes it."""
+        try:
+            while self.connection.recv(1, socket.MSG_PEEK):
+                threading.Event().wait(0.05)
+        except OSError:
+            pass
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Yield the URL of an S3 server with the bucket `models`."""
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        url = f"http://{host}:{port}"
+        connection = HTTPConnection(f"{host}:{port}", timeout=30)
+        connection.request("PUT", f"/{BUCKET}")
+        assert connection.getresponse().status == 200
+        connection.close()
+        yield url
+    finally:
+        server.stop()
+
+
+def upload(url: str, prefix: str, files: Mapping[str, bytes]) -> None:
+    """Put files into the bucket of an S3 server."""
+    store = S3Store(
+        BUCKET,
+        prefix=prefix,
+        endpoint=url,
+        access_key_id="key",
+        secret_access_key="secret",
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    for name, data in files.items():
+        obstore.put(store, name, data)
+
+
+GCS_SERVER = "github.com/fsouza/fake-gcs-server@v1.56.1"
+
+
+@contextmanager
+def gcs_server(programs: Path) -> Iterator[str]:
+    """Yield the URL of a Google Cloud Storage server with the bucket `models`. Its program is built once.
+
+    programs: directory of the program.
+    """
+    program = programs / "fake-gcs-server"
+    if not program.exists():
+        environment = os.environ | {"GOBIN": str(programs), "GOFLAGS": "-mod=mod"}
+        subprocess.run(["go", "install", GCS_SERVER], check=True, env=environment, cwd=programs, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    options = [
+        "-scheme",
+        "http",
+        "-host",
+        "127.0.0.1",
+        "-port",
+        str(port),
+        "-backend",
+        "memory",
+        "-public-host",
+        f"127.0.0.1:{port}",
+    ]
+    with subprocess.Popen([program, *options], stderr=subprocess.DEVNULL) as server:
+        try:
+            body = json.dumps({"name": BUCKET})
+            while not _post(port, "/storage/v1/b", body.encode(), "application/json"):
+                assert server.poll() is None, "the server ended"
+                threading.Event().wait(0.05)
+            yield url
+        finally:
+            server.terminate()
+
+
+def upload_to_gcs(url: str, prefix: str, files: Mapping[str, bytes]) -> None:
+    """Put files into the bucket of a Google Cloud Storage server."""
+    for name, data in files.items():
+        query = f"uploadType=media&name={quote(f'{prefix}/{name}')}"
+        assert _post(urlsplit(url).port or 0, f"/upload/storage/v1/b/{BUCKET}/o?{query}", data, "text/plain")
+
+
+def _post(port: int, path: str, body: bytes, kind: str) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("POST", path, body=body, headers={"content-type": kind})
+        return connection.getresponse().status == 200
+    except ConnectionError:
+        return False
+    finally:
+        connection.close()
