@@ -124,7 +124,7 @@ build/clients.stamp: build/setup.stamp
 test-clients: setup build/clients.stamp ## LangChain's and LlamaIndex's clients against the server (240 MB of packages)
 	@build/clients/bin/python -m pytest tests/clients
 
-test-cluster: setup
+test-cluster: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/cluster
 

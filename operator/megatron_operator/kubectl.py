@@ -1,7 +1,10 @@
-"""kubectl megatron: the verbs as commands. kubectl finds `kubectl-megatron` on PATH. It only patches the resource."""
+"""kubectl megatron: the verbs as commands, and the dashboard. kubectl finds `kubectl-megatron` on PATH. It only patches
+the resource."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +17,7 @@ from megatron_operator.model.resource import VERSION
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE
-from megatron_operator.resource_client import ClusterError, ResourceClient
+from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
 from megatron_operator.storage_migration import migrate as migrate_storage
 from megatron_operator.terminal import fail, say, say_lines
 
@@ -87,6 +90,33 @@ def update(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         fail(error)
     say(f"{name}: update requested" if found is not None else f"{name}: is up to date")
+
+
+@main.command()
+@click.option("-n", "--namespace", help="Namespace that is shown first. Default: that of the context.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Show the resources of all namespaces first.")
+@click.option("--context", help="Context of the kubeconfig.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port on 127.0.0.1; 0: any free port."
+)
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | None, port: int, browser: bool) -> None:
+    """Serve a web page on this machine that shows and controls resources, until it is interrupted."""
+    try:
+        from megatron_operator.dashboard.app import serve
+    except ModuleNotFoundError as error:
+        fail(ClusterError(f"{error}: install the dashboard with pip install 'megatron-inference[dashboard]'"))
+    from megatron_operator.cluster.auth import LoginError
+
+    try:
+        shown, active = current_context(context)
+        first = "" if all_namespaces else namespace or active
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(
+                serve(namespace=first, context=context, shown_context=shown, port=port, opens_browser=browser, say=say)
+            )
+    except (ClusterError, LoginError, OSError) as error:
+        fail(error)
 
 
 @main.command()

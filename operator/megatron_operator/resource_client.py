@@ -22,6 +22,25 @@ class NoSuchResourceError(ClusterError):
     """There is no resource of that name."""
 
 
+def current_context(context: str | None) -> tuple[str, str]:
+    """Return name and namespace of a context of the kubeconfig; None means the current one.
+
+    Raises:
+        ClusterError: there is no such context, or no kubeconfig.
+    """
+    from kubernetes import config
+
+    try:
+        known, active = config.list_kube_config_contexts()
+    except config.ConfigException as error:
+        raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
+    found = active if context is None else next((each for each in known if each["name"] == context), None)
+    if found is None:
+        names = ", ".join(each["name"] for each in known)
+        raise ClusterError(f"--context: the kubeconfig has no context {context!r}; use one of {names}")
+    return found["name"], (found.get("context") or {}).get("namespace") or "default"
+
+
 class ResourceClient:
     """Access to the resources of one namespace with the user's kubeconfig."""
 
@@ -30,10 +49,9 @@ class ResourceClient:
 
         try:
             config.load_kube_config(context=context)
-            _, active = config.list_kube_config_contexts()
         except config.ConfigException as error:
             raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
-        self.namespace: str = namespace or (active.get("context") or {}).get("namespace") or "default"
+        self.namespace: str = namespace or current_context(context)[1]
         self._api = client.CustomObjectsApi()
         self._core = client.CoreV1Api()
         self._leases = client.CoordinationV1Api()

@@ -48,7 +48,8 @@ async def page() -> AsyncIterator[Page]:
     assert not errors, "\n".join(errors)
 
 
-async def screenshot(page: Page, name: str) -> None:
-    """Write docs/assets/NAME.png if MEGATRON_SCREENSHOTS=1."""
+async def screenshot(page: Page, name: str, *, after_seconds: float = 0.0) -> None:
+    """Write docs/assets/NAME.png if MEGATRON_SCREENSHOTS=1. after_seconds: time in which charts fill."""
     if os.environ.get("MEGATRON_SCREENSHOTS") == "1":
+        await page.wait_for_timeout(1000 * after_seconds)
         await page.screenshot(path=ASSETS / f"{name}.png")

@@ -7,9 +7,10 @@ whether a write is allowed (leadership, ownership).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -199,15 +200,47 @@ class KubeApi:
         except ValueError as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
 
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, *, query: Mapping[str, Any], silence_seconds: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """GET an answer that is read as it arrives, such as a watch or a log. Its errors are ApiError.
+
+        silence_seconds: time without a byte after which the connection counts as broken.
+        """
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=silence_seconds)
+        try:
+            response = await self._open("GET", path, None, query, "application/json", limits)
+            async with response:
+                if response.status != 200:
+                    raise _rejection(response.status, await response.read(), response.headers)
+                yield response
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # The timeouts of aiohttp are OSErrors, too.
+            raise ApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
+
     async def _exchange(
         self, method: str, path: str, body: Object | None, query: Mapping[str, Any], content_type: str
     ) -> tuple[int, bytes, Mapping[str, str]]:
+        response = await self._open(method, path, body, query, content_type)
+        return response.status, await response.read(), response.headers
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        body: Object | None,
+        query: Mapping[str, Any],
+        content_type: str,
+        limits: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content_type}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         given = {key: value for key, value in query.items() if value is not None}
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(given)}" if given else "")
-        response = await self._client.call_api(method, url, header_params=headers, body=body)
-        return response.status, await response.read(), response.headers
+        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:

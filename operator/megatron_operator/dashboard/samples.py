@@ -1,0 +1,180 @@
+"""Rates and latencies of one resource, from the metrics pages of its pods. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+INTERVAL_SECONDS = 5.0
+WINDOW_SECONDS = 900.0
+MOST_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
+
+RUNNING = "megatron_num_requests_running"
+WAITING = "megatron_num_requests_waiting"
+KV_USAGE = "megatron_kv_cache_usage_perc"
+CACHE_HITS = "megatron_prefix_cache_hits_total"
+CACHE_QUERIES = "megatron_prefix_cache_queries_total"
+TOKENS = "megatron_generation_tokens_total"
+EPOCH = "megatron_generation_epoch"
+QUEUED = "megatron_coordinator_queued_requests"
+TTFT = "megatron_time_to_first_token_seconds"
+ITL = "megatron_inter_token_latency_seconds"
+VALUES = frozenset({RUNNING, WAITING, KV_USAGE, CACHE_HITS, CACHE_QUERIES, TOKENS, EPOCH, QUEUED})
+HISTOGRAMS = frozenset({TTFT, ITL})
+
+
+@dataclass(frozen=True, slots=True)
+class PodMetrics:
+    """The metrics of one pod that the dashboard shows.
+
+    values: sums over all labels, by name. buckets: cumulative counts by upper bound in seconds, by histogram.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One engine at one time. None: its page does not have the metric, or there is no earlier page for a rate.
+
+    prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.
+    """
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None
+    prefix_hit_rate: float | None = None
+    tokens_per_second: float | None = None
+    epoch: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
+
+    at: Unix time. queued: requests that wait in the coordinator.
+    """
+
+    at: float
+    tokens_per_second: float | None
+    queued: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    itl_p50: float | None
+    itl_p95: float | None
+    engines: dict[str, EngineSample]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_page(text: str) -> PodMetrics:
+    """Return the shown metrics of a page in the Prometheus text format. Raises ValueError if it is no such page."""
+    values: defaultdict[str, float] = defaultdict(float)
+    buckets: dict[str, dict[float, float]] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in HISTOGRAMS:
+            counts = buckets.setdefault(family.name, defaultdict(float))
+            for sample in family.samples:
+                if sample.name == f"{family.name}_bucket":
+                    counts[float(sample.labels["le"])] += sample.value
+            continue
+        for sample in family.samples:
+            if sample.name in VALUES:
+                values[sample.name] += sample.value
+    return PodMetrics(dict(values), {name: dict(counts) for name, counts in buckets.items()})
+
+
+def quantile(counts: Mapping[float, float], share: float) -> float | None:
+    """Return a quantile of cumulative counts by upper bound, interpolated within its bucket as Prometheus does.
+
+    None without observations. The highest finite bound stands for all greater values.
+    """
+    bounds = sorted(counts)
+    if not bounds or counts[bounds[-1]] <= 0:
+        return None
+    rank, below, low = share * counts[bounds[-1]], 0.0, 0.0
+    for bound in bounds:
+        if counts[bound] >= rank and counts[bound] > below:
+            if bound == float("inf"):
+                break
+            return low + (bound - low) * (rank - below) / (counts[bound] - below)
+        below = counts[bound]
+        low = bound if bound != float("inf") else low
+    return low
+
+
+def _increase(new: float, old: float) -> float:
+    """Return the increase of a counter, which begins at 0 again if its process restarts."""
+    return new - old if new >= old else new
+
+
+def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
+    """Return the increase of a histogram's buckets over all pods that have an earlier page."""
+    total: defaultdict[float, float] = defaultdict(float)
+    for old, new in pods:
+        if old is None:
+            continue
+        before = old.buckets.get(name, {})
+        after = new.buckets.get(name, {})
+        restarted = any(after.get(bound, 0.0) < count for bound, count in before.items())
+        for bound, count in after.items():
+            total[bound] += count if restarted else count - before.get(bound, 0.0)
+    return total
+
+
+def make_sample(
+    *,
+    at: float,
+    seconds: float,
+    before: Mapping[str, PodMetrics],
+    engines: Mapping[str, PodMetrics],
+    servers: Mapping[str, PodMetrics],
+    coordinators: Iterable[PodMetrics],
+) -> Sample:
+    """Return the sample of one interval.
+
+    Args:
+        at:           Unix time of the pages.
+        seconds:      time since the earlier pages.
+        before:       earlier pages of engines and servers by name.
+        engines:      pages of engines by the engine's name.
+        servers:      pages of servers by the pod's name.
+        coordinators: pages of coordinators.
+    """
+    rows = {name: _engine(page, before.get(name), seconds) for name, page in engines.items()}
+    rates = [row.tokens_per_second for row in rows.values() if row.tokens_per_second is not None]
+    queued = [page.values[QUEUED] for page in coordinators if QUEUED in page.values]
+    pairs = [(before.get(name), page) for name, page in servers.items()]
+    ttft, itl = _increases(pairs, TTFT), _increases(pairs, ITL)
+    return Sample(
+        at=at,
+        tokens_per_second=sum(rates) if rates else None,
+        queued=sum(queued) if queued else None,
+        ttft_p50=quantile(ttft, 0.5),
+        ttft_p95=quantile(ttft, 0.95),
+        itl_p50=quantile(itl, 0.5),
+        itl_p95=quantile(itl, 0.95),
+        engines=rows,
+    )
+
+
+def _engine(page: PodMetrics, before: PodMetrics | None, seconds: float) -> EngineSample:
+    values = page.values
+    queries = values.get(CACHE_QUERIES, 0.0)
+    rate = None
+    if before is not None and TOKENS in values and seconds > 0:
+        rate = _increase(values[TOKENS], before.values.get(TOKENS, 0.0)) / seconds
+    return EngineSample(
+        running=values.get(RUNNING),
+        waiting=values.get(WAITING),
+        kv_usage=values.get(KV_USAGE),
+        prefix_hit_rate=values.get(CACHE_HITS, 0.0) / queries if queries else None,
+        tokens_per_second=rate,
+        epoch=values.get(EPOCH),
+    )

@@ -1,0 +1,414 @@
+"""Reads of the dashboard: watches of collections, and everything about one resource that the page shows.
+
+A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after, so that its charts continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import aiohttp
+
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.kinds import EVENT, LEASE, POD, RESOURCE
+from megatron_operator.cluster.nesting import decode
+from megatron_operator.dashboard.samples import (
+    INTERVAL_SECONDS,
+    MOST_SAMPLES,
+    WINDOW_SECONDS,
+    PodMetrics,
+    Sample,
+    make_sample,
+    parse_page,
+)
+from megatron_operator.explain import causes
+from megatron_operator.model.resource import KIND
+from megatron_operator.operator_leases import operator_leases, operator_problem
+from megatron_operator.render.context import (
+    COORDINATOR,
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_INSTANCE,
+    LABEL_POD_INDEX,
+    PORT_HEALTH,
+    SERVER,
+    STANDBY,
+)
+from megatron_operator.terminal import as_yaml
+
+WATCH_SECONDS = 50
+"""Duration of a watch before it is renewed at the same resource version."""
+SILENCE_SECONDS = 65.0
+RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0)
+EXPLAIN_SECONDS = 0.3
+"""Least time between two explanations."""
+METRICS_TIMEOUT_SECONDS = 5.0
+MAX_PAGE_BYTES = 4 << 20
+"""Longest metrics page that is read."""
+_GONE = 410
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change of a collection. `set` has all its objects; `put` and `delete` one; `error` none."""
+
+    kind: Literal["set", "put", "delete", "error"]
+    objects: list[Object]
+    error: ApiError | None = None
+
+
+async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncIterator[Change]:
+    """Yield all objects of a collection, then each change, for ever.
+
+    A watch that ends is continued at its resource version. After a failure the collection is read again, with backoff.
+    """
+    failures = 0
+    while True:
+        try:
+            page = await api.request("GET", path, query=query)
+            yield Change("set", page.get("items") or [])
+            version = page["metadata"]["resourceVersion"]
+            while version:
+                options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
+                begun = version
+                async with api.stream(
+                    path, query={**query, **options, "resourceVersion": version}, silence_seconds=SILENCE_SECONDS
+                ) as answer:
+                    failures = 0
+                    async for event in _events(answer):
+                        found = event.get("object") or {}
+                        if event.get("type") == "ERROR":
+                            if found.get("code") == _GONE:
+                                version = ""
+                                break
+                            raise ApiError(found.get("code") or 0, found.get("reason", ""), found.get("message", ""))
+                        version = found["metadata"]["resourceVersion"]
+                        if event["type"] != "BOOKMARK":
+                            yield Change("delete" if event["type"] == "DELETED" else "put", [found])
+                if version == begun:
+                    # An API server that closes watches at once must not be asked in a loop.
+                    await asyncio.sleep(RETRY_SECONDS[0])
+        except ApiError as error:
+            yield Change("error", [], error)
+            await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            failures += 1
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[Object]:
+    rest = b""
+    async for chunk in answer.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield decode(line)
+
+
+def is_settled(resource: Mapping[str, Any]) -> bool:
+    """Return whether every rank has confirmed the desired state of the current spec."""
+    status = resource.get("status") or {}
+    if status.get("observedGeneration") != resource["metadata"].get("generation"):
+        return False
+    settled = any(
+        entry["type"] == "LifecycleSettled" and entry["status"] == "True" for entry in status.get("conditions") or ()
+    )
+    return settled and status.get("state") == (resource.get("spec") or {}).get("desiredState", "Running")
+
+
+def summary(resource: Mapping[str, Any]) -> Object:
+    """Return what the list of resources shows of one resource."""
+    metadata, spec, status = resource["metadata"], resource.get("spec") or {}, resource.get("status") or {}
+    conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
+    degraded = conditions.get("Degraded", {})
+    shown = degraded if degraded.get("status") == "True" else conditions.get("Ready", {})
+    return {
+        "namespace": metadata["namespace"],
+        "name": metadata["name"],
+        "state": status.get("state") or "Pending",
+        "desired": spec.get("desiredState", "Running"),
+        "ready": status.get("ready") or "",
+        "model": status.get("model") or "",
+        "reason": shown.get("reason") or "",
+        "degraded": degraded.get("status") == "True",
+        "waitingOn": (status.get("plan") or {}).get("waitingOn") or "",
+    }
+
+
+def detail(resource: Mapping[str, Any]) -> Object:
+    """Return what the page of one resource shows of it. specText: its spec in YAML, for the editor."""
+    spec = dict(resource.get("spec") or {})
+    return {
+        **summary(resource),
+        "generation": resource["metadata"].get("generation"),
+        "settled": is_settled(resource),
+        "replicas": spec.get("replicas", 1),
+        "status": resource.get("status") or {},
+        "specText": as_yaml([spec]),
+    }
+
+
+def _event(event: Mapping[str, Any]) -> Object:
+    series = event.get("series") or {}
+    at = series.get("lastObservedTime") or event.get("eventTime") or event.get("deprecatedLastTimestamp")
+    return {
+        "at": at or event["metadata"].get("creationTimestamp"),
+        "type": event.get("type", "Normal"),
+        "reason": event.get("reason", ""),
+        "note": event.get("note", ""),
+        "count": series.get("count") or event.get("deprecatedCount") or 1,
+    }
+
+
+def _label(pod: Mapping[str, Any], label: str) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(label, ""))
+
+
+def _pod(pod: Mapping[str, Any]) -> Object:
+    containers = [entry["name"] for entry in (pod.get("spec") or {}).get("containers") or ()]
+    status = pod.get("status") or {}
+    return {
+        "name": pod["metadata"]["name"],
+        "component": _label(pod, LABEL_COMPONENT),
+        "phase": status.get("phase", ""),
+        "containers": containers,
+    }
+
+
+class ResourceObserver:
+    """Everything that the page of one resource shows, kept current.
+
+    parts: the shown values by the name of the part: resource, events, pods, explain.
+    errors: why a part cannot be read, by its name; `metrics` is one more part.
+    """
+
+    def __init__(self, api: KubeApi, namespace: str, name: str, *, interval: float = INTERVAL_SECONDS) -> None:
+        self.namespace, self.name = namespace, name
+        self.parts: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.sampled = 0
+        """Samples that were taken in total."""
+        self.viewers = 0
+        self.left = time.monotonic()
+        """When the last viewer left."""
+        self._api = api
+        self._interval = interval
+        self._resource: Object | None = None
+        self._pods: dict[str, Object] = {}
+        self._changed = asyncio.Condition()
+        self._explainable = asyncio.Event()
+        self._pods_known = asyncio.Event()
+        self._before: dict[str, PodMetrics] = {}
+        self._before_at = 0.0
+        own = f"metadata.name={name}"
+        about = f"regarding.kind={KIND},regarding.name={name}"
+        selector = f"{LABEL_INSTANCE}={name}"
+        self._tasks = [
+            asyncio.create_task(each)
+            for each in (
+                self._follow("resource", RESOURCE.path(namespace), {"fieldSelector": own}, self._show_resource),
+                self._follow("events", EVENT.path(namespace), {"fieldSelector": about}, self._show_events),
+                self._follow("pods", POD.path(namespace), {"labelSelector": selector}, self._show_pods),
+                self._explain(),
+                self._sample(),
+            )
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def is_unused(self) -> bool:
+        return not self.viewers and time.monotonic() - self.left > WINDOW_SECONDS
+
+    def has_pod(self, pod: str) -> bool:
+        return pod in self._pods
+
+    async def frames(self) -> AsyncGenerator[Object]:
+        """Yield the state in frames `{"part": ..., "value": ...}`, then each changed part, for ever."""
+        self.viewers += 1
+        sent: dict[str, Any] = {"samples": 0}
+        try:
+            while True:
+                for part, value in {**self.parts, "errors": dict(self.errors)}.items():
+                    if part not in sent or sent[part] != value:
+                        sent[part] = value
+                        yield {"part": part, "value": value}
+                fresh = min(self.sampled - sent["samples"], len(self.samples))
+                if fresh:
+                    sent["samples"] = self.sampled
+                    yield {"part": "samples", "value": [each.as_json() for each in list(self.samples)[-fresh:]]}
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._differs(sent))
+        finally:
+            self.viewers -= 1
+            self.left = time.monotonic()
+
+    def _differs(self, sent: Mapping[str, Any]) -> bool:
+        if self.sampled != sent["samples"] or self.errors != sent["errors"]:
+            return True
+        return any(part not in sent or sent[part] != value for part, value in self.parts.items())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _follow(
+        self, part: str, path: str, query: Mapping[str, Any], show: Callable[[dict[str, Object]], None]
+    ) -> None:
+        objects: dict[str, Object] = {}
+        async for change in watch(self._api, path, query):
+            if change.error is not None:
+                self.errors[part] = str(change.error)
+            else:
+                self.errors.pop(part, None)
+                if change.kind == "set":
+                    objects = {}
+                for each in change.objects:
+                    if change.kind == "delete":
+                        objects.pop(each["metadata"]["name"], None)
+                    else:
+                        objects[each["metadata"]["name"]] = each
+                show(objects)
+            await self._notify()
+
+    def _show_resource(self, objects: dict[str, Object]) -> None:
+        self._resource = objects.get(self.name)
+        self.parts["resource"] = None if self._resource is None else detail(self._resource)
+        self._explainable.set()
+
+    def _show_events(self, objects: dict[str, Object]) -> None:
+        self.parts["events"] = sorted(map(_event, objects.values()), key=lambda event: str(event["at"]))
+
+    def _show_pods(self, objects: dict[str, Object]) -> None:
+        self._pods = dict(objects)
+        order = sorted(objects.values(), key=lambda pod: (_label(pod, LABEL_COMPONENT), pod["metadata"]["name"]))
+        self.parts["pods"] = [_pod(pod) for pod in order]
+        self._pods_known.set()
+        self._explainable.set()
+
+    async def _explain(self) -> None:
+        while True:
+            await self._explainable.wait()
+            self._explainable.clear()
+            resource = self._resource
+            if resource is not None:
+                try:
+                    problem = await self._operator_problem()
+                    self.parts["explain"] = causes(resource, list(self._pods.values()), problem)
+                    self.errors.pop("explain", None)
+                except ApiError as error:
+                    self.errors["explain"] = str(error)
+                await self._notify()
+            await asyncio.sleep(EXPLAIN_SECONDS)
+
+    async def _operator_problem(self) -> str | None:
+        try:
+            leases = operator_leases(await self._api.list(LEASE, None))
+        except ApiError as error:
+            if error.code not in (401, 403):
+                raise
+            return operator_problem(None, self.namespace, datetime.now(UTC))
+        return operator_problem(leases, self.namespace, datetime.now(UTC))
+
+    async def _sample(self) -> None:
+        await self._pods_known.wait()
+        while True:
+            begun = time.monotonic()
+            await self._take_sample()
+            await asyncio.sleep(max(0.0, self._interval - (time.monotonic() - begun)))
+
+    async def _take_sample(self) -> None:
+        """Read the metrics of all running pods through the API server and append a sample."""
+        wanted = {name: pod for name, pod in self._pods.items() if (pod.get("status") or {}).get("phase") == "Running"}
+        pods = {name: key for name, pod in wanted.items() if (key := _metrics_key(pod)) is not None}
+        pages: dict[str, PodMetrics] = {}
+        errors: list[str] = []
+
+        async def read(pod: str) -> None:
+            try:
+                pages[pod] = await self._metrics(pod)
+            except (ApiError, ValueError) as error:
+                errors.append(f"{pod}: {error}")
+
+        at, now = time.time(), time.monotonic()
+        await asyncio.gather(*map(read, pods))
+        if errors:
+            self.errors["metrics"] = min(errors)
+        else:
+            self.errors.pop("metrics", None)
+        if pages:
+            by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
+            for pod, page in pages.items():
+                component, counted_as = pods[pod]
+                by_kind[component][counted_as] = page
+            seconds = now - self._before_at
+            taken = make_sample(
+                at=at,
+                seconds=seconds,
+                before=self._before,
+                engines=by_kind[ENGINE],
+                servers=by_kind[SERVER],
+                coordinators=by_kind[COORDINATOR].values(),
+            )
+            self._before, self._before_at = {**by_kind[ENGINE], **by_kind[SERVER]}, now
+            self.samples.append(taken)
+            self.sampled += 1
+        await self._notify()
+
+    async def _metrics(self, pod: str) -> PodMetrics:
+        path = POD.path(self.namespace, f"{pod}:{PORT_HEALTH}", subresource="proxy/metrics")
+        text = b""
+        async with self._api.stream(path, query={}, silence_seconds=METRICS_TIMEOUT_SECONDS) as answer:
+            while len(text) < MAX_PAGE_BYTES and (chunk := await answer.content.readany()):
+                text += chunk
+        return parse_page(text.decode())
+
+
+def _metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the component and name under which a pod's metrics count; None for pods without metrics of their own.
+
+    The first pod of an engine reports for all its ranks.
+    """
+    component, name = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
+    if component == ENGINE:
+        engine = _label(pod, LABEL_ENGINE)
+        return (ENGINE, engine) if _label(pod, LABEL_POD_INDEX) in ("", "0") and name == f"{engine}-0" else None
+    if component in (COORDINATOR, STANDBY):
+        return COORDINATOR, name
+    return (SERVER, name) if component == SERVER else None
+
+
+class Observers:
+    """The observers of the resources that pages show, and that they showed within the last 15 minutes."""
+
+    def __init__(self, api: KubeApi, *, interval: float = INTERVAL_SECONDS) -> None:
+        self._api = api
+        self._interval = interval
+        self._found: dict[tuple[str, str], ResourceObserver] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, namespace: str, name: str) -> ResourceObserver:
+        """Return the observer of a resource, whether or not the resource exists."""
+        for key in [key for key, each in self._found.items() if each.is_unused]:
+            self._later(self._found.pop(key).close())
+        if (namespace, name) not in self._found:
+            self._found[namespace, name] = ResourceObserver(self._api, namespace, name, interval=self._interval)
+        return self._found[namespace, name]
+
+    def _later(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._found.values()), *self._closing)
+        self._found.clear()

@@ -1,0 +1,197 @@
+"""The page in Chromium: what it shows, every action, denied permissions, and broken connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from browser import screenshot
+from machine import scaled
+from playwright.async_api import Page, expect
+
+expect.set_options(timeout=1000 * scaled(20))
+
+
+async def open_resource(page: Page, settings: Any, name: str = "demo") -> None:
+    await page.goto(settings.url)
+    await page.get_by_role("link", name=name, exact=True).click()
+    await expect(page.get_by_role("heading", name=f"default/{name}")).to_be_visible()
+
+
+async def act(page: Page, verb: str) -> None:
+    """Request an action and confirm it."""
+    await page.get_by_role("button", name=verb, exact=True).click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog).to_contain_text(f"{verb} default/demo?")
+    await dialog.get_by_role("button", name=verb, exact=True).click()
+    await expect(dialog).to_be_hidden()
+
+
+async def test_the_list_is_live(page: Page, settings: Any, fake: Any) -> None:
+    await page.goto(settings.url)
+    assert await page.evaluate("location.hash") == "#/", "the token stays in no history entry"
+    demo = page.get_by_role("row").filter(has_text="demo")
+    await expect(demo).to_contain_text("Running")
+    await expect(demo).to_contain_text("2/2")
+    broken = page.get_by_role("row").filter(has_text="broken")
+    await expect(broken).to_contain_text("CrashLooping")
+    await screenshot(page, "dashboard-list")
+    fake.clusters["demo"].patch(desiredState="Paused")
+    await expect(demo).to_contain_text("Paused")
+    await fake.delete("broken")
+    await expect(broken).to_have_count(0)
+
+
+async def test_a_resource_with_engines_charts_history_and_log(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    row = page.get_by_role("table", name="Engines").get_by_role("row").filter(has_text="demo-engine-1")
+    # queue, running, KV use, prefix hits
+    await expect(row).to_contain_text("Running24")
+    await expect(row).to_contain_text("75 %")
+    await expect(page.get_by_label("Resource", exact=True)).to_contain_text("3 queued")
+    charts = page.get_by_role("region", name="Last 15 minutes")
+    await expect(charts.locator("canvas")).to_have_count(3)
+    await expect(charts).to_contain_text("p95")
+    throughput = charts.locator("figcaption").first
+    await expect(throughput).not_to_contain_text("no requests")
+    history = page.get_by_role("table", name="Conditions, Events and history")
+    for kind in ("Condition", "Event", "Transition"):
+        await expect(history.get_by_role("cell", name=kind, exact=True).first).to_be_visible()
+    await expect(page.get_by_label("Explanation", exact=True).last).to_contain_text("waits for nothing")
+    await screenshot(page, "dashboard-resource", after_seconds=60)
+    logs = page.get_by_role("region", name="Logs")
+    await logs.get_by_label("Container").select_option("demo-engine-1-0/engine")
+    await logs.get_by_role("button", name="Follow").click()
+    await expect(logs.get_by_label("Log")).to_contain_text("line 3 of demo-engine-1-0 engine")
+    await logs.get_by_role("button", name="Stop following").click()
+    await expect(logs.get_by_role("button", name="Follow", exact=True)).to_be_visible()
+
+
+async def test_the_cause_of_a_failure_is_explained(page: Page, settings: Any) -> None:
+    await open_resource(page, settings, "broken")
+    await expect(page.get_by_label("Explanation", exact=True).last).to_contain_text("CrashLooping")
+    await expect(page.get_by_label("Explanation", exact=True).last).to_contain_text("on node node-a")
+
+
+async def test_every_state_is_requested_and_confirmed_by_every_rank(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    toolbar = page.get_by_role("toolbar", name="Actions")
+    fake.holds = True
+    await act(page, "Pause")
+    progress = page.get_by_role("status").filter(has_text="Pause:")
+    await expect(progress).to_contain_text("1 of 2 ranks confirmed")
+    await expect(toolbar.locator("xpath=..").locator("progress")).to_be_visible()
+    fake.holds = False
+    await expect(progress).to_contain_text("Pause: confirmed by every rank")
+    for verb, state in (("Suspend", "Suspended"), ("Run", "Running"), ("Stop", "Stopped"), ("Run", "Running")):
+        await act(page, verb)
+        await expect(page.get_by_text(f"{verb}: confirmed by every rank")).to_be_visible()
+        assert fake.clusters["demo"].state == state
+    assert set(fake.authors) == {"kubectl-megatron"}
+
+
+async def test_scale_and_restart(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    await page.get_by_role("button", name="Scale", exact=True).click()
+    number = page.get_by_role("dialog").get_by_label("Engines")
+    await expect(number).to_be_focused()
+    await number.fill("3")
+    await number.press("Enter")
+    await expect(page.get_by_text("Scale: done, 3/3 engines ready")).to_be_visible()
+    assert len(fake.clusters["demo"].engine_pods()) == 3
+    await act(page, "Restart")
+    await expect(page.get_by_text("Restart: done, 3/3 engines ready")).to_be_visible()
+    assert fake.clusters["demo"].restarted_at
+
+
+async def test_an_action_that_is_not_confirmed_changes_nothing(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    stop = page.get_by_role("button", name="Stop", exact=True)
+    await expect(stop).to_be_enabled()
+    await stop.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_be_hidden()
+    assert fake.authors == []
+    await expect(stop).to_be_focused()
+
+
+async def test_a_change_of_the_spec_is_previewed(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    preview = page.get_by_role("region", name="Preview")
+    await preview.get_by_text("Preview a change of the spec").click()
+    editor = preview.get_by_label("Spec in YAML")
+    text = await editor.input_value()
+    await editor.fill(text.replace("replicas: 2", "replicas: 3"))
+    await preview.get_by_role("button", name="Preview").click()
+    await expect(preview.get_by_role("cell", name="StatefulSet demo-engine-2")).to_be_visible()
+    await expect(preview).to_contain_text("Engines that restart: none")
+    await editor.fill(text.replace("replicas: 2", "replicas: many"))
+    await preview.get_by_role("button", name="Preview").click()
+    await expect(preview.get_by_role("alert")).to_contain_text("spec.replicas")
+    assert fake.authors == []
+
+
+@pytest.mark.parametrize(
+    ("denied", "region", "message"),
+    [
+        ("GET /proxy/metrics", "Last 15 minutes", "proxy/metrics"),
+        ("GET /events", "History", "/events"),
+        ("GET /pods", "Resource", ""),
+    ],
+)
+async def test_a_denied_read_leaves_the_rest(
+    page: Page, settings: Any, fake: Any, denied: str, region: str, message: str
+) -> None:
+    fake.denied.add(denied)
+    await open_resource(page, settings)
+    await expect(page.get_by_label("Resource", exact=True)).to_contain_text("2/2 engines ready")
+    await expect(page.get_by_role("table", name="Engines")).to_contain_text("demo-engine-1")
+    if message:
+        shown = page.get_by_role("region", name=region)
+        await expect(shown).to_contain_text('User "jane" cannot get')
+        await expect(shown).to_contain_text(message)
+
+
+async def test_a_denied_action_is_reported(page: Page, settings: Any, fake: Any) -> None:
+    fake.denied.add("PATCH /demo")
+    await open_resource(page, settings)
+    await act(page, "Pause")
+    await expect(page.get_by_role("alert").filter(has_text="Pause: 403")).to_contain_text('User "jane" cannot patch')
+    assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
+
+
+async def test_a_denied_list_is_reported_and_read_again(page: Page, settings: Any, fake: Any) -> None:
+    fake.denied.add("GET /megatroninferences")
+    await page.goto(settings.url)
+    await expect(page.get_by_role("alert")).to_contain_text('User "jane" cannot get')
+    fake.denied.clear()
+    await expect(page.get_by_role("row").filter(has_text="demo")).to_contain_text("Running")
+    await expect(page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_broken_watches_are_continued(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    label = page.get_by_label("Resource", exact=True)
+    await expect(label).to_contain_text("desired Running")
+    before = fake.watches
+    fake.cut_watches()
+    fake.clusters["demo"].patch(desiredState="Paused")
+    await expect(label).to_contain_text("desired Paused")
+    assert fake.watches > before
+
+
+async def test_dark_and_light(page: Page, settings: Any) -> None:
+    await open_resource(page, settings)
+    await expect(page.locator("canvas")).to_have_count(3)
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = await page.evaluate(background)
+    await page.emulate_media(color_scheme="dark")
+    assert await page.evaluate(background) != light
+    await expect(page.locator("canvas")).to_have_count(3)
+
+
+async def test_a_page_without_the_token_shows_why(page: Page, settings: Any) -> None:
+    await page.goto(settings.url.partition("#")[0])
+    await expect(page.get_by_role("status").first).to_contain_text("open the URL that the command printed")

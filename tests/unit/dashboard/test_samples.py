@@ -1,0 +1,89 @@
+"""Rates and quantiles from metrics pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_operator.dashboard.samples import (
+    HISTOGRAMS,
+    VALUES,
+    PodMetrics,
+    Sample,
+    make_sample,
+    parse_page,
+    quantile,
+)
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+INF = float("inf")
+
+
+def test_every_metric_exists() -> None:
+    known = set(re.findall(r"`(megatron_\w+)`", REFERENCE.read_text()))
+    assert known >= VALUES | HISTOGRAMS
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "expected"),
+    [
+        ({}, 0.5, None),
+        ({1.0: 0.0, INF: 0.0}, 0.5, None),
+        ({1.0: 10.0, 2.0: 10.0, INF: 10.0}, 0.5, 0.5),
+        ({1.0: 0.0, 2.0: 10.0, INF: 10.0}, 0.5, 1.5),
+        ({1.0: 5.0, 2.0: 5.0, 4.0: 10.0, INF: 10.0}, 0.75, 3.0),
+        ({1.0: 1.0, INF: 10.0}, 0.95, 1.0),
+    ],
+)
+def test_quantiles_are_interpolated_within_their_bucket(
+    counts: dict[float, float], share: float, expected: float | None
+) -> None:
+    assert quantile(counts, share) == expected
+
+
+def page(tokens: float, counts: tuple[float, float, float]) -> PodMetrics:
+    bounds = ("0.1", "0.2", "+Inf")
+    name = "megatron_time_to_first_token_seconds"
+    buckets = [
+        f'{name}_bucket{{le="{bound}",model_name="{model}"}} {count / 2}'
+        for model in "ab"
+        for bound, count in zip(bounds, counts, strict=True)
+    ]
+    lines = [
+        f"# TYPE {name} histogram",
+        *buckets,
+        "# TYPE megatron_generation_tokens counter",
+        f"megatron_generation_tokens_total {tokens}",
+    ]
+    return parse_page("\n".join(lines) + "\n")
+
+
+def sample(before: PodMetrics | None, after: PodMetrics) -> Sample:
+    earlier = {} if before is None else {"e": before, "s": before}
+    return make_sample(at=1.0, seconds=2.0, before=earlier, engines={"e": after}, servers={"s": after}, coordinators=[])
+
+
+def test_a_page_sums_over_labels() -> None:
+    found = page(7, (2, 4, 4))
+    assert found.values == {"megatron_generation_tokens_total": 7.0}
+    assert found.buckets == {"megatron_time_to_first_token_seconds": {0.1: 2.0, 0.2: 4.0, INF: 4.0}}
+
+
+def test_rates_and_latencies_are_those_of_the_interval() -> None:
+    found = sample(page(100, (10, 10, 10)), page(300, (10, 20, 20)))
+    assert (found.tokens_per_second, found.engines["e"].tokens_per_second) == (100.0, 100.0)
+    assert found.ttft_p50 == pytest.approx(0.15)
+    assert found.itl_p50 is None
+
+
+def test_the_first_page_gives_no_rate() -> None:
+    found = sample(None, page(100, (10, 10, 10)))
+    assert (found.tokens_per_second, found.ttft_p50) == (None, None)
+
+
+def test_counters_of_a_restarted_process_begin_at_zero() -> None:
+    found = sample(page(100, (10, 10, 10)), page(30, (4, 4, 4)))
+    assert found.tokens_per_second == 15.0
+    assert found.ttft_p50 == pytest.approx(0.05)
