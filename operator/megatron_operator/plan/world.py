@@ -104,6 +104,22 @@ class ChildView:
     applied again even if its hash is current."""
 
 
+DOWNLOAD_SECONDS = 10.0
+"""Interval at which the progress of a download is read and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Progress of a download to spec.model.cache, as the init container `fetch` reports it."""
+
+    pod: str
+    bytes: int
+    """Bytes that are there, also from earlier attempts."""
+    total_bytes: int
+    bytes_per_second: int
+    """Rate of the last half minute; 0 if unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodView:
     """A pod of the resource, reduced (see `plan.reduce.reduce_pod`)."""
@@ -145,6 +161,8 @@ class PodView:
     created_at: datetime | None = None
     owner: str = ""
     """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    fetching_at: str = ""
+    """Its IP address while its init container `fetch` runs, else empty."""
 
     @property
     def unexplained(self) -> bool:
@@ -329,6 +347,8 @@ class World:
     unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
     """For how long this process has observed that an engine is not registered with a coordinator that knows its
     engines, by name of the engine."""
+    download: Download | None = None
+    """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 

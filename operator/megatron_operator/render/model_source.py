@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.render.context import FETCH, MODEL_CACHE, RenderContext, digest, literal, once
+from megatron_operator.render.context import (
+    FETCH,
+    MODEL_CACHE,
+    PORT_HEALTH,
+    RenderContext,
+    digest,
+    literal,
+    once,
+)
 from megatron_operator.render.pod import MODEL_CACHE_DIR, MODEL_DIR
 from megatron_operator.render.vllm import vllm_arguments
 from megatron_runtime.protocol.adapters import Adapter
@@ -105,7 +113,10 @@ def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
     container = {
         "name": FETCH,
         "image": ctx.settings.runtime_image,
-        "args": ["fetch", literal(model_argument(ctx)), "--cache", MODEL_CACHE_DIR],
+        "args": [
+            *("fetch", literal(model_argument(ctx)), "--cache", MODEL_CACHE_DIR),
+            *("--progress-port", str(PORT_HEALTH)),
+        ],
         "env": model_env(ctx),
         "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
         "volumeMounts": [{"name": MODEL_CACHE, "mountPath": MODEL_CACHE_DIR}],

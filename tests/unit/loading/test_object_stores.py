@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from object_server import BUCKET, KEYS, FaultyProxy, gcs_server, s3_server, uplo
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
 
+from megatron_operator.controller.download import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
+from megatron_operator.plan.world import PodView
 from megatron_runtime.checkpoints.hub.download import (
     MANIFEST_FILE,
     Manifest,
@@ -314,6 +317,27 @@ def test_a_model_cache_is_filled_once_and_read_without_the_network(
     # Other models are fetched to the user's own cache.
     upload(s3, "other", visible(model))
     assert not resolve(f"s3://{BUCKET}/other").path.is_relative_to(cache)
+
+
+def test_the_operator_reads_the_progress_of_a_download(proxy: FaultyProxy, s3: str, tmp_path: Path) -> None:
+    upload(s3, "progress", {"model.safetensors": FILES["model.safetensors"]})
+    proxy.paused.set()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pod = PodView("demo-engine-0-0", "1", "engine", fetching_at="127.0.0.1")
+    assert read_progress(pod, port=port) is None
+    command = [sys.executable, "-m", "megatron_runtime.cli", "fetch", f"s3://{BUCKET}/progress"]
+    options = ["--cache", str(tmp_path / "cache"), "--progress-port", str(port)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as fetcher:
+        while not proxy.halted.wait(0.1):
+            assert fetcher.poll() is None, f"exit code {fetcher.returncode}"
+        found = read_progress(pod, port=port)
+        proxy.paused.clear()
+        fetcher.kill()
+    assert found is not None
+    assert (found.pod, found.total_bytes) == ("demo-engine-0-0", SIZE)
+    assert 1 << 20 <= found.bytes < SIZE
+    assert found.bytes_per_second >= 0
 
 
 def test_a_server_fetches_only_the_tokenizer(proxy: FaultyProxy, s3: str) -> None:

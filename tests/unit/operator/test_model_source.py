@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from in_memory_cluster import Cluster
 from pydantic import ValidationError
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
+from megatron_operator.model.status import MegatronInferenceStatus
+from megatron_operator.plan.decide import decide
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
 from megatron_operator.plan.references import references
+from megatron_operator.plan.world import DOWNLOAD_SECONDS, Download
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.context import NotAllowed, RenderContext
 from megatron_operator.render.engine import engine_revision, engine_statefulset
@@ -72,7 +77,8 @@ def test_only_the_init_container_writes_the_cache(source: dict[str, Any], cache:
     ctx = context(source, cache=cache, policy=policy, engine=engine_image, **weights)
     for pod in (engine(ctx), check_pod(ctx)["spec"]):
         (fetch,), (container,) = pod["initContainers"], pod["containers"]
-        assert fetch["args"] == ["fetch", model_argument(ctx), "--cache", "/model-cache"]
+        cached = ["--cache", "/model-cache", "--progress-port", "8080"]
+        assert fetch["args"] == ["fetch", model_argument(ctx), *cached]
         assert fetch["image"] == "registry.example/runtime:1"
         assert fetch["volumeMounts"] == [{"name": "model-cache", "mountPath": "/model-cache"}]
         assert {"name": "model-cache", "mountPath": "/model-cache", "readOnly": True} in container["volumeMounts"]
@@ -184,3 +190,50 @@ def test_the_error_of_a_download_is_the_cause_of_the_wait() -> None:
     assert found[0] is Reason.WEIGHTS_MISSING
     assert "container fetch ended with exit code 1" in found[1]
     assert "s3://models/llama/v1" in found[1]
+
+
+def _fetching(cluster: Cluster) -> list[str]:
+    """Let the init containers of all engine pods run, and return their names."""
+    found = [name for name in cluster.pods if name.startswith("demo-engine-")]
+    for number, name in enumerate(found):
+        running = {"name": "fetch", "restartCount": 0, "state": {"running": {"startedAt": "2026-11-24T00:00:00Z"}}}
+        cluster.pods[name]["status"] = {
+            "phase": "Pending",
+            "podIP": f"10.0.0.{number + 1}",
+            "initContainerStatuses": [running],
+        }
+    return found
+
+
+def test_the_status_has_the_progress_of_a_download() -> None:
+    cluster = Cluster({"replicas": 2, "model": {"source": HUB, "cache": CLAIM}})
+    for _ in range(12):
+        cluster.step()
+        if any(name.startswith("demo-engine-1") for name in cluster.pods):
+            break
+        cluster.tick()
+    first, _ = pods = _fetching(cluster)
+    assert cluster.coordinator is not None
+    cluster.coordinator.engines.clear()
+    world = cluster.world()
+    assert [pod.fetching_at for pod in world.pods if pod.name in pods] == ["10.0.0.1", "10.0.0.2"]
+    decision = decide(world)
+    assert "download" not in decision.status, "the progress is not known yet"
+    assert decision.requeue_after is not None
+    assert decision.requeue_after <= DOWNLOAD_SECONDS
+    decision = decide(replace(world, download=Download(first, 25, 101, 10)))
+    MegatronInferenceStatus.model_validate(decision.status)
+    assert decision.status["download"] == {
+        "pod": first,
+        "bytes": 25,
+        "totalBytes": 101,
+        "bytesPerSecond": 10,
+        "secondsLeft": 8,
+    }
+    messages = [entry["message"] for entry in decision.status["conditions"]]
+    assert any("demo-engine-0, demo-engine-1 to download the model" in message for message in messages), messages
+    stalled = decide(replace(world, download=Download(first, 25, 101, 0)))
+    assert stalled.status["download"] == {"pod": first, "bytes": 25, "totalBytes": 101}
+    for name in pods:
+        cluster.pods[name]["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
+    assert "download" not in decide(cluster.world()).status
