@@ -15,7 +15,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from object_server import BUCKET, KEYS, FaultyProxy, gcs_server, s3_server, upload, upload_to_gcs
+from object_server import (
+    AZURE_ACCOUNT,
+    AZURE_KEY,
+    BUCKET,
+    KEYS,
+    FaultyProxy,
+    azure_server,
+    gcs_server,
+    s3_server,
+    upload,
+    upload_to_azure,
+    upload_to_gcs,
+)
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
 
@@ -115,9 +127,7 @@ def test_a_killed_download_resumes(proxy: FaultyProxy, s3: str, tmp_path: Path) 
 
 @pytest.mark.skipif(not SOAK, reason="builds a Google Cloud Storage server: set MEGATRON_SOAK=1")
 def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = Path.home() / ".cache/megatron/test-programs"
-    programs.mkdir(parents=True, exist_ok=True)
-    with gcs_server(programs) as server, FaultyProxy(server).running() as proxy:
+    with gcs_server(_programs()) as server, FaultyProxy(server).running() as proxy:
         monkeypatch.setenv("GOOGLE_BASE_URL", proxy.url)
         monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
         upload_to_gcs(server, "killed", {"model.safetensors": FILES["model.safetensors"]})
@@ -127,6 +137,31 @@ def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, mon
         assert visible(tmp_path / "llama") == {name: FILES[name] for name in WANTED}
         with pytest.raises(ObjectStoreError, match="no objects with the prefix 'nothing' in bucket models"):
             get(f"gs://{BUCKET}/nothing", tmp_path / "nothing")
+
+
+@pytest.mark.skipif(not SOAK, reason="installs an Azure Blob Storage server: set MEGATRON_SOAK=1")
+def test_a_killed_download_from_azure_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with azure_server(_programs()) as server, FaultyProxy(server).running() as proxy:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.url}/{AZURE_ACCOUNT}")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+        upload_to_azure(server, "killed", {"model.safetensors": FILES["model.safetensors"]})
+        _kill_and_resume(proxy, f"az://{BUCKET}/killed", tmp_path / "model")
+        upload_to_azure(server, "llama/v1", FILES)
+        get(f"az://{BUCKET}/llama/v1", tmp_path / "llama")
+        assert visible(tmp_path / "llama") == {name: FILES[name] for name in WANTED}
+        with pytest.raises(ObjectStoreError, match=r"az://absent/a does not exist \(404 ContainerNotFound\)"):
+            get("az://absent/a", tmp_path / "absent")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY[4:])
+        with pytest.raises(ObjectStoreError, match=r"denied \(403 \w+\): set AZURE_STORAGE_ACCOUNT_NAME"):
+            get(f"az://{BUCKET}/llama/v1", tmp_path / "denied")
+
+
+def _programs() -> Path:
+    """Return the directory in which servers are kept."""
+    programs = Path.home() / ".cache/megatron/test-programs"
+    programs.mkdir(parents=True, exist_ok=True)
+    return programs
 
 
 def _kill_and_resume(proxy: FaultyProxy, url: str, directory: Path) -> None:
