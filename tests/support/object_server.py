@@ -36,6 +36,7 @@ class FaultyProxy:
     statuses:  answered instead of a response, one entry per request.
     paused:    while set, bodies of more than 1 MiB stop after their first half.
     requests:  (method, path with query, range) of each request.
+    host:      address to listen on.
     """
 
     upstream: str
@@ -44,8 +45,8 @@ class FaultyProxy:
     paused: threading.Event = field(default_factory=threading.Event)
     halted: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)
     url: str = ""
+    host: str = "127.0.0.1"
 
     def ranges(self, name: str) -> list[str | None]:
         """Return the ranges of the GET requests of an object."""
@@ -58,7 +59,7 @@ class FaultyProxy:
         class Handler(_Handler):
             owner = proxy
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        with ThreadingHTTPServer((self.host, 0), Handler) as server:
             server.daemon_threads = True
             self.url = f"http://127.0.0.1:{server.server_port}"
             thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -105,7 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
         except ConnectionError:
             return
-        self.owner.sent[self.path] = self.owner.sent.get(self.path, 0) + len(body)
         if cut is not None:
             self.wfile.flush()
             if proxy.paused.is_set():

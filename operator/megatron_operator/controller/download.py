@@ -25,7 +25,7 @@ def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
         connection.request("GET", "/progress")
         values = json.loads(connection.getresponse().read(_MOST_BYTES))
         numbers = [values[name] for name in ("bytes", "totalBytes", "bytesPerSecond")]
-    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
         return None
     finally:
         connection.close()
