@@ -8,8 +8,9 @@ import pytest
 from soak import SOAK
 
 from megatron_runtime.coordinator.core.context import EnginesByLoad
+from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router, load_by
+from megatron_runtime.coordinator.core.routing import Router, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -150,7 +151,7 @@ def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engi
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request=b"b")
-    assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
+    assert choose._blocks.count(pool[1]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
@@ -158,7 +159,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     choose = router()
     choose.assigned(engine, [1, 2, 3, 4], request=b"a")
     choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request=b"b")
-    assert choose._matches([engine], [1, 2, 3, 4])[0][0] == 2
+    assert choose._blocks.match(engine, [1, 2, 3, 4])[0] == 2
 
 
 def test_evicted_blocks_count_no_more(engines) -> None:
@@ -170,12 +171,12 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     choose.evicted(pool[1], hashes[1:])
     assert choose.select(pool, hashes) is pool[0]
     choose.evicted(pool[0], hashes[:1])
-    assert choose._matches(pool, hashes)[0] == (0, 0), "a block is of no use without those before it"
+    assert choose._blocks.match(pool[0], hashes) == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._matches(pool, hashes)[0][0] == 4
+    assert choose._blocks.match(pool[0], hashes)[0] == 4
     choose.forget_all()
     choose.evicted(pool[1], hashes)
-    assert choose._matches(pool, hashes)[0] == (0, 0)
+    assert choose._blocks.match(pool[0], hashes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingP
     choose = router(policy, alpha=1.0)
     hashes = hashes_of(router(), PROMPT)
     choose.stored(pool[1], hashes)
-    assert choose._matches(pool, hashes)[1][0] == depth
+    assert choose._blocks.match(pool[1], hashes)[0] == depth
     assert choose.select(pool, hashes) is pool[1 if depth else 0]
 
 
@@ -197,7 +198,7 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert choose._matches(pool, hashes) == [(4, 2), (0, 0), (4, 1)]
+    assert [choose._blocks.match(engine, hashes) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
