@@ -11,7 +11,16 @@ import pytest
 import zmq
 
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Role
-from megatron_runtime.protocol.messages import ControlMessage, Hello, HelloAck, Status, StatusReply, decode, pack
+from megatron_runtime.protocol.messages import (
+    ControlMessage,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    Status,
+    StatusReply,
+    decode,
+    pack,
+)
 
 
 @pytest.fixture
@@ -22,12 +31,15 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
 
 
 async def ask(socket: zmq.Socket[bytes], frames: list[bytes]) -> ControlMessage:
+    """Return the next message of the coordinator, except its heartbeats."""
     socket.send_multipart(frames)
-    while not socket.poll(0):  # noqa: ASYNC110 - a bare socket has no event
-        await asyncio.sleep(0.005)
-    answer = decode(socket.recv_multipart())
-    assert isinstance(answer, ControlMessage)
-    return answer
+    while True:
+        while not socket.poll(0):  # noqa: ASYNC110 - a bare socket has no event
+            await asyncio.sleep(0.005)
+        answer = decode(socket.recv_multipart())
+        if not isinstance(answer, Heartbeat):
+            assert isinstance(answer, ControlMessage)
+            return answer
 
 
 def of_another_release(message: Hello | Status) -> list[bytes]:
