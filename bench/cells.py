@@ -35,8 +35,9 @@ import psutil
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol import limits, messages
 from megatron_runtime.protocol.headers import Role
@@ -241,13 +242,17 @@ def _panel(results: list[dict[str, Any]], value: str, *, left: int, title: str) 
     for shown in (0.0, highest):
         _, y = place({"engines": counts[0], value: shown})
         lines.append(f'<text x="{left + _LEFT - 8}" y="{y}" text-anchor="end">{shown:.3g}</text>')
+    names = []
     for layout, colour in ((ONE, "#26a"), (SHARED, "#87b"), (AFFINE, "#284"), (ROTATION, "#c52")):
         own = [entry for entry in results if entry["layout"] == layout]
         if own:
             joined = " ".join(f"{x},{y}" for x, y in map(place, own))
             lines.append(f'<polyline points="{joined}" fill="none" stroke="{colour}"/>')
-            x, y = place(own[-1])
-            lines.append(f'<text x="{x + 6}" y="{y + 4}" fill="{colour}">{layout}</text>')
+            names.append((place(own[-1])[1], layout, colour))
+    lowest = 0
+    for y, layout, colour in sorted(names):
+        lowest = max(y + 4, lowest + 14)
+        lines.append(f'<text x="{left + _RIGHT + 6}" y="{lowest}" fill="{colour}">{layout}</text>')
     return lines
 
 

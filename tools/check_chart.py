@@ -48,7 +48,7 @@ VARIANTS: dict[str, list[str]] = {
     ],
 }
 """`--set` values of the chart."""
-MANIFESTS = ("manifests/*.yaml", "manifests/samples/*.yaml", "manifests/autoscaling/hpa.yaml")
+MANIFESTS = ("manifests/*.yaml", "manifests/samples/*.yaml", "manifests/cells/*.yaml", "manifests/autoscaling/hpa.yaml")
 RENDERED = "tests/unit/operator/golden/*.yaml"
 """Golden files of what the operator renders."""
 

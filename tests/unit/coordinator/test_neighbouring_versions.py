@@ -31,6 +31,7 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
 
 
 async def ask(socket: zmq.Socket[bytes], frames: list[bytes]) -> ControlMessage:
+    """Return the next message of the coordinator, except its heartbeats."""
     socket.send_multipart(frames)
     while True:
         while not socket.poll(0):  # noqa: ASYNC110 - a bare socket has no event

@@ -8,8 +8,9 @@ import pytest
 from soak import SOAK
 
 from megatron_runtime.coordinator.core.context import EnginesByLoad
+from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router, load_by
+from megatron_runtime.coordinator.core.routing import PromptHashes, Router, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -150,7 +151,7 @@ def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engi
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[1], {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50)}, request=b"b")
-    assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
+    assert choose._blocks.count(pool[1]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
@@ -158,7 +159,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     choose = router()
     choose.assigned(engine, {BLOCK: [1, 2, 3, 4]}, request=b"a")
     choose.assigned(engine, {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2)}, request=b"b")
-    assert choose._matches([engine], {BLOCK: [1, 2, 3, 4]})[0][0] == 0.5
+    assert choose._blocks.match(engine, [1, 2, 3, 4])[0] == 2
 
 
 def test_evicted_blocks_count_no_more(engines) -> None:
@@ -171,25 +172,25 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     choose.evicted(pool[1], blocks[1:])
     assert choose.select(pool, hashes) is pool[0]
     choose.evicted(pool[0], blocks[:1])
-    assert choose._matches(pool, hashes)[0] == (0, 0), "a block is of no use without those before it"
+    assert choose._blocks.match(pool[0], blocks) == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._matches(pool, hashes)[0][0] == 1.0
+    assert choose._blocks.match(pool[0], blocks)[0] == 4
     choose.forget_all()
     choose.evicted(pool[1], blocks)
-    assert choose._matches(pool, hashes)[0] == (0, 0)
+    assert choose._blocks.match(pool[0], blocks) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"), [(RoutingPolicy.LONGEST_PREFIX, 1.0), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0.0)]
+    ("policy", "depth"), [(RoutingPolicy.LONGEST_PREFIX, 4), (RoutingPolicy.FIRST_PREFIX_BLOCK, 0)]
 )
-def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, share: float) -> None:
+def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingPolicy, depth: int) -> None:
     """The policy that compares first blocks knows them from the prompts that it dispatched."""
     pool = engines(2)
     choose = router(policy, alpha=1.0)
     hashes = hashes_of(router(), PROMPT)
     choose.stored(pool[1], hashes[BLOCK])
-    assert choose._matches(pool, hashes)[1][0] == share
-    assert choose.select(pool, hashes) is pool[1 if share else 0]
+    assert choose._blocks.match(pool[1], hashes[BLOCK])[0] == depth
+    assert choose.select(pool, hashes) is pool[1 if depth else 0]
 
 
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
@@ -198,7 +199,7 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert choose._matches(pool, hashes) == [(1.0, 2), (0.0, 0), (1.0, 1)]
+    assert [choose._blocks.match(engine, hashes[BLOCK]) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
@@ -239,7 +240,7 @@ def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_
     choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], (8, 4, 0)), request=b"half")
     choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], (8, 4, 0)), request=b"three quarters")
     choose.assigned(pool[2], hashes, request=b"unknown")
-    assert [share for share, _ in choose._matches(pool, hashes)] == [0.5, 0.75, 0.0]
+    assert [choose._blocks.match(pool[n], hashes[(8, 4)[n]])[0] for n in (0, 1)] == [1, 3]
     assert choose.select(pool, hashes) is pool[1]
     choose.assigned(pool[0], hashes, request=b"whole")
     assert choose.select(pool, hashes) is pool[0]

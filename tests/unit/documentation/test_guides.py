@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
 KINDS = re.compile(r'run|soak|cluster|setup|background until "(?P<text>[^"]+)"|skip: \S.*')
 BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
-LINKED = ("charts", "docs", "manifests")
+LINKED = ("bench", "charts", "docs", "manifests")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.resource import API_VERSION
 
 ROOT = Path(__file__).parents[3]
-MANIFESTS = sorted([*ROOT.glob("manifests/samples/*.yaml"), *ROOT.glob("manifests/health/*.yaml")])
+MANIFESTS = sorted(
+    [*ROOT.glob("manifests/samples/*.yaml"), ROOT / "manifests/cells/cells.yaml", *ROOT.glob("manifests/health/*.yaml")]
+)
 SAMPLE = ROOT / "manifests/samples/cpu-demo.yaml"
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_runtime.coordinator.core.known_blocks import KnownBlocks
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
 from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
-MAX_KNOWN_BLOCKS = 1 << 16
-"""Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
+_ROUNDING = 1e-9
 MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
 PromptHashes = Mapping[int, Sequence[int]]
@@ -60,11 +59,7 @@ class Router:
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
-        self._held: dict[int, OrderedDict[int, int]] = {}
-        """Index of an engine's registration -> block hash -> the clock when it was last given it."""
-        self._holders: dict[int, Engine | set[Engine]] = {}
-        """Block hash -> the engines that hold it: without a set if it is one, as for most blocks."""
-        self._clock = 0
+        self._blocks = KnownBlocks()
         self._last_index = -1
         self._turn = 0
 
@@ -94,28 +89,46 @@ class Router:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
-        return self._best(candidates, hashes)
+        best, rank = candidates[0], (-1.0, 0, 0)
+        for engine in candidates:
+            found = self._rank(engine, hashes)
+            if found > rank:
+                best, rank = engine, found
+        return best
 
     def with_prefix(self, hashes: PromptHashes, *, least_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
         """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
 
         least_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
         """
-        holders = (engine for blocks in hashes.values() for engine in self._holders_of(blocks[0]))
         # An engine without the first block scores its free share alone: none more than this one.
-        others = (engine for engine in holders if engine is not least_loaded and fits(engine))
-        return self._best([least_loaded, *others], hashes)
-
-    def _best(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
-        best, best_score, best_given = candidates[0], -1.0, 0
-        for_match, for_room = self._alpha, 1 - self._alpha
-        for engine, (match, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
-            slots, waiting = engine.max_requests, len(engine.in_flight)
-            # 1 - load, as the order by load: equal loads have equal scores.
-            score = for_match * match + (for_room * (1 - waiting / slots) if waiting < slots else 0.0)
-            if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
-                best, best_score, best_given = engine, score, given
+        best, rank = least_loaded, self._rank(least_loaded, hashes)
+        for_room = 1 - self._alpha
+        for blocks in map(self._counted, hashes.values()):
+            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
+            for_match = self._alpha * deepest / len(blocks)
+            for engine in self._blocks.holders(blocks[0]):
+                # A common prefix has many holders, of which most are busier than the best one: sort them out first.
+                if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
+                    continue
+                if engine is not least_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
+                    best, rank = engine, found
         return best
+
+    def _counted(self, blocks: Sequence[int]) -> Sequence[int]:
+        return blocks[:1] if self._by_first_block else blocks
+
+    def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
+        return hashes.get(self._block_size or engine.block_size_tokens, ())
+
+    def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
+        """Return what the engines are compared by: the score, when it was last given the matching block, its index."""
+        blocks = self._counted(self._of_engine(hashes, engine))
+        depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
+        slots, waiting = engine.max_requests, len(engine.in_flight)
+        # 1 - load, as the order by load: equal loads have equal scores.
+        room = 1 - waiting / slots if waiting < slots else 0.0
+        return self._alpha * depth / max(1, len(blocks)) + (1 - self._alpha) * room, given, -engine.index
 
     def next_in_turn(self, candidates: Sequence[Engine]) -> Engine:
         if self.deterministic:
@@ -131,27 +144,11 @@ class Router:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
         self.learn(engine, self._of_engine(hashes, engine))
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._clock})
+            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` was given these blocks now."""
-        self._clock += 1
-        if not hashes:
-            return
-        if self._by_first_block:
-            hashes = hashes[:1]
-        held = self._held.get(engine.index)
-        if held is None:
-            held = self._held[engine.index] = OrderedDict()
-        # The deepest first: where the table is full, a prompt is forgotten from its end.
-        for block in reversed(hashes):
-            if block in held:
-                held.move_to_end(block)
-            else:
-                self._add_holder(block, engine)
-            held[block] = self._clock
-        while len(held) > MAX_KNOWN_BLOCKS:
-            self._remove_holder(held.popitem(last=False)[0], engine)
+        self._blocks.give(engine, self._counted(hashes))
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
@@ -160,62 +157,15 @@ class Router:
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
         """The engine reports that it no longer holds these blocks."""
-        held = self._held.get(engine.index)
-        if held is not None:
-            for block in hashes:
-                if held.pop(block, None) is not None:
-                    self._remove_holder(block, engine)
+        self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:
         """The engine's cache is gone."""
-        for block in self._held.pop(engine.index, ()):
-            self._remove_holder(block, engine)
+        self._blocks.forget(engine)
 
     def forget_all(self) -> None:
         """The weights changed: blocks that were computed with the old ones are of no use."""
-        self._held.clear()
-        self._holders.clear()
+        self._blocks.forget_all()
 
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
-
-    def _holders_of(self, block: int) -> Iterator[Engine]:
-        found = self._holders.get(block)
-        return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
-
-    def _add_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.setdefault(block, engine)
-        if isinstance(found, set):
-            found.add(engine)
-        elif found is not engine:
-            self._holders[block] = {found, engine}
-
-    def _remove_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.get(block)
-        if isinstance(found, set):
-            found.discard(engine)
-            if len(found) == 1:
-                self._holders[block] = found.pop()
-        elif found is engine:
-            del self._holders[block]
-
-    def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
-        return hashes.get(self._block_size or engine.block_size_tokens, ())
-
-    def _matches(self, engines: Iterable[Engine], hashes: PromptHashes) -> list[tuple[float, int]]:
-        """Of each engine: the share of the prompt's blocks that it holds, and when it was last given the deepest."""
-        found = []
-        for engine in engines:
-            held = self._held.get(engine.index)
-            blocks = self._of_engine(hashes, engine)
-            if self._by_first_block:
-                blocks = blocks[:1]
-            # Blocks are chained: without the first, a deeper one is of no use.
-            if held is None or not blocks or blocks[0] not in held:
-                found.append((0.0, 0))
-                continue
-            depth = len(blocks)
-            while (given := held.get(blocks[depth - 1])) is None:
-                depth -= 1
-            found.append((depth / len(blocks), given))
-        return found
