@@ -197,7 +197,7 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     return f"{kind}, at most {most:,}" if most is not None else kind
 
 
-_WITHOUT_COMMON_FIELDS = ("responses", "messages", "count_tokens", "tokenize", "detokenize")
+_WITHOUT_COMMON_FIELDS = ("responses", "messages", "count_tokens", "embeddings", "tokenize", "detokenize")
 
 
 def _fields(path: str, section: str) -> list[tuple[str, ...]]:
@@ -431,6 +431,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "responses-fields": _own_fields("/v1/responses", "responses"),
     "messages-fields": _own_fields("/v1/messages", "messages"),
     "count-tokens-fields": _own_fields("/v1/messages/count_tokens", "count_tokens"),
+    "embeddings-fields": _own_fields("/v1/embeddings", "embeddings"),
     "tokenize-fields": _own_fields("/v1/tokenize", "tokenize"),
     "detokenize-fields": _own_fields("/v1/detokenize", "detokenize"),
     "chart-values": chart_values,

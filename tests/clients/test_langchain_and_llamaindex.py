@@ -10,12 +10,13 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -24,6 +25,7 @@ from openai import OpenAI as OpenAIClient
 
 MEGATRON = Path(__file__).parents[2] / ".venv" / "bin" / "megatron"
 MODEL = "smollm2-135m"
+HIDDEN_SIZE = 576
 PERSON = {
     "title": "person",
     "type": "object",
@@ -122,6 +124,17 @@ def test_langchain_completes_a_text(url: str) -> None:
     assert "".join(model.stream("The capital of France is")) == whole
 
 
+def test_langchain_embeds_texts(url: str) -> None:
+    """By default it sends token ids of OpenAI's vocabulary; check_embedding_ctx_length=False makes it send texts."""
+    model = OpenAIEmbeddings(base_url=url, api_key="any", model=MODEL, check_embedding_ctx_length=False)
+    texts = ["The cat sleeps.", "The cat sleeps.", "A stock exchange opened in Amsterdam."]
+    vectors = model.embed_documents(texts)
+    same, other = (sum(map(mul, vectors[0], vector)) for vector in vectors[1:])
+    assert same == pytest.approx(1.0, abs=1e-4)
+    assert other < same - 1e-3
+    assert all(len(vector) == HIDDEN_SIZE for vector in vectors)
+
+
 # --- LlamaIndex -------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +196,9 @@ def test_the_clients_own_openai_package_is_served(url: str) -> None:
     client = OpenAIClient(base_url=url, api_key="any", max_retries=0)
     assert MODEL in [model.id for model in client.models.list()]
     assert client.responses.create(model=MODEL, input="Hi", max_output_tokens=5).output_text
+    (vector,) = (item.embedding for item in client.embeddings.create(model=MODEL, input="Hi").data)
+    assert len(vector) == HIDDEN_SIZE
     with pytest.raises(APIStatusError) as raised:
-        client.embeddings.create(model=MODEL, input="Hi")
-    assert (raised.value.status_code, raised.value.code) == (501, "not_implemented")
+        client.embeddings.create(model="other", input="Hi")
+    assert (raised.value.status_code, raised.value.code) == (404, "model_not_found")
     assert raised.value.request_id.startswith("req_")

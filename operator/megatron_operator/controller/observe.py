@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
@@ -74,6 +75,48 @@ class ObserverSettings:
     """Limit of concurrent listings over all resources, to protect the API server."""
 
 
+class Registrations:
+    """For how long engines with pods have not been registered at their coordinator.
+
+    The time begins when the coordinator knows its engines. If it has taken over from one whose pod was not deleted, and
+    is still reported as ready, the node of that pod may be lost, and with it engines: those that have not registered at
+    the end of the recovery count as missing for ever. Live engines register during the recovery.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, frozenset[str]], float] = {}
+        """By name of the engine and UIDs of its pods."""
+        self._incarnation = ""
+        self._coordinators: frozenset[tuple[str, int]] = frozenset()
+        self._taken_over = False
+
+    def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
+        """Return the seconds by engine. now: seconds on the clock of all calls."""
+        if not coordinator.reachable:
+            self._since = {}
+            return {}
+        running = frozenset(
+            (pod.uid, pod.restarts)
+            for pod in pods
+            if pod.component in (COORDINATOR, STANDBY) and pod.ready and not pod.deleting
+        )
+        if self._incarnation not in ("", coordinator.incarnation):
+            self._taken_over = bool(self._coordinators) and self._coordinators <= running
+        self._incarnation, self._coordinators = coordinator.incarnation, running
+        if coordinator.state is CoordinatorState.RECOVERING:
+            self._since = {}
+            return {}
+        began, self._taken_over = (-math.inf if self._taken_over else now), False
+        registered = {report.name for report in coordinator.engines}
+        absent: dict[str, set[str]] = {}
+        for pod in pods:
+            if pod.engine and pod.engine not in registered:
+                absent.setdefault(pod.engine, set()).add(pod.uid)
+        engines = [(name, frozenset(uids)) for name, uids in absent.items()]
+        self._since = {engine: self._since.get(engine, began) for engine in engines}
+        return {name: now - since for (name, _), since in self._since.items()}
+
+
 class Observer:
     """Reads for one resource."""
 
@@ -87,7 +130,7 @@ class Observer:
         self._optional_known = False
         self._creations: dict[str, str] = {}
         self._creations_due = 0.0
-        self._missing_since: dict[str, float] = {}
+        self._registrations = Registrations()
         self._nodes_due: dict[str, float] = {}
         self._pod_events: dict[str, tuple[str, str]] = {}
         self._pod_events_due: dict[str, float] = {}
@@ -167,7 +210,7 @@ class Observer:
             rejections=rejections,
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
-            unregistered_seconds=self._unregistered(coordinator),
+            unregistered_seconds=self._registrations.missing(coordinator, self._cache.pods(), now=time.monotonic()),
             lost_nodes=await self._lost_nodes(spec.lifecycle.lost_node_seconds),
         )
 
@@ -213,14 +256,6 @@ class Observer:
         coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
         ready = any(pod.ready and not pod.deleting for pod in coordinators)
         return await self._link.refresh(expected=ready)
-
-    def _unregistered(self, coordinator: CoordinatorSnapshot) -> Mapping[str, float]:
-        """Return for how long engines with pods have not been registered. The time starts again with a coordinator."""
-        now, registered = time.monotonic(), {report.name for report in coordinator.engines}
-        known = coordinator.reachable and coordinator.state is not CoordinatorState.RECOVERING
-        missing = {pod.engine for pod in self._cache.pods() if pod.engine} - registered if known else set()
-        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
-        return {name: now - since for name, since in self._missing_since.items()}
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""

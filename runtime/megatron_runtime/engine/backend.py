@@ -32,6 +32,7 @@ class Capability(StrEnum):
     LOGIT_BIAS = "logit bias"
     LOG_PROBS = "log-probabilities"
     PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
+    HIDDEN_STATES = "hidden states"
     PRIORITY = "priorities"
     TEXT = "text prompts"
 
@@ -83,6 +84,7 @@ class BackendInfo:
             ("top_n_logprobs", Capability.LOG_PROBS, params.top_n_logprobs > 0),
             ("return_log_probs", Capability.LOG_PROBS, params.return_log_probs),
             ("skip_prompt_log_probs", Capability.PROMPT_LOG_PROBS, params.wants_prompt_log_probs),
+            ("return_hidden_state", Capability.HIDDEN_STATES, params.return_hidden_state),
             ("priority", Capability.PRIORITY, params.priority != 0),
         )
         for name, capability, is_used in needs:

@@ -136,6 +136,7 @@ class RequestOutput:
 
     new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
+    hidden_state: float32 [D], if the request wants it; in the last output.
     stop_token: the last token, if it ended the request.
     error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
@@ -150,6 +151,7 @@ class RequestOutput:
     new_top_n_logprobs: list[TopLogProbs] | None = None
     prompt_log_probs: list[float] | None = None
     prompt_top_n_logprobs: list[TopLogProbs] | None = None
+    hidden_state: npt.NDArray[Any] | None = None
     stop_token: int | None = None
     error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED

@@ -299,6 +299,8 @@ class OutputStage:
             reply["stop_reason"] = output.stop_token
         if request.details is not None:
             reply.update(request.details.of_final())
+        if output.hidden_state is not None:
+            reply["hidden_state"] = output.hidden_state.astype("<f4").tobytes()
         if failed:
             reply["error"] = error_map(output.error_code, output.error or "the request failed")
         dispatch = request.dispatch

@@ -77,6 +77,8 @@ class SamplingParams:
                            prefix cache is not used for it.
     return_prompt_top_n_logprobs: former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set
                            from these two.
+    return_hidden_state:   return the last hidden state of the last token before the first generated one, after the
+                           model's last norm. Only with num_tokens_to_generate=1.
     return_prompt_tokens:  return the prompt's tokens.
     return_segments:       return the text of each token.
     return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`).
@@ -109,6 +111,7 @@ class SamplingParams:
     top_n_logprobs: int = 0
     skip_prompt_log_probs: bool = False
     return_prompt_top_n_logprobs: bool = False
+    return_hidden_state: bool = False
     return_prompt_tokens: bool = False
     return_segments: bool = False
     return_record: bool = False
@@ -140,6 +143,10 @@ class SamplingParams:
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
+            )
+        if self.return_hidden_state and self.num_tokens_to_generate != 1:
+            raise InvalidSamplingParamsError(
+                "return_hidden_state", True, "False, or True with num_tokens_to_generate=1"
             )
         self.return_prompt_top_n_logprobs = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
 

@@ -31,6 +31,7 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
     "min_p": np.float32,
     "seeds": np.uint64,
     "num_log_probs": np.int32,
+    "returns_hidden": np.bool_,
 }
 """Fields of a SamplingBatch that stay the same during a request."""
 
@@ -74,6 +75,7 @@ class SamplingBatch:
     seeds:          uint64 [n]; with `positions` they fix the random number.
     positions:      int64 [n]; number of the generated token in its answer.
     num_log_probs:  int32 [n]; likeliest tokens to report beside the sampled one; NO_LOG_PROBS for no report.
+    returns_hidden: bool [n]; report the hidden state from which the row's token is sampled.
     edits:          by row, for rows with edits.
     prompt_targets: by row, for rows that want log-probabilities of their prompt: int32 [m], the tokens after the first
                     m tokens that the row computes in this step.
@@ -86,6 +88,7 @@ class SamplingBatch:
     seeds: npt.NDArray[np.uint64]
     positions: npt.NDArray[np.int64]
     num_log_probs: Int32
+    returns_hidden: npt.NDArray[np.bool_]
     edits: Mapping[int, LogitEdits] = field(default_factory=dict)
     prompt_targets: Mapping[int, Int32] = field(default_factory=dict)
 
@@ -169,13 +172,14 @@ class SamplingColumns:
         stop_ids:  tokens that end the request; they are banned until `min_tokens`.
         grammar:   state of the grammar after `generated`.
         """
-        values: dict[str, float | np.uint64] = {
+        values: dict[str, float | np.uint64 | bool] = {
             "temperature": 0.0 if params.is_greedy else min(params.temperature, _MAX_FLOAT32),
             "top_k": min(params.top_k, _MAX_INT32),
             "top_p": params.top_p,
             "min_p": params.min_p,
             "seeds": np.uint64(seed),
             "num_log_probs": params.top_n_logprobs if params.wants_log_probs else NO_LOG_PROBS,
+            "returns_hidden": params.return_hidden_state,
         }
         for name, value in values.items():
             self._columns[name][slot] = value

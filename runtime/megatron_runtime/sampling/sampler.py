@@ -50,6 +50,12 @@ class StepLogits(Protocol):
     def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
         """Yield (row of the plan, number of the first target, float32 [m, V]) for each block of prompt targets."""
 
+    def hidden_states(self, which: Int64) -> Float32:
+        """Return float32 [m, D], the hidden states that the tokens of some sampled rows are drawn from.
+
+        which: int64 [m]; indices of these sampled rows.
+        """
+
     def share_logits(self) -> None:
         """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
 
@@ -89,13 +95,14 @@ def _likeliest(values_V: Float32, count: int) -> Int32:
 
 def sample_step(
     step: StepLogits, batch: SamplingBatch, *, reports_raw: bool
-) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs]]:
+) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
     """Sample the tokens of one step.
 
     reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
 
-    Returns int32 tokens by row, -1 for a row that needs no token; log-probabilities by row that requests them; and
-    those of prompt tokens by row. Prompt tokens are not drawn: theirs are always of the model's own logits.
+    Returns int32 tokens by row, -1 for a row that needs no token; log-probabilities by row that requests them; those of
+    prompt tokens by row; and float32 hidden states [D] by row. Prompt tokens are not drawn: their log-probabilities are
+    always of the model's own logits.
     """
     tokens = np.full(len(batch.temperature), -1, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
@@ -115,7 +122,11 @@ def sample_step(
         targets = batch.prompt_targets[row][first : first + len(logits_NV)]
         lines = log_probs(logits_NV, targets, top_n=max(0, int(batch.num_log_probs[row])))
         of_prompts.setdefault(row, []).append(lines)
-    return tokens, reported, {row: _joined(parts) for row, parts in of_prompts.items()}
+    which = np.flatnonzero(batch.returns_hidden[step.sampled_rows])
+    hidden: dict[int, Float32] = {}
+    if len(which):
+        hidden = dict(zip(step.sampled_rows[which].tolist(), step.hidden_states(which), strict=True))
+    return tokens, reported, {row: _joined(parts) for row, parts in of_prompts.items()}, hidden
 
 
 def _joined(parts: list[LogProbs]) -> LogProbs:

@@ -36,6 +36,7 @@ from megatron_runtime.server.guards import check_host
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
+from megatron_runtime.server.openai.embeddings import EmbeddingRequest, create_embedding
 from megatron_runtime.server.openai.messages import (
     CountTokensRequest,
     MessagesRequest,
@@ -169,6 +170,9 @@ class RequestMiddleware:
         try:
             with self._service.serving(state):
                 await app(scope, receive, observed)
+        except Exception:
+            status = status or 500  # the outermost middleware answers
+            raise
         finally:
             if span is not None:
                 # No status: the client disconnected before the answer began.
@@ -314,22 +318,13 @@ async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Resp
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
-async def create_embedding(service: Service, request: Request) -> Response:
-    """Raise ApiError 501: no engine returns hidden states."""
-    message = (
-        "POST /v1/embeddings is not offered: the engines return tokens, not hidden states. Use a server of an "
-        "embedding model."
-    )
-    raise ApiError(501, message, code="not_implemented", is_final=True)
-
-
 _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
     ("responses", create_response, ResponsesRequest),
     ("messages", create_message, MessagesRequest),
     ("messages/count_tokens", count_message_tokens, CountTokensRequest),
-    ("embeddings", create_embedding, None),
+    ("embeddings", create_embedding, EmbeddingRequest),
     ("tokenize", tokenize, TokenizeRequest),
     ("detokenize", detokenize, DetokenizeRequest),
     ("start_profile", start_profile, None),
@@ -355,7 +350,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail)).response()
         case _:
-            return ApiError(500, "The server failed to answer this request.", code="internal_error").response()
+            response = ApiError(500, "The server failed to answer this request.", code="internal_error").response()
+            response.headers["x-request-id"] = request.state.request_id  # RequestMiddleware does not see this answer
+            return response
 
 
 def _shown_path(request: Request) -> str:

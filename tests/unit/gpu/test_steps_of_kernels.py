@@ -83,6 +83,7 @@ def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int,
             seeds=np.array([2**64 - 5, 1, 17], dtype=np.uint64),
             positions=np.array([step, step, step], dtype=np.int64),
             num_log_probs=log_probs,
+            returns_hidden=np.array([step == 0, False, step == 2]),
             prompt_targets={row: random.integers(0, 96, new[row] - 1).astype(np.int32) for row in targets},
         ),
     )
@@ -133,6 +134,9 @@ def test_every_kind_of_step_equals_the_cpus(config, backend):
             assert our_lines.keys() == their_lines.keys()
             for row in their_lines:
                 np.testing.assert_allclose(our_lines[row].chosen_N, their_lines[row].chosen_N, rtol=1e-3, atol=1e-3)
+        assert actual.hidden_states.keys() == expected.hidden_states.keys()
+        for row, state in expected.hidden_states.items():
+            np.testing.assert_allclose(actual.hidden_states[row], state, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config.family)

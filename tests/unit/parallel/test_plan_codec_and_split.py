@@ -55,6 +55,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
             seeds=rng.integers(0, 2**64, rows, dtype=np.uint64),
             positions=rng.integers(0, 99, rows),
             num_log_probs=rng.integers(-1, 3, rows).astype(np.int32),
+            returns_hidden=rng.random(rows) < 0.3,
             edits=edits,
             prompt_targets=targets,
         ),
@@ -84,7 +85,7 @@ def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
 
 def test_a_result_arrives_as_it_was_sent() -> None:
     found = LogProbs(np.ones(2, np.float32), np.zeros((2, 3), np.int32), np.full((2, 3), -1.5, np.float32))
-    result = StepResult(np.array([4, -1], np.int32), {0: found}, {1: found})
+    result = StepResult(np.array([4, -1], np.int32), {0: found}, {1: found}, {1: np.ones(4, np.float32)})
     assert_same(unpack(pack(result)), result)
 
 
@@ -131,11 +132,18 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
                 row: LogProbs(found.astype(np.float32), np.empty((2, 0), np.int32), np.empty((2, 0), np.float32))
                 for row, found in batch.plan.sampling.prompt_targets.items()
             }
-            parts.append((batch.rows, StepResult(batch.plan.token_ids[starts], {}, told)))
+            hidden = {
+                int(row): batch.plan.token_ids[starts[row] : starts[row] + 1].astype(np.float32)
+                for row in np.flatnonzero(batch.plan.sampling.returns_hidden)
+            }
+            parts.append((batch.rows, StepResult(batch.plan.token_ids[starts], {}, told, hidden)))
     assert sorted(row for run, _ in parts for row in run) == list(range(rows))
     merged = merge(parts, rows)
     starts = plan.query_lengths.cumsum() - plan.query_lengths
     np.testing.assert_array_equal(merged.tokens, plan.token_ids[starts])
+    assert sorted(merged.hidden_states) == np.flatnonzero(plan.sampling.returns_hidden).tolist()
+    for row, state in merged.hidden_states.items():
+        assert state.tolist() == [plan.token_ids[starts[row]]]
     assert merged.prompt_log_probs.keys() == plan.sampling.prompt_targets.keys()
     for row, found in merged.prompt_log_probs.items():
         np.testing.assert_array_equal(found.chosen_N, plan.sampling.prompt_targets[row])

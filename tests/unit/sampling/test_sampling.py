@@ -26,7 +26,8 @@ def batch_of(n: int, *, edits: dict[int, LogitEdits] | None = None, **columns: o
     arrays = {
         name: np.broadcast_to(np.asarray(value, dtypes.get(name, np.float32)), n) for name, value in values.items()
     }
-    return SamplingBatch(num_log_probs=np.full(n, -1, np.int32), edits=edits or {}, **arrays)
+    no_reports = {"num_log_probs": np.full(n, -1, np.int32), "returns_hidden": np.zeros(n, np.bool_)}
+    return SamplingBatch(**no_reports, edits=edits or {}, **arrays)
 
 
 def draw(logits: np.ndarray, *, edits: dict[int, LogitEdits] | None = None, **columns: object) -> np.ndarray:

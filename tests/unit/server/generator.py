@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
@@ -75,6 +76,8 @@ class ScriptedBackend:
         self.answer = ANSWER
         self.times: dict[str, float] = {}
         """Times in the final reply."""
+        self.has_hidden_states = True
+        """Whether it returns hidden states; an engine of an earlier release does not."""
         self.forgets_log_probs_after: int | None = None
         """From this token on partials come without log-probabilities; the final reply has them."""
         self._tokenizer = tokenizer
@@ -216,10 +219,12 @@ class ScriptedBackend:
     def _reply(
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, text: str | None, reason: str
     ) -> dict[str, Any]:
-        details = {}
+        details: dict[str, Any] = {}
+        if params.return_hidden_state and self.has_hidden_states:
+            details["hidden_state"] = struct.pack("<3f", len(prompt), sum(prompt) % 7, -1.0)
         if params.return_log_probs:
             likeliest = [top(token, place, params.top_n_logprobs) for place, token in enumerate(tokens)]
-            details = {
+            details |= {
                 "generated_log_probs": [log_prob(token, place) for place, token in enumerate(tokens)],
                 "generated_top_n_logprobs": likeliest,
                 **self._prompt_details(prompt, params),
@@ -231,11 +236,17 @@ class ScriptedBackend:
             "finish_reason": "error" if self.failure else reason,
             "generated_tokens": tokens,
             "generated_text": text,
+            "stop_reason": None if text is None else self._stop_of(tokens, params),
             "generated_length": len(tokens),
             "prompt_length": len(prompt),
             "num_cached_tokens": 3,
             "error": self.failure,
         }
+
+    def _stop_of(self, tokens: list[int], params: SamplingParams) -> str:
+        """The stop string that ended the answer."""
+        text = "".join(self._texts(tokens))
+        return min((text.find(stop), stop) for stop in params.stop_words or () if stop in text)[1]
 
     async def _count(self, *, opened: int, aborted: int = 0) -> None:
         self.open += opened

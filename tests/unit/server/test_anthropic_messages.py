@@ -197,9 +197,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event(running: Any, client
     )
     assert reply.text.rstrip().splitlines()[-2] == "event: error"
     assert "[DONE]" not in reply.text
-
-
-async def test_embeddings_are_rejected_by_name(running: Any) -> None:
-    reply = await running.post("/v1/embeddings", {"model": "smollm2", "input": "Hi"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "not_implemented")
-    assert reply.headers["x-should-retry"] == "false"

@@ -228,6 +228,7 @@ async def test_an_internal_error_is_answered_without_details(running: Any, monke
     monkeypatch.setattr(running.backend, "add_request", fail)
     reply = await running.chat()
     assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+    assert reply.headers["x-request-id"].startswith("req_")
     assert "secret" not in reply.text
     monkeypatch.undo()
     assert (await running.chat()).status_code == 200

@@ -51,7 +51,8 @@ class EchoBackend(NativeBackend):
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )
-        self.info = replace(self.info, capabilities=self.info.capabilities | {Capability.ADAPTERS})
+        capabilities = (self.info.capabilities | {Capability.ADAPTERS}) - {Capability.HIDDEN_STATES}
+        self.info = replace(self.info, capabilities=capabilities)
         self.adapters: dict[str, str] = {}
         """Sources of the loaded adapters by name."""
 

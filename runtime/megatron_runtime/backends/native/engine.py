@@ -279,6 +279,8 @@ class EngineCore:
                 output.error_code = ErrorCode.INVALID_REQUEST
             if request.params.wants_log_probs:
                 request.report_log_probs(result.log_probs[index], output)
+            if request.params.return_hidden_state:
+                output.hidden_state = result.hidden_states[index]
             outputs.append(output)
         return outputs
 

@@ -60,11 +60,13 @@ class StepResult:
     tokens:           int32 [n]; −1 if no token was sampled.
     log_probs:        by row, of the rows whose num_log_probs requests them; one line each.
     prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
+    hidden_states:    float32 [D] by row, of the sampled rows that return them.
     """
 
     tokens: npt.NDArray[Any]
     log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
     prompt_log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
+    hidden_states: Mapping[int, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 class NoCudaProfilerError(RuntimeError):

@@ -21,7 +21,7 @@ from megatron_runtime.sampling.sampler import LogProbs
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: assigns neighbouring pages to different ranks
 
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_log_probs")
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_log_probs", "returns_hidden")
 
 Rows = Int64
 
@@ -97,11 +97,13 @@ def merge(parts: Sequence[tuple[Rows, StepResult]], num_rows: int) -> StepResult
     tokens = np.full(num_rows, -1, dtype=np.int32)
     found: dict[int, LogProbs] = {}
     of_prompts: dict[int, LogProbs] = {}
+    hidden: dict[int, npt.NDArray[Any]] = {}
     for rows, result in parts:
         tokens[rows] = result.tokens
         found |= {int(rows[row]): value for row, value in result.log_probs.items()}
         of_prompts |= {int(rows[row]): value for row, value in result.prompt_log_probs.items()}
-    return StepResult(tokens, found, of_prompts)
+        hidden |= {int(rows[row]): value for row, value in result.hidden_states.items()}
+    return StepResult(tokens, found, of_prompts, hidden)
 
 
 def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
@@ -172,6 +174,7 @@ def _plan(first_pages: Int32, dummy: int, *, page_size: int, tokens: int = 1, is
             seeds=np.zeros(rows, dtype=np.uint64),
             positions=np.zeros(rows, dtype=np.int64),
             num_log_probs=np.full(rows, 0 if is_sampled else NO_LOG_PROBS, dtype=np.int32),
+            returns_hidden=np.zeros(rows, dtype=np.bool_),
             prompt_targets=dict.fromkeys(range(rows), targets) if len(targets) else {},
         ),
     )

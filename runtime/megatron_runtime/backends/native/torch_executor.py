@@ -41,6 +41,7 @@ class ForwardStep:
     logits_BV:    logits, in the model's type. tokens_B: int32, drawn from them; None if the host samples.
     logits_of:    computes logits_NV of hidden states x_ND.
     x_TD:         hidden states of prompt tokens.
+    hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
     targets:      (row of the plan, rows of x_TD whose logits its prompt targets need).
     """
 
@@ -51,6 +52,7 @@ class ForwardStep:
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     x_TD: torch.Tensor | None
     targets: list[tuple[int, slice]]
+    hidden_of: Callable[[Int64], torch.Tensor]
 
     def draw(self) -> Int32 | None:
         """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
@@ -70,6 +72,9 @@ class ForwardStep:
             for start in range(where.start, where.stop, LOGIT_ROWS):
                 part_ND = self.x_TD[start : min(start + LOGIT_ROWS, where.stop)]
                 yield row, start - where.start, _on_host(self.logits_of(part_ND))
+
+    def hidden_states(self, which: Int64) -> Float32:
+        return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows

@@ -43,6 +43,7 @@ class Piece:
     generated: all generated tokens, with those that ended the answer; on the last part only.
     generated_log_probs: of each of them, if they are known.
     stop_text: the stop text that ended the answer; on the last part only.
+    hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Piece:
     generated: Sequence[int] = ()
     generated_log_probs: Sequence[float] | None = None
     stop_text: str | None = None
+    hidden_state: bytes | None = None
 
 
 class Choice:
@@ -110,6 +112,8 @@ class Choice:
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
         if isinstance(stop := reply.get("stop_reason"), str):  # a number is the token that ended it
             piece.stop_text = stop
+        if isinstance(hidden := reply.get("hidden_state"), bytes):
+            piece.hidden_state = hidden
         self._echo(reply, piece)
         if self._job.is_prompt_only:
             piece.finish_reason = "length"

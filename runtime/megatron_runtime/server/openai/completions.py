@@ -31,8 +31,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     if max_tokens == 0 and not body.echo:
         raise invalid_value("max_tokens", "0 leaves no answer; use at least 1, or echo for the prompt alone")
     service.check_choices(len(body.prompt) * (body.n or 1), tenant=request.state.tenant)
-    characters = sum(len(item) for item in body.prompt if isinstance(item, str))
-    prompts = await service.while_connected(request, _prompts(service, body, characters), characters=characters)
+    prompts = await tokenized_prompts(service, request, body)
     options = Options(
         max_tokens=max_tokens,
         log_probs=body.logprobs,
@@ -47,6 +46,12 @@ async def create_completion(service: Service, request: Request) -> Response:
         return {**fields, "token_ids": piece.token_ids} if body.return_token_ids else fields
 
     return await respond(service, request, body, prompts, options, choice=choice, chunks=lambda piece: (choice(piece),))
+
+
+async def tokenized_prompts(service: Service, request: Request, body: CompletionRequest) -> list[Prompt]:
+    """Return the prompts of a request. Raises ApiError 400 for one that is too long."""
+    characters = sum(len(item) for item in body.prompt if isinstance(item, str))
+    return await service.while_connected(request, _prompts(service, body, characters), characters=characters)
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:

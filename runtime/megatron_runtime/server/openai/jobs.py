@@ -72,6 +72,7 @@ class Options:
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
+    hidden_state:  return the hidden state after the prompt; only with max_tokens 0.
     """
 
     max_tokens: int | None
@@ -80,6 +81,7 @@ class Options:
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
     reasoning: ReasoningUse | None = None
+    hidden_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,9 @@ def jobs_of(
         top_n_logprobs=options.log_probs,
         skip_prompt_log_probs=not options.prompt_log_probs,
     )
+    if options.hidden_state:
+        shared.num_tokens_to_generate = 1
+        shared.return_hidden_state = True
     _check_sent_bytes(shared, prompts, choices=choices, format_field=field)
     end_ids = frozenset((*(() if request.ignore_eos else tokenizer.eos_ids), *(request.stop_token_ids or ())))
     visible = tokenizer.special_ids & {tokenizer.token_id(marker) for marker in options.markers}

@@ -135,7 +135,11 @@ def logits_of_step(model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor) -> 
     sampled = len(rows.sampled_rows)
     x_ND = model.finish(x_TD, rows.logit_rows_N)
     logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
-    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets)
+
+    def hidden_of(which: Int64) -> torch.Tensor:
+        return x_ND[torch.from_numpy(which)]
+
+    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets, hidden_of)
 
 
 def _is_native(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[NativeDecoder]:
@@ -148,9 +152,12 @@ def _forward_native(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tens
     sampled = len(rows.sampled_rows)
     x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy())
     x_ND = model.finish(x_TD, rows.logit_rows_N) if rows.targets else None
-    return ForwardStep(
-        rows.sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model.logits, x_ND, rows.targets
-    )
+    logits_NV = torch.from_numpy(sampled_NV)
+
+    def hidden_of(which: Int64) -> torch.Tensor:
+        return model.finish(x_TD, rows.logit_rows_N[torch.from_numpy(which)])
+
+    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets, hidden_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,11 +143,17 @@ class KernelDecoder(Decoder):
             added_TD = self._output_norm(self._feed_forward(mlp, normed_TD), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
+    def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return some hidden states of a step after the last norm. Overwrites nothing."""
+        norm_D = self.weights.norm_D
+        assert norm_D is not None, "this rank is of an earlier pipeline stage"
+        return self._norm(None, x_ND, norm_D)
+
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return logits_NV, in the type of the weights, of some hidden states of a step. Overwrites nothing."""
-        norm_D, head_WD = self.weights.norm_D, self.weights.head_WD
-        assert norm_D is not None and head_WD is not None, "this rank is of an earlier pipeline stage"  # noqa: PT018
-        logits_NW = head_WD(self._norm(None, x_ND, norm_D))
+        head_WD = self.weights.head_WD
+        assert head_WD is not None, "this rank is of an earlier pipeline stage"
+        logits_NW = head_WD(self.finish(x_ND))
         return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
 
     def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:

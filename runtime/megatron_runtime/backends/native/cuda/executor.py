@@ -186,7 +186,9 @@ class CudaExecutor(TorchExecutor):
         """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
         large enough: then each kernel is launched.
         """
-        is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
+        batch = plan.sampling
+        reports_prompts = bool(batch.prompt_targets) or bool(batch.returns_hidden.any())
+        is_decodes = bool((plan.query_lengths == 1).all()) and not reports_prompts
         return graph_size(rows, self._graph_sizes) if is_decodes else None
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
@@ -228,4 +230,10 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         end = int(staged.ends[np.flatnonzero(staged.rows == row)[0]])
         first = end - int(plan.query_lengths[row])
         targets.append((row, slice(first, first + len(tokens))))
-    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model.logits, output.x_TD, targets)
+    ends, x_TD = staged.ends[at] - 1, output.x_TD
+
+    def hidden_of(which: Int64) -> torch.Tensor:
+        assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
+        return model.finish(x_TD.index_select(0, torch.from_numpy(ends[which]).to(x_TD.device)))
+
+    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model.logits, x_TD, targets, hidden_of)

@@ -1,0 +1,96 @@
+"""POST /v1/embeddings: the hidden state of a decoder after each text, with length 1."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.openai.answer import Piece
+from megatron_runtime.server.openai.completions import tokenized_prompts
+from megatron_runtime.server.openai.generation import generation_of
+from megatron_runtime.server.openai.jobs import Options
+from megatron_runtime.server.openai.schema import (
+    FREE_JSON,
+    MAX_PROMPTS,
+    CompletionRequest,
+    Discarded,
+    ModelRequest,
+    PromptIds,
+    only,
+)
+from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.streaming import until_disconnect
+
+_FIELD = "return_hidden_state"
+
+
+class EmbeddingRequest(ModelRequest):
+    """POST /v1/embeddings."""
+
+    input: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | PromptIds
+        | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Any, FREE_JSON, only()] = None
+    user: Discarded = None
+
+
+async def create_embedding(service: Service, request: Request) -> Response:
+    """Answer with one vector for each text. Raises ApiError 501 if the engines return no hidden states."""
+    body = await service.read(request, EmbeddingRequest)
+    service.check_in_flight(tenant=request.state.tenant)
+    try:
+        completion = CompletionRequest(model=body.model, prompt=body.input, temperature=0)  # type: ignore[arg-type]
+    except ValueError as error:
+        message = "Invalid value for input: give a text, token ids, or a list of texts or of lists of token ids."
+        raise ApiError(400, message, param="input", code="invalid_value") from error
+    service.check_choices(len(completion.prompt), tenant=request.state.tenant)
+    prompts = await tokenized_prompts(service, request, completion)
+    options = Options(max_tokens=0, log_probs=None, hidden_state=True)
+    generation = generation_of(service, request, completion, prompts, options)
+    try:
+        pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
+    except ApiError as error:
+        raise _not_offered() if error.param == _FIELD else error from error
+    vectors = [_vector(piece) for piece in pieces]
+    is_text = body.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist(),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = generation.usage.prompt
+    answer = {
+        "object": "list",
+        "data": data,
+        "model": generation.adapter or service.settings.served_name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return Response(to_json(answer), media_type="application/json")
+
+
+def _vector(piece: Piece) -> Any:
+    """Return float32 [D] of length 1."""
+    if not piece.hidden_state:
+        raise _not_offered()
+    vector = np.frombuffer(piece.hidden_state, dtype="<f4")
+    length = float(np.linalg.norm(vector))
+    return vector / np.float32(length) if length else vector
+
+
+def _not_offered() -> ApiError:
+    message = "POST /v1/embeddings is not offered: only native engines of this release return hidden states."
+    return ApiError(501, message, code="not_implemented", is_final=True)

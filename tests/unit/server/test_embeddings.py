@@ -1,0 +1,68 @@
+"""POST /v1/embeddings with OpenAI's client: vectors of length 1, both encodings, usage, limits, other engines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+
+from megatron_runtime.inference_client import RequestRejectedError
+
+
+def unit(*values: float) -> list[float]:
+    length = math.hypot(*values)
+    return [value / length for value in values]
+
+
+async def test_each_text_has_a_vector_of_length_one(running: Any) -> None:
+    texts = ["Hi", "What is the capital of France?", "Hi"]
+    prompts = [running.tokenizer.encode(text) for text in texts]
+    expected = [pytest.approx(unit(len(prompt), sum(prompt) % 7, -1.0), rel=1e-6) for prompt in prompts]
+    for options in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
+        reply = await running.openai.embeddings.create(model="smollm2", input=texts, **options)
+        assert [item.index for item in reply.data] == [0, 1, 2]
+        assert [item.embedding for item in reply.data] == expected
+        assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(map(len, prompts))
+        assert reply.model == "smollm2"
+    for _, params in running.backend.requests:
+        assert params.return_hidden_state
+        assert params.num_tokens_to_generate == 1
+    single = await running.openai.embeddings.create(model="smollm2", input="Hi")
+    of_tokens = await running.openai.embeddings.create(model="smollm2", input=[prompts[0], prompts[1]])
+    assert [single.data[0].embedding] == expected[:1]
+    assert [item.embedding for item in of_tokens.data] == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["Hi", [1]]}, "input"),
+        ({"input": "Hi", "dimensions": 3}, "dimensions"),
+        ({"input": "Hi", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "Hi", "unknown": 1}, "unknown"),
+        ({"input": [[10**9]]}, "prompt"),
+    ],
+)
+async def test_wrong_fields_are_named(running: Any, fields: dict[str, Any], param: str) -> None:
+    reply = await running.post("/v1/embeddings", {"model": "smollm2", **fields})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"].startswith(param)
+    assert not running.backend.requests
+
+
+async def test_engines_without_hidden_states_are_named(running: Any) -> None:
+    """Engines of another backend reject the parameter; those of an earlier release ignore it."""
+    running.backend.failure = {"code": 400, "message": "no hidden states", "field": "return_hidden_state"}
+    for _ in range(2):
+        with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
+            await running.openai.embeddings.create(model="smollm2", input="Hi")
+        assert (raised.value.status_code, raised.value.code) == (501, "not_implemented")
+        running.backend.failure, running.backend.has_hidden_states = None, False
+    running.backend.reject = RequestRejectedError(503, "the engines are stopped", 2.0)
+    with pytest.raises(openai.APIStatusError) as raised:
+        await running.openai.embeddings.create(model="smollm2", input="Hi")
+    assert raised.value.status_code == 503
