@@ -101,6 +101,7 @@ egress_policies = click.option(
 )
 _POLICY: dict[Switch, tuple[str, str | None, str]] = {
     Switch.HOST_PATHS: ("host_paths", "PREFIX", "podTemplates may mount host paths below PREFIX, read-only."),
+    Switch.MODEL_CACHE_PATHS: ("model_cache_paths", "PREFIX", "spec.model.cache.hostPath may be PREFIX or below it."),
     Switch.CAPABILITIES: ("capabilities", "NAME", "podTemplates may add this Linux capability, such as IPC_LOCK."),
     Switch.HOST_NETWORK: ("host_network", None, "podTemplates may set hostNetwork."),
     Switch.SIDECARS: ("sidecars", None, "podTemplates may add containers and init containers."),

@@ -46,6 +46,22 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             ["spec.weights.revision", "no other revisions", "remove spec.weights"],
         ),
         (
+            manifest({"model": {"source": {"objectStore": {"url": "ftp://models/x"}}}}),
+            ["spec.model.source.objectStore.url", "is ftp://models/x", "must be s3://BUCKET/PREFIX"],
+        ),
+        (
+            manifest({"model": {"source": {"objectStore": {"url": "s3://models/{revision}"}}}}),
+            ["spec.model.source.objectStore.url", "spec.weights.revision must be set"],
+        ),
+        (
+            manifest({"model": {**SOURCE, "cache": {"persistentVolumeClaim": "models"}}}),
+            ["spec.model.cache", "only downloaded models are cached"],
+        ),
+        (
+            manifest({"model": {"source": {"huggingFace": {"repo": "org/sql"}}, "cache": {}}}),
+            ["spec.model.cache", "set exactly one of persistentVolumeClaim and hostPath"],
+        ),
+        (
             manifest({"model": SOURCE, "rollout": {"maxUnavailable": 0}}),
             ["spec.rollout.maxUnavailable", "raise one of them"],
         ),

@@ -124,6 +124,7 @@ def test_names_images_and_further_fields_of_the_pod_can_be_set(platform: Platfor
 
 SWITCHES = {
     "podPolicy.hostPaths={/dev/infiniband}": ["--allow-host-path", "/dev/infiniband"],
+    "podPolicy.modelCachePaths={/var/cache/models}": ["--allow-model-cache-path", "/var/cache/models"],
     "podPolicy.capabilities={IPC_LOCK}": ["--allow-capability", "IPC_LOCK"],
     "podPolicy.hostNetwork=true": ["--allow-host-network"],
     "podPolicy.sidecars=true": ["--allow-sidecars"],

@@ -1,7 +1,10 @@
-"""Object stores on loopback: moto's S3 server, fake-gcs-server, and a proxy before either that breaks connections."""
+"""Object stores on loopback: moto's S3 server, fake-gcs-server, Azurite, and a proxy before any of them that breaks
+connections."""
 
 from __future__ import annotations
 
+import base64
+import hmac
 import json
 import os
 import socket
@@ -10,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,7 +21,7 @@ from urllib.parse import quote, urlsplit
 
 import obstore
 from moto.server import ThreadedMotoServer
-from obstore.store import S3Store
+from obstore.store import AzureStore, S3Store
 
 BUCKET = "models"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
@@ -32,6 +36,7 @@ class FaultyProxy:
     statuses:  answered instead of a response, one entry per request.
     paused:    while set, bodies of more than 1 MiB stop after their first half.
     requests:  (method, path with query, range) of each request.
+    host:      address to listen on.
     """
 
     upstream: str
@@ -40,8 +45,8 @@ class FaultyProxy:
     paused: threading.Event = field(default_factory=threading.Event)
     halted: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)
     url: str = ""
+    host: str = "127.0.0.1"
 
     def ranges(self, name: str) -> list[str | None]:
         """Return the ranges of the GET requests of an object."""
@@ -54,7 +59,7 @@ class FaultyProxy:
         class Handler(_Handler):
             owner = proxy
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        with ThreadingHTTPServer((self.host, 0), Handler) as server:
             server.daemon_threads = True
             self.url = f"http://127.0.0.1:{server.server_port}"
             thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -101,7 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
         except ConnectionError:
             return
-        self.owner.sent[self.path] = self.owner.sent.get(self.path, 0) + len(body)
         if cut is not None:
             self.wfile.flush()
             if proxy.paused.is_set():
@@ -207,3 +211,64 @@ def _post(port: int, path: str, body: bytes, kind: str) -> bool:
         return False
     finally:
         connection.close()
+
+
+AZURITE = "azurite@3.35.0"
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account of the server, which its documentation publishes."""
+
+
+@contextmanager
+def azure_server(programs: Path) -> Iterator[str]:
+    """Yield the URL of an Azure Blob Storage server with the container `models`. Its package is installed once.
+
+    programs: directory of the package.
+    """
+    program = programs / "node_modules/.bin/azurite-blob"
+    if not program.exists():
+        install = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", programs, AZURITE]
+        subprocess.run(install, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while not _create_container(port):
+                assert server.poll() is None, "the server ended"
+                threading.Event().wait(0.1)
+            yield f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        finally:
+            server.terminate()
+
+
+def _create_container(port: int) -> bool:
+    date, version = formatdate(usegmt=True), "2021-08-06"
+    path = f"/{AZURE_ACCOUNT}/{BUCKET}"
+    signed = "\n".join(["PUT", *[""] * 11, f"x-ms-date:{date}", f"x-ms-version:{version}"])
+    signed += f"\n/{AZURE_ACCOUNT}{path}\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), signed.encode(), "sha256")).decode()
+    headers = {"x-ms-date": date, "x-ms-version": version, "content-length": "0"}
+    headers["authorization"] = f"SharedKey {AZURE_ACCOUNT}:{signature}"
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("PUT", f"{path}?restype=container", headers=headers)
+        return connection.getresponse().status == 201
+    except ConnectionError:
+        return False
+    finally:
+        connection.close()
+
+
+def upload_to_azure(url: str, prefix: str, files: Mapping[str, bytes]) -> None:
+    """Put files into the container of an Azure Blob Storage server."""
+    store = AzureStore(
+        BUCKET,
+        prefix=prefix,
+        account_name=AZURE_ACCOUNT,
+        account_key=AZURE_KEY,
+        endpoint=url,
+        client_options={"allow_http": True},
+    )
+    for name, data in files.items():
+        obstore.put(store, name, data)

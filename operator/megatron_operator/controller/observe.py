@@ -35,6 +35,7 @@ from megatron_operator.cluster.projection import (
     project_pod,
     project_resource,
 )
+from megatron_operator.controller.download import MOST_DOWNLOADS, read_progress
 from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
@@ -44,10 +45,12 @@ from megatron_operator.model.states import CoordinatorState
 from megatron_operator.plan.lost_nodes import NODE_SECONDS
 from megatron_operator.plan.reduce import lost_since
 from megatron_operator.plan.world import (
+    DOWNLOAD_SECONDS,
     EVENT_SECONDS,
     POD_EVENTS,
     ChildRef,
     CoordinatorSnapshot,
+    Download,
     KeysView,
     PodView,
     Rejection,
@@ -132,6 +135,8 @@ class Observer:
         self._creations_due = 0.0
         self._registrations = Registrations()
         self._nodes_due: dict[str, float] = {}
+        self._downloaded: Download | None = None
+        self._download_due = 0.0
         self._pod_events: dict[str, tuple[str, str]] = {}
         self._pod_events_due: dict[str, float] = {}
 
@@ -212,6 +217,7 @@ class Observer:
             failed_creations=await self._failed_creations(resource),
             unregistered_seconds=self._registrations.missing(coordinator, self._cache.pods(), now=time.monotonic()),
             lost_nodes=await self._lost_nodes(spec.lifecycle.lost_node_seconds),
+            download=await self._download(),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
@@ -256,6 +262,23 @@ class Observer:
         coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
         ready = any(pod.ready and not pod.deleting for pod in coordinators)
         return await self._link.refresh(expected=ready)
+
+    async def _download(self) -> Download | None:
+        """Return the progress of the pod that downloads the model. It is read every few seconds, from the pod itself:
+        a pod has no permission to write it anywhere."""
+        pods = sorted(
+            (pod for pod in self._cache.pods() if pod.fetching_at and not pod.deleting), key=lambda pod: pod.name
+        )
+        last, now = self._downloaded, time.monotonic()
+        if not pods:
+            self._downloaded = None
+        elif now >= self._download_due:
+            self._download_due = now + DOWNLOAD_SECONDS
+            # All but one wait for the lock of the cache, and that one is most likely the last one that had progress.
+            pods.sort(key=lambda pod: last is None or pod.name != last.pod)
+            found = await asyncio.gather(*(asyncio.to_thread(read_progress, pod) for pod in pods[:MOST_DOWNLOADS]))
+            self._downloaded = next((progress for progress in found if progress is not None), None)
+        return self._downloaded
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""

@@ -11,6 +11,7 @@ class Switch(Enum):
     """Helm chart values, one for each further class of fields, with their paths and command line flags."""
 
     HOST_PATHS = "podPolicy.hostPaths", "--allow-host-path"
+    MODEL_CACHE_PATHS = "podPolicy.modelCachePaths", "--allow-model-cache-path"
     CAPABILITIES = "podPolicy.capabilities", "--allow-capability"
     HOST_NETWORK = "podPolicy.hostNetwork", "--allow-host-network"
     SIDECARS = "podPolicy.sidecars", "--allow-sidecars"
@@ -33,6 +34,8 @@ class PodPolicy:
 
     host_paths: tuple[str, ...] = ()
     """Absolute path prefixes of hostPath volumes, which are mounted read-only."""
+    model_cache_paths: tuple[str, ...] = ()
+    """Absolute path prefixes of spec.model.cache.hostPath, to which init containers of the operator write models."""
     capabilities: tuple[str, ...] = ()
     """Linux capabilities that containers may add, without the prefix CAP_."""
     host_network: bool = False
@@ -49,9 +52,11 @@ class PodPolicy:
     """Arguments with which vLLM loads code, such as trust_remote_code."""
 
     def __post_init__(self) -> None:
-        for prefix in self.host_paths:
+        named = [(Switch.HOST_PATHS, prefix) for prefix in self.host_paths]
+        named += [(Switch.MODEL_CACHE_PATHS, prefix) for prefix in self.model_cache_paths]
+        for switch, prefix in named:
             if not prefix.strip("/") or posixpath.normpath(prefix) != prefix.rstrip("/") or not prefix.startswith("/"):
-                value, flag = Switch.HOST_PATHS.value
+                value, flag = switch.value
                 raise ValueError(f"{value} ({flag}): is {prefix!r}; give an absolute path below / without . and ..")
 
 

@@ -438,7 +438,21 @@ class RolloutSpec(ApiModel):
 
 MAX_RANKS = 256
 """Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
-_NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it to the path, or remove spec.weights"
+_NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it there, or remove spec.weights"
+_NO_REVISION = "contains {revision}, so spec.weights.revision must be set"
+_LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
+"""Fields of spec.model.source in which {revision} is replaced."""
+
+
+def _revision_rules(field: str) -> tuple[dict[str, str], ...]:
+    source, placed = field.partition(".")[0], f"self.model.source.{field}.contains('{{revision}}')"
+    absent = f"!has(self.model.source.{source})"
+    return (
+        cel(f"has(self.weights) || {absent} || !{placed}", f"spec.model.source.{field}: {_NO_REVISION}"),
+        cel(f"!has(self.weights) || {absent} || {placed}", f"spec.model.source.{field}: {_NO_PLACE}"),
+    )
+
+
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
 _NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
@@ -451,6 +465,9 @@ _VLLM_PICKLE = (
     "authentication, so a process that can connect to one of their pods can run code there; set it to true if the "
     "cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine fits one pod"
 )
+
+
+_REVISION_RULES: list[Any] = [rule for field in _LOCATIONS for rule in _revision_rules(field)]
 
 
 class MegatronInferenceSpec(ApiModel):
@@ -474,30 +491,10 @@ class MegatronInferenceSpec(ApiModel):
                     "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
                     "remove one of the two",
                 ),
-                cel(
-                    "has(self.weights) || !has(self.model.source.persistentVolumeClaim) || "
-                    "!self.model.source.persistentVolumeClaim.path.contains('{revision}')",
-                    "spec.model.source.persistentVolumeClaim.path: contains {revision}, so spec.weights.revision "
-                    "must be set",
-                ),
-                cel(
-                    "has(self.weights) || !has(self.model.source.image) || "
-                    "!self.model.source.image.path.contains('{revision}')",
-                    "spec.model.source.image.path: contains {revision}, so spec.weights.revision must be set",
-                ),
+                *_REVISION_RULES,
                 cel(
                     "!has(self.weights) || !has(self.model.source.builtin)",
                     "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
-                ),
-                cel(
-                    "!has(self.weights) || !has(self.model.source.persistentVolumeClaim) || "
-                    "self.model.source.persistentVolumeClaim.path.contains('{revision}')",
-                    "spec.model.source.persistentVolumeClaim.path: " + _NO_PLACE,
-                ),
-                cel(
-                    "!has(self.weights) || !has(self.model.source.image) || "
-                    "self.model.source.image.path.contains('{revision}')",
-                    "spec.model.source.image.path: " + _NO_PLACE,
                 ),
                 cel(
                     "self.engine.backend != 'VLLM' || !(self.model.dtype in "
@@ -556,14 +553,12 @@ class MegatronInferenceSpec(ApiModel):
             )
         if self.weights is not None and source.builtin is not None:
             raise ValueError("spec.weights.revision: a builtin model has no other revisions; remove spec.weights")
-        field = "image" if source.image is not None else "persistentVolumeClaim"
-        placed = source.path is not None and "{revision}" in source.path
+        field, location = source.location or ("", "")
+        placed = "{revision}" in location
         if self.weights is None and placed:
-            raise ValueError(
-                f"spec.model.source.{field}.path: contains {{revision}}, so spec.weights.revision must be set"
-            )
-        if self.weights is not None and source.path is not None and not placed:
-            raise ValueError(f"spec.model.source.{field}.path: {_NO_PLACE}")
+            raise ValueError(f"spec.model.source.{field}: {_NO_REVISION}")
+        if self.weights is not None and location and not placed:
+            raise ValueError(f"spec.model.source.{field}: {_NO_PLACE}")
         return self
 
     @model_validator(mode="after")

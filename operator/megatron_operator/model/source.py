@@ -100,7 +100,36 @@ class ImageSource(ApiModel):
     )
 
 
-_SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
+_URL_PART = r"[A-Za-z0-9_@+=~{}-][A-Za-z0-9_.@+=~{}-]*"
+ObjectUrl = Annotated[
+    str,
+    Matches(
+        "spec.model.source.objectStore.url",
+        rf"^(s3|gs|az|https)://[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{{1,5}})?(/{_URL_PART})*/?$",
+        "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH of letters, digits and "
+        "_ . @ + = ~ -, without a query",
+    ),
+]
+
+
+class SecretRef(ApiModel):
+    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+
+
+class ObjectStoreSource(ApiModel):
+    url: ObjectUrl = Field(
+        description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH; {revision} is "
+        "replaced by spec.weights.revision.",
+        max_length=1024,
+    )
+    credentials_secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Secret whose keys are the names of variables such as AWS_ACCESS_KEY_ID. Without it, the workload "
+        "identity of the ServiceAccount is used.",
+    )
+
+
+_SOURCES = ("builtin", "huggingFace", "objectStore", "persistentVolumeClaim", "image")
 _SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 
@@ -126,12 +155,15 @@ class ModelSource(ApiModel):
         max_length=63,
     )
     hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    object_store: ObjectStoreSource | None = Field(
+        default=None, description="A model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
+    )
     persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
     image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        chosen = (self.builtin, self.hugging_face, self.persistent_volume_claim, self.image)
+        chosen = (self.builtin, self.hugging_face, self.object_store, self.persistent_volume_claim, self.image)
         count = sum(source is not None for source in chosen)
         if count != 1:
             raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
@@ -144,6 +176,54 @@ class ModelSource(ApiModel):
             if source is not None:
                 return source.path
         return None
+
+    @property
+    def location(self) -> tuple[str, str] | None:
+        """The field, below the source, whose `{revision}` is replaced, and its value; None without such a field."""
+        if self.object_store is not None:
+            return "objectStore.url", self.object_store.url
+        if self.path is None:
+            return None
+        return ("image.path" if self.image is not None else "persistentVolumeClaim.path"), self.path
+
+    @property
+    def downloads(self) -> bool:
+        return self.hugging_face is not None or self.object_store is not None
+
+
+CachePath = Annotated[
+    str,
+    Matches(
+        "spec.model.cache.hostPath",
+        rf"^(/{_URL_PART})+$",
+        "an absolute path of letters, digits and _ . @ + = ~ - without . and .. parts; begin it with /",
+    ),
+]
+_CACHE = "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath"
+
+
+class CacheSpec(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE)]
+        }
+    )
+
+    persistent_volume_claim: Name | None = Field(
+        default=None, description="PersistentVolumeClaim in the resource's namespace, which all engines mount."
+    )
+    host_path: CachePath | None = Field(
+        default=None,
+        description="Directory of each node, writable for user 65532. The chart value podPolicy.modelCachePaths must "
+        "allow it.",
+        max_length=1024,
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.persistent_volume_claim is None) == (self.host_path is None):
+            raise ValueError(_CACHE)
+        return self
 
 
 _ADAPTER = "spec.model.adapters[].source"
@@ -216,6 +296,10 @@ class AdapterSpec(ApiModel):
 
 
 _ADAPTER_NAME = "spec.model.adapters: an adapter has the name of the model; give it another one"
+_NOT_CACHED = (
+    "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
+    "objectStore"
+)
 _ADAPTER_PATH = (
     "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
     "persistentVolumeClaim or image; use source.huggingFace"
@@ -235,6 +319,10 @@ class ModelSpec(ApiModel):
                     "self.adapters.all(adapter, !has(adapter.source.path))",
                     _ADAPTER_PATH,
                 ),
+                cel(
+                    "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
+                    _NOT_CACHED,
+                ),
             ]
         }
     )
@@ -246,6 +334,11 @@ class ModelSpec(ApiModel):
         max_length=256,
     )
     source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
+    cache: CacheSpec | None = Field(
+        default=None,
+        description="A volume that keeps the downloaded model. The first pod that needs it downloads it, others wait, "
+        "and engines mount it read-only.",
+    )
     format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto detects it from the files.")
     dtype: Dtype = Field(
         default=Dtype.AUTO,
@@ -276,12 +369,15 @@ class ModelSpec(ApiModel):
             raise ValueError(_ADAPTER_NAME)
         if self.source.path is None and any(adapter.source.path is not None for adapter in adapters):
             raise ValueError(_ADAPTER_PATH)
+        if self.cache is not None and not self.source.downloads:
+            raise ValueError(_NOT_CACHED)
         return self
 
 
 class WeightsSpec(ApiModel):
     revision: WeightsRevision = Field(
-        description="Replaces {revision} in the path of the model's source. A change updates the weights in place.",
+        description="Replaces {revision} in the path or URL of the model's source. A change updates the weights in "
+        "place.",
         min_length=1,
         max_length=63,
     )

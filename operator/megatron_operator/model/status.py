@@ -80,6 +80,16 @@ class WeightsStatus(ApiModel):
     )
 
 
+class DownloadStatus(ApiModel):
+    pod: str = Field(description="Pod that downloads.")
+    bytes: int = Field(description="Bytes in the cache, also of earlier attempts.")
+    total_bytes: int = Field(description="Bytes of the model.")
+    bytes_per_second: int | None = Field(
+        default=None, description="Rate of the last half minute; absent while unknown."
+    )
+    seconds_left: int | None = Field(default=None, description="Estimated time to the end at that rate.")
+
+
 class AdapterStatus(ApiModel):
     name: str = Field(description="Name in /v1/models.")
     source: str = Field(description="Source, as the engines load it.")
@@ -193,6 +203,9 @@ class MegatronInferenceStatus(ApiModel):
     )
     lifecycle: Lifecycle | None = Field(default=None, description="The current or last operation.")
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
+    download: DownloadStatus | None = Field(
+        default=None, description="The download to spec.model.cache, every 10 s; absent if none is in progress."
+    )
     adapters: list[AdapterStatus] | None = Field(
         default=None,
         description="The adapters of spec.model.adapters.",

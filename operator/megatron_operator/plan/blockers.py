@@ -124,7 +124,7 @@ def engines_wait(scene: Scene) -> Finding:
     started = [engine for engine in absent if engine.name not in scene.held_back] or absent
     names = ", ".join(engine.name for engine in started[:8])
     loading = [engine for engine in absent if engine.report is not None]
-    verb = "load its weights" if loading else "register"
+    verb = "load its weights" if loading else "download the model" if scene.downloading else "register"
     later = f"; {len(scene.held_back)} more start then, at most {MAX_STARTING} at a time" if scene.held_back else ""
     return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"
 

@@ -19,7 +19,7 @@ from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.update import BEGUN
 from megatron_operator.plan.upkeep import upkeep
-from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
+from megatron_operator.plan.world import DOWNLOAD_SECONDS, Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
 from megatron_operator.render.context import COORDINATOR
 
 MOST_TEXT = 2048
@@ -55,6 +55,7 @@ def decide(world: World) -> Decision:
             verdict.requeue_after,
             scene.rendered.rejection_retry_in,
             scene.events_due_in,
+            DOWNLOAD_SECONDS if scene.downloading else None,
             scene.lost_in,
             scene.retry_in,
             scene.adapters.retry_in,

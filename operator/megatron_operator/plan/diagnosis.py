@@ -10,13 +10,15 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, Cause, find_cause
 from megatron_operator.plan.references import NO_REFERENCES, References, missing_object
 from megatron_operator.plan.world import PodView
-from megatron_operator.render.context import PREFLIGHT
+from megatron_operator.render.context import FETCH, PREFLIGHT
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset(
     {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "FailedCreatePodSandBox"}
 )
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
+_BEFORE = (PREFLIGHT, FETCH)
+"""Init containers that the operator renders. An engine waits for them, so their first error is reported."""
 _TERMINATION_MESSAGE = 400
 """Limit of characters of a termination message in the status."""
 
@@ -79,7 +81,7 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
         return termination(pod)
-    failed_check = pod.ended == PREFLIGHT and pod.exit_code != 0
+    failed_check = pod.ended in _BEFORE and pod.exit_code != 0
     crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2 or failed_check
     if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
         return termination(pod)
@@ -107,13 +109,13 @@ def termination(pod: PodView) -> tuple[Reason, str]:
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
     termination = _termination_message(pod)
-    rank = f", rank {termination.rank}" if termination.rank is not None and pod.ended != PREFLIGHT else ""
+    rank = f", rank {termination.rank}" if termination.rank is not None and pod.ended not in _BEFORE else ""
     who = f"pod {pod.name} (node rank {pod.index} of {pod.engine}{rank})" if pod.engine else f"pod {pod.name}"
     cause = find_cause(f"{termination.reason}: {termination.text}")
     said = termination.remedy or (cause.remedy if cause else "")
     remedy = f"; {said}" if said else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
-    what = f"container {pod.ended}" if pod.ended == PREFLIGHT else "its container"
+    what = f"container {pod.ended}" if pod.ended in _BEFORE else "its container"
     return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
 
 

@@ -13,6 +13,7 @@ from megatron_operator.render.context import (
     ANNOTATION_INPUTS,
     ANNOTATION_MODEL,
     ANNOTATION_RELEASE,
+    FETCH,
     LABEL_COMPONENT,
     LABEL_ENGINE,
     LABEL_POD_INDEX,
@@ -105,6 +106,14 @@ def _started(status: Object) -> bool:
     return bool(containers) and all(container.get("started") or container.get("ready") for container in containers)
 
 
+def _runs(status: Object, init_container: str) -> bool:
+    """Return whether an init container of this name runs."""
+    return any(
+        entry.get("name") == init_container and (entry.get("state") or {}).get("running") is not None
+        for entry in status.get("initContainerStatuses") or ()
+    )
+
+
 def _succeeded(container: Object) -> bool:
     ended = (container.get("state") or {}).get("terminated")
     return ended is not None and ended.get("exitCode") == 0
@@ -172,6 +181,7 @@ def reduce_pod(obj: Object) -> PodView:
         owner=owner_uid(obj),
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
         ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,
+        fetching_at=str(status.get("podIP") or "") if _runs(status, FETCH) else "",
     )
 
 

@@ -62,6 +62,12 @@ def references(spec: MegatronInferenceSpec) -> References:
         found["persistentvolumeclaim", name] = "spec.model.source.persistentVolumeClaim.claimName"
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
         found["secret", source.hugging_face.token_secret_ref.name] = "spec.model.source.huggingFace.tokenSecretRef"
+    if source.object_store is not None and source.object_store.credentials_secret_ref is not None:
+        name = source.object_store.credentials_secret_ref.name
+        found["secret", name] = "spec.model.source.objectStore.credentialsSecretRef"
+    cache = spec.model.cache
+    if cache is not None and cache.persistent_volume_claim is not None:
+        found["persistentvolumeclaim", cache.persistent_volume_claim] = "spec.model.cache.persistentVolumeClaim"
     if server.tls is not None:
         found["secret", server.tls.secret_name] = "spec.server.tls.secretName"
         found["volume", "tls"] = "spec.server.tls.secretName"

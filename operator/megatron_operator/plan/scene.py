@@ -517,6 +517,11 @@ class Scene:
         return known or self.world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
 
     @cached_property
+    def downloading(self) -> tuple[PodView, ...]:
+        """Pods whose init container downloads the model, or waits for another pod that does."""
+        return tuple(pod for pod in self.world.pods if pod.fetching_at and not pod.deleting)
+
+    @cached_property
     def lost_in(self) -> float | None:
         """Seconds until the next engine that is not registered is lost; None if none is about to be."""
         waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]

@@ -80,10 +80,25 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     failed = _failed_requests(scene)
     if failed:
         status["failedRequests"] = failed
+    download = _download(scene)
+    if download is not None:
+        status["download"] = download
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
     return {**status, **scene.update.status(complete=_has_release(scene))}
+
+
+def _download(scene: Scene) -> dict[str, Any] | None:
+    """Return the progress of the download to the cache; absent if none is in progress."""
+    found = scene.world.download
+    if found is None:
+        return None
+    progress = {"pod": found.pod, "bytes": found.bytes, "totalBytes": found.total_bytes}
+    if found.bytes_per_second > 0:
+        left = max(0, found.total_bytes - found.bytes)
+        progress |= {"bytesPerSecond": found.bytes_per_second, "secondsLeft": -(-left // found.bytes_per_second)}
+    return progress
 
 
 def _revision(scene: Scene) -> str:

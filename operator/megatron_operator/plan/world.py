@@ -104,6 +104,22 @@ class ChildView:
     applied again even if its hash is current."""
 
 
+DOWNLOAD_SECONDS = 10.0
+"""Interval at which the progress of a download is read and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Progress of a download to spec.model.cache, as the init container `fetch` reports it."""
+
+    pod: str
+    bytes: int
+    """Bytes that are there, also from earlier attempts."""
+    total_bytes: int
+    bytes_per_second: int
+    """Rate of the last half minute; 0 if unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodView:
     """A pod of the resource, reduced (see `plan.reduce.reduce_pod`)."""
@@ -149,6 +165,8 @@ class PodView:
     """Name of its node; empty before it is scheduled."""
     ends_at: datetime | None = None
     """End of the grace period of its deletion; None if it is not being deleted, or was deleted by force."""
+    fetching_at: str = ""
+    """Its IP address while its init container `fetch` runs, else empty."""
 
     @property
     def unexplained(self) -> bool:
@@ -337,6 +355,8 @@ class World:
     engines, by name of the engine."""
     lost_nodes: Mapping[str, datetime | None] = field(default_factory=dict)
     """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
+    download: Download | None = None
+    """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 

@@ -40,6 +40,10 @@ STANDBY = "standby"
 """The second coordinator of a pair. Either of the two may be active."""
 PREFLIGHT = "preflight"
 CHECK = "check"
+FETCH = "fetch"
+"""Init container that downloads the model to spec.model.cache."""
+MODEL_CACHE = "model-cache"
+"""Volume of spec.model.cache."""
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

@@ -34,6 +34,10 @@ from megatron_operator.render.context import (
     selector,
 )
 from megatron_operator.render.model_source import (
+    cache_env,
+    cache_mounts,
+    cache_volumes,
+    fetch_containers,
     model_argument,
     model_env,
     model_hash,
@@ -116,7 +120,7 @@ def _native_options(native: NativeSpec) -> list[str]:
 
 def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
     threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
-    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *vllm_env(ctx)]
+    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *cache_env(ctx), *vllm_env(ctx)]
     parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
     if parallelism.ranks == 1:
         return env
@@ -217,7 +221,7 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None) -> dict[str, Any]:
     """Return the pod template without its revision. overlay: `engine.podTemplate`, with or without placeholders."""
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
-    volumes, mounts = model_volumes(ctx), model_mounts(ctx)
+    volumes, mounts = (*model_volumes(ctx), *cache_volumes(ctx)), (*model_mounts(ctx), *cache_mounts(ctx))
     # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
     if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -236,10 +240,10 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         "readinessProbe": http_probe("/readyz", periodSeconds=5, failureThreshold=2),
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
-    before = (_preflight(ctx, index),) if ctx.spec.pods_per_engine > 1 else ()
+    preflight = (_preflight(ctx, index),) if ctx.spec.pods_per_engine > 1 else ()
     image = engine_image(ctx)
     if image is not None:
-        for each in (container, *before):
+        for each in (container, *preflight):
             each["image"] = image
     template = pod_template(
         ctx,
@@ -251,7 +255,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
         volumes=volumes,
         mounts=mounts,
-        init_containers=before,
+        init_containers=(*fetch_containers(ctx), *preflight),
     )
     spec = {**_placement(ctx, index), **template["spec"]}
     affinity = _packed(ctx, index, spec.get("affinity") or {})

@@ -100,14 +100,15 @@ def dns_egress() -> dict[str, Any]:
 
 
 def hub_egress() -> dict[str, Any]:
-    """Allow the hub's port on any address, because a hub redirects to content delivery networks."""
+    """Allow the port of HTTPS on any address: a hub redirects to content delivery networks, and object stores have many
+    addresses."""
     return {"ports": _tcp(PORT_HUB)}
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. A
     coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
-    the model, or an adapter of the engines, is on a hub. `engine_policy` adds the connections within an engine."""
+    the model, or an adapter of the engines, is downloaded. `engine_policy` adds the connections within an engine."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -118,9 +119,9 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     engine = [{"ports": _tcp(PORT_HEALTH)}]
     server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
     model = ctx.spec.model
-    source = [dns_egress(), *([hub_egress()] if model.source.hugging_face is not None else [])]
+    source = [dns_egress(), *([hub_egress()] if model.source.downloads else [])]
     has_hub_adapter = any(adapter.source.hugging_face is not None for adapter in model.adapters or ())
-    adapters = [hub_egress()] if has_hub_adapter and model.source.hugging_face is None else []
+    adapters = [hub_egress()] if has_hub_adapter and not model.source.downloads else []
     to_coordinator = {"to": [_coordinators(ctx)]}
     from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source, *adapters]
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]

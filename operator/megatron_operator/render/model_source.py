@@ -7,11 +7,33 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.render.context import RenderContext, digest, once
-from megatron_operator.render.pod import MODEL_DIR
+from megatron_operator.render.context import (
+    FETCH,
+    MODEL_CACHE,
+    PORT_HEALTH,
+    RenderContext,
+    digest,
+    literal,
+    once,
+)
+from megatron_operator.render.pod import MODEL_CACHE_DIR, MODEL_DIR
 from megatron_operator.render.vllm import vllm_arguments
 from megatron_runtime.protocol.adapters import Adapter
 
+OBJECT_STORE_VARIABLES = {
+    "s3": (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL"),
+        "AWS_SKIP_SIGNATURE",
+    ),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE"),
+    "az": (
+        *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+        *("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"),
+        *("AZURE_STORAGE_ENDPOINT", "AZURE_SKIP_SIGNATURE"),
+    ),
+    "https": (),
+}
+"""Keys that are read from the Secret of an object store, by the scheme of its URL."""
 _VLLM_MODEL = ("hf_overrides", "quantization")
 """Arguments of vLLM that make another model of the same files."""
 
@@ -22,7 +44,7 @@ def _filled(ctx: RenderContext, path: str) -> str:
 
 
 def model_argument(ctx: RenderContext) -> str:
-    """Return `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, or a path in the pod."""
+    """Return `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, or a path in the pod."""
     source = ctx.spec.model.source
     if source.builtin is not None:
         return f"builtin:{source.builtin}"
@@ -30,6 +52,8 @@ def model_argument(ctx: RenderContext) -> str:
         weights = ctx.spec.weights
         revision = source.hugging_face.revision or (weights.revision if weights else None)
         return f"hf:{source.hugging_face.repo}" + (f"@{revision}" if revision else "")
+    if source.object_store is not None:
+        return _filled(ctx, source.object_store.url).rstrip("/")
     path = source.path or "/"
     return (MODEL_DIR + _filled(ctx, path)).rstrip("/")
 
@@ -49,11 +73,55 @@ def model_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 
 
 def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    source = ctx.spec.model.source.hugging_face
-    if source is None or source.token_secret_ref is None:
+    """Return the variables of the credentials. Those of an object store that its Secret does not have stay unset: a
+    Secret as a whole (`envFrom`) could set any variable."""
+    source = ctx.spec.model.source
+    if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
+        ref = source.hugging_face.token_secret_ref
+        return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}]
+    if source.object_store is None or source.object_store.credentials_secret_ref is None:
         return []
-    ref = source.token_secret_ref
-    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}]
+    name, scheme = source.object_store.credentials_secret_ref.name, source.object_store.url.partition(":")[0]
+    return [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
+        for key in OBJECT_STORE_VARIABLES[scheme]
+    ]
+
+
+def cache_volumes(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    cache = ctx.spec.model.cache
+    if cache is None:
+        return ()
+    if cache.persistent_volume_claim is not None:
+        return ({"name": MODEL_CACHE, "persistentVolumeClaim": {"claimName": cache.persistent_volume_claim}},)
+    return ({"name": MODEL_CACHE, "hostPath": {"path": cache.host_path, "type": "Directory"}},)
+
+
+def cache_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    return ({"name": MODEL_CACHE, "mountPath": MODEL_CACHE_DIR, "readOnly": True},) if ctx.spec.model.cache else ()
+
+
+def cache_env(ctx: RenderContext) -> list[dict[str, Any]]:
+    return [{"name": "MEGATRON_MODEL_CACHE", "value": MODEL_CACHE_DIR}] if ctx.spec.model.cache else []
+
+
+def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    """Return the init container that downloads the model to the cache, or waits while another pod does. It alone may
+    write there, and it has the operator's image, whatever image engines have."""
+    if ctx.spec.model.cache is None:
+        return ()
+    container = {
+        "name": FETCH,
+        "image": ctx.settings.runtime_image,
+        "args": [
+            *("fetch", literal(model_argument(ctx)), "--cache", MODEL_CACHE_DIR),
+            *("--progress-port", str(PORT_HEALTH)),
+        ],
+        "env": model_env(ctx),
+        "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
+        "volumeMounts": [{"name": MODEL_CACHE, "mountPath": MODEL_CACHE_DIR}],
+    }
+    return (container,)
 
 
 @once

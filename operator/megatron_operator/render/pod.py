@@ -20,6 +20,7 @@ USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
 CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
+MODEL_CACHE_DIR = "/model-cache"
 HOSTNAME = "kubernetes.io/hostname"
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
 from megatron_operator.model.resource import Backend, EngineSpec
+from megatron_operator.model.source import CacheSpec
 from megatron_operator.model.text import printable
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, NotAllowed, RenderContext
+from megatron_operator.render.context import COORDINATOR, ENGINE, MODEL_CACHE, SERVER, NotAllowed, RenderContext
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
 Path = tuple[str, ...]
@@ -31,11 +32,14 @@ CODE_VARIABLES = (
     *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_FORCE_*", "*_CACHE_DIR", "XDG_*"),
     *("NCCL_*PLUGIN*", "NCCL_CONF_FILE", "UCX_MODULE*", "FI_PROVIDER_PATH", "RDMAV_DRIVERS", "IBV_DRIVERS"),
     *("OPENSSL_*", "OMP_TOOL*", "OMPI_*", "PMIX_*", "SSLKEYLOGFILE", "HF_HOME", "HF_TOKEN_PATH", "HF_HUB_CACHE"),
-    *("HUGGINGFACE_HUB_CACHE", "VLLM_*", "FLASHINFER_*", "DG_*"),
+    *("HUGGINGFACE_HUB_CACHE", "MEGATRON_MODEL_CACHE", "VLLM_*", "FLASHINFER_*", "DG_*"),
 )
 """Variables that make a process load code, or read or write files in other places."""
-TOKEN_VARIABLES = ("HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables that determine to which server the Hugging Face token is sent."""
+TOKEN_VARIABLES = (
+    *("HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("AWS_*", "GOOGLE_*", "AZURE_*"),
+)
+"""Variables that determine to which server the Hugging Face token or the credentials of an object store are sent."""
 INJECTING_DOMAINS = (
     *("kubernetes.io", "k8s.io", "openshift.io", "inference.megatron.dev", "cncf.io", "multus-cni.io", "ovn.org"),
     *("projectcalico.org", "cilium.io", "nri.io", "istio.io", "linkerd.io", "hashicorp.com", "kuma.io", "dapr.io"),
@@ -53,7 +57,7 @@ MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev
 """Mount paths of volumes in rendered containers, where images have no programs or settings."""
 WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim"), "shm": ("emptyDir",)}
 """Rendered volumes that a podTemplate may change, and to which types."""
-FIXED_VOLUMES = ("keys", "model", "api-keys", "tls")
+FIXED_VOLUMES = ("keys", "model", MODEL_CACHE, "api-keys", "tls")
 VOLUME_TYPES = ("persistentVolumeClaim", "configMap", "emptyDir")
 NO_SWITCH = "remove it; no value of the operator's chart allows it"
 
@@ -131,6 +135,7 @@ def violations(
     yield from _release(ctx, component, request)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
+        yield from _model_cache(ctx.spec.model.cache, request)
     if component == COORDINATOR:
         priority = ctx.spec.coordinator.priority_class_name
         yield from _priority_class(priority, "spec.coordinator.priorityClassName", request)
@@ -160,13 +165,23 @@ def _engine(engine: EngineSpec, request: Request) -> Iterator[Violation]:
             yield Violation(f"spec.engine.vllm.args.{name}", engine.vllm.args[name], allowed, Switch.VLLM_CODE)
 
 
+def _model_cache(cache: CacheSpec | None, request: Request) -> Iterator[Violation]:
+    if cache is not None and cache.host_path is not None:
+        roots = request.policy.model_cache_paths
+        if not _below(cache.host_path, roots):
+            allowed = f"paths below {', '.join(roots)} are allowed" if roots else "caches on nodes are not allowed"
+            yield Violation("spec.model.cache.hostPath", cache.host_path, allowed, Switch.MODEL_CACHE_PATHS)
+
+
 def _request(
     ctx: RenderContext, overlay: dict[str, Any], policy: PodPolicy, containers: Mapping[str, Collection[str]]
 ) -> Request:
-    source, server = ctx.spec.model.source.hugging_face, ctx.spec.server
-    token = source.token_secret_ref if source is not None else None
+    source, server = ctx.spec.model.source, ctx.spec.server
+    token = source.hugging_face.token_secret_ref if source.hugging_face is not None else None
+    credentials = source.object_store.credentials_secret_ref if source.object_store is not None else None
     named = (
         token.name if token else None,
+        credentials.name if credentials else None,
         server.api_keys_secret_ref.name if server.api_keys_secret_ref else None,
         server.tls.secret_name if server.tls else None,
     )
@@ -177,7 +192,7 @@ def _request(
         runtime_images=ctx.settings.runtime_images,
         default_account=ctx.name,
         secrets=frozenset(name for name in named if name),
-        sends_token=token is not None,
+        sends_token=token is not None or source.object_store is not None,
         containers=containers,
         host_volumes=frozenset(name for name in host if isinstance(name, str)),
         accounts=frozenset(name for name in [spec.get("serviceAccountName")] if isinstance(name, str)),
@@ -258,8 +273,8 @@ def _variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
     elif any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in CODE_VARIABLES):
         allowed = "variables that load code, or move files that a process reads or writes, are not allowed"
         yield Violation(path, value, allowed, Switch.ENVIRONMENT)
-    elif request.sends_token and name.upper() in TOKEN_VARIABLES:
-        allowed = "not allowed together with spec.model.source.huggingFace.tokenSecretRef, whose token it redirects"
+    elif request.sends_token and any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in TOKEN_VARIABLES):
+        allowed = "not allowed together with a source that sends a token or credentials, which it redirects"
         yield Violation(path, value, allowed, Switch.ENVIRONMENT)
 
 
@@ -402,6 +417,8 @@ def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation
     for key, each in value.items():
         if key not in _MOUNT_FIELDS:
             yield Violation(f"{path}.{key}", each, f"a mount may set {', '.join(_MOUNT_FIELDS)}")
+    if value["name"] == MODEL_CACHE and value.get("readOnly") is not True:
+        yield Violation(f"{path}.readOnly", value.get("readOnly"), "the cache of models is mounted read-only")
     if value["name"] in request.host_volumes and value.get("readOnly") is not True:
         # A writable mount could hold a symbolic link that leads another mount out of the prefix.
         yield Violation(f"{path}.readOnly", value.get("readOnly"), "volumes of type hostPath are mounted read-only")

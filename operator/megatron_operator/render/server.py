@@ -37,7 +37,7 @@ MEMORY_LIMIT = "4Gi"
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _INPUTS: dict[str, Any] = {"model": True, "weights": True, "server": True, "lifecycle": {"drain_seconds"}}
-_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters"}}
+_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}}
 
 
 def server_args(ctx: RenderContext) -> list[str]:

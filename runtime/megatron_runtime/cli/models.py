@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY
+from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, PORT
+from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 
 if TYPE_CHECKING:
     from megatron_runtime.checkpoints.hub.download import Progress
+
+_RATE_SECONDS = 30.0
 
 
 @click.command()
@@ -60,6 +68,7 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these files, such as *.json; repeatable.")
 @click.option("--token-file", type=FILE, help="A file with the hub's access token; by default HF_TOKEN has it.")
 @click.option("--endpoint", help="URL of the hub; by default HF_ENDPOINT or the public one.")
+@click.option("--progress-port", type=PORT, help="Serve the progress as JSON at /progress of this port meanwhile.")
 @click.option("--verify", type=DIRECTORY, help="Compare every file of a fetched directory with its digest.")
 def fetch(
     *,
@@ -69,6 +78,7 @@ def fetch(
     include: tuple[str, ...],
     token_file: Path | None,
     endpoint: str | None,
+    progress_port: int | None,
     verify: Path | None,
 ) -> None:
     """Download a model to DIRECTORY.
@@ -95,7 +105,7 @@ def fetch(
         raise click.UsageError("--cache takes no --include, --token-file or --endpoint: use HF_TOKEN and HF_ENDPOINT")
     reference = download.parse_reference(source)
     try:
-        with _shown_progress(str(reference)) as progress:
+        with _shown_progress(str(reference)) as shown, _served_progress(progress_port, shown) as progress:
             if directory is None:
                 found = download.cached_directory(source, cache=cache, progress=progress)
                 click.echo(f"{found} holds {reference}")
@@ -130,3 +140,57 @@ def _shown_progress(what: str) -> Iterator[Progress]:
     with bar:
         task = bar.add_task(what, total=None)
         yield lambda done, size, files: bar.update(task, completed=done, total=size)
+
+
+class _Rate:
+    """Bytes per second over the last half minute."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, done: int) -> None:
+        self._samples.append((now, done))
+        while now - self._samples[0][0] > _RATE_SECONDS:
+            self._samples.popleft()
+
+    @property
+    def value(self) -> int:
+        (since, first), (until, last) = self._samples[0], self._samples[-1]
+        return max(0, round((last - first) / (until - since))) if until > since else 0
+
+
+@contextmanager
+def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
+    """Yield a Progress that calls `report`, and serve the last counts over HTTP. port: None serves nothing.
+
+    Before the first count, which a download has when it holds the lock of the cache, the answer is 503.
+    """
+    if port is None:
+        yield report
+        return
+    rate, counts = _Rate(), b""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+        def do_GET(self) -> None:
+            body = counts
+            self.send_response(404 if self.path != "/progress" else 200 if body else 503)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def progress(done: int, size: int, files: int) -> None:
+        nonlocal counts
+        rate.add(time.monotonic(), done)
+        counts = json.dumps({"bytes": done, "totalBytes": size, "bytesPerSecond": rate.value}).encode()
+        report(done, size, files)
+
+    with ThreadingHTTPServer(("", port), Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listening_socket(EVERY_ADDRESS, port)
+        threading.Thread(target=server.serve_forever, daemon=True, name="progress").start()
+        try:
+            yield progress
+        finally:
+            server.shutdown()

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -14,12 +15,26 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from object_server import BUCKET, KEYS, FaultyProxy, gcs_server, s3_server, upload, upload_to_gcs
+from object_server import (
+    AZURE_ACCOUNT,
+    AZURE_KEY,
+    BUCKET,
+    KEYS,
+    FaultyProxy,
+    azure_server,
+    gcs_server,
+    s3_server,
+    upload,
+    upload_to_azure,
+    upload_to_gcs,
+)
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
 
+from megatron_operator.controller.download import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
+from megatron_operator.plan.world import PodView
 from megatron_runtime.checkpoints.hub.download import (
     MANIFEST_FILE,
     Manifest,
@@ -112,9 +127,7 @@ def test_a_killed_download_resumes(proxy: FaultyProxy, s3: str, tmp_path: Path) 
 
 @pytest.mark.skipif(not SOAK, reason="builds a Google Cloud Storage server: set MEGATRON_SOAK=1")
 def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = Path.home() / ".cache/megatron/test-programs"
-    programs.mkdir(parents=True, exist_ok=True)
-    with gcs_server(programs) as server, FaultyProxy(server).running() as proxy:
+    with gcs_server(_programs()) as server, FaultyProxy(server).running() as proxy:
         monkeypatch.setenv("GOOGLE_BASE_URL", proxy.url)
         monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
         upload_to_gcs(server, "killed", {"model.safetensors": FILES["model.safetensors"]})
@@ -124,6 +137,31 @@ def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, mon
         assert visible(tmp_path / "llama") == {name: FILES[name] for name in WANTED}
         with pytest.raises(ObjectStoreError, match="no objects with the prefix 'nothing' in bucket models"):
             get(f"gs://{BUCKET}/nothing", tmp_path / "nothing")
+
+
+@pytest.mark.skipif(not SOAK, reason="installs an Azure Blob Storage server: set MEGATRON_SOAK=1")
+def test_a_killed_download_from_azure_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with azure_server(_programs()) as server, FaultyProxy(server).running() as proxy:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.url}/{AZURE_ACCOUNT}")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+        upload_to_azure(server, "killed", {"model.safetensors": FILES["model.safetensors"]})
+        _kill_and_resume(proxy, f"az://{BUCKET}/killed", tmp_path / "model")
+        upload_to_azure(server, "llama/v1", FILES)
+        get(f"az://{BUCKET}/llama/v1", tmp_path / "llama")
+        assert visible(tmp_path / "llama") == {name: FILES[name] for name in WANTED}
+        with pytest.raises(ObjectStoreError, match=r"az://absent/a does not exist \(404 ContainerNotFound\)"):
+            get("az://absent/a", tmp_path / "absent")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY[4:])
+        with pytest.raises(ObjectStoreError, match=r"denied \(403 \w+\): set AZURE_STORAGE_ACCOUNT_NAME"):
+            get(f"az://{BUCKET}/llama/v1", tmp_path / "denied")
+
+
+def _programs() -> Path:
+    """Return the directory in which servers are kept."""
+    programs = Path.home() / ".cache/megatron/test-programs"
+    programs.mkdir(parents=True, exist_ok=True)
+    return programs
 
 
 def _kill_and_resume(proxy: FaultyProxy, url: str, directory: Path) -> None:
@@ -314,6 +352,27 @@ def test_a_model_cache_is_filled_once_and_read_without_the_network(
     # Other models are fetched to the user's own cache.
     upload(s3, "other", visible(model))
     assert not resolve(f"s3://{BUCKET}/other").path.is_relative_to(cache)
+
+
+def test_the_operator_reads_the_progress_of_a_download(proxy: FaultyProxy, s3: str, tmp_path: Path) -> None:
+    upload(s3, "progress", {"model.safetensors": FILES["model.safetensors"]})
+    proxy.paused.set()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pod = PodView("demo-engine-0-0", "1", "engine", fetching_at="127.0.0.1")
+    assert read_progress(pod, port=port) is None
+    command = [sys.executable, "-m", "megatron_runtime.cli", "fetch", f"s3://{BUCKET}/progress"]
+    options = ["--cache", str(tmp_path / "cache"), "--progress-port", str(port)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as fetcher:
+        while not proxy.halted.wait(0.1):
+            assert fetcher.poll() is None, f"exit code {fetcher.returncode}"
+        found = read_progress(pod, port=port)
+        proxy.paused.clear()
+        fetcher.kill()
+    assert found is not None
+    assert (found.pod, found.total_bytes) == ("demo-engine-0-0", SIZE)
+    assert 1 << 20 <= found.bytes < SIZE
+    assert found.bytes_per_second >= 0
 
 
 def test_a_server_fetches_only_the_tokenizer(proxy: FaultyProxy, s3: str) -> None:
