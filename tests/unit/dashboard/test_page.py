@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 from browser import screenshot
-from machine import scaled
 from playwright.async_api import Page, expect
-
-expect.set_options(timeout=1000 * scaled(20))
 
 
 async def open_resource(page: Page, settings: Any, name: str = "demo") -> None:
