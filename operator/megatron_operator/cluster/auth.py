@@ -29,8 +29,12 @@ def in_cluster() -> bool:
     )
 
 
-async def load_configuration(*, kubeconfig: Path | None, context: str | None = None) -> Configuration:
+async def load_configuration(
+    *, kubeconfig: Path | None, context: str | None = None, service_account: bool = True
+) -> Configuration:
     """Return the client configuration. An explicit kubeconfig takes precedence over the service account.
+
+    service_account: whether that of this pod may be used.
 
     Raises:
         LoginError: neither is usable.
@@ -39,7 +43,7 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
     # trust_env would look up proxies and ~/.netrc, which costs each request two thread switches.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
-        if kubeconfig is None and in_cluster():
+        if service_account and kubeconfig is None and in_cluster():
             load_incluster_config(client_configuration=configuration)
         else:
             path = str(kubeconfig) if kubeconfig is not None else None

@@ -365,7 +365,8 @@ async def serve(
     """
     with socket.create_server((HOST, port)) as listener:
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)
-        async with KubeApi(await load_configuration(kubeconfig=None, context=context)) as api:
+        configuration = await load_configuration(kubeconfig=None, context=context, service_account=False)
+        async with KubeApi(configuration) as api:
             server = DashboardServer(Dashboard(api, settings))
             say(f"dashboard of {shown_context}: {settings.url}")
             if opens_browser:

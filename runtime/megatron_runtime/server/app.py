@@ -49,6 +49,7 @@ from megatron_runtime.server.openai.responses import ResponsesRequest, create_re
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import format_of
+from megatron_runtime.server.resource_view import ResourceView
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import parser_of
@@ -63,6 +64,8 @@ PAGE_FILES = (
     "chat.js",
     "conversations.js",
     "server.js",
+    "status.css",
+    "status.js",
     "turns.js",
     "vendor/markdown-it.esm.min.js",
 )
@@ -178,9 +181,9 @@ class RequestMiddleware:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the page at /, to chat with the model. It loads nothing from other servers.
+    """Serve the pages at /, to chat with the model, and /status. They load nothing from other servers.
 
-    Its files need no API key. If keys are set, its requests under /v1 send the one that the user enters.
+    Their files need no API key. If keys are set, their requests under /v1 send the one that the user enters.
     """
     folder = resources.files(__package__).joinpath("page")
     files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
@@ -202,7 +205,9 @@ def _add_page(app: FastAPI) -> None:
         return respond
 
     page = respond_with(folder.joinpath("index.html").read_bytes(), "text/html")
+    status = respond_with(folder.joinpath("status.html").read_bytes(), "text/html")
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/status", status, methods=["GET"], include_in_schema=False)
     for path, content in files.items():
         kind = "text/css" if path.endswith(".css") else "text/javascript"
         app.add_api_route(path, respond_with(content, kind), methods=["GET"], include_in_schema=False)
@@ -211,6 +216,7 @@ def _add_page(app: FastAPI) -> None:
 def _add_get_routes(app: FastAPI, service: Service) -> None:
     """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
     base = service.settings.served_name
+    view = ResourceView(service)
     shared = {
         "object": "model",
         "created": int(time.time()),
@@ -245,6 +251,10 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         models = [card(adapter) for adapter in service.models_of(request.state.key)]
         return JSONResponse({"object": "list", "data": models})
 
+    async def status(request: Request) -> Response:
+        service.identify(request)
+        return JSONResponse(await view.read())
+
     async def get_model(request: Request) -> Response:
         service.identify(request)
         return JSONResponse(card(service.check_model(request.state.key, request.path_params["name"])))
@@ -257,6 +267,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     if service.settings.health_port is None:
         app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/v1/status", status, methods=["GET"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
 

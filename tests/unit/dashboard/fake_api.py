@@ -205,7 +205,8 @@ class FakeApi:
     async def _collection(self, request: web.Request, collection: str) -> web.StreamResponse:
         if request.query.get("watch") == "true":
             return await self._watch(request, collection)
-        items = [each for each in self._stored[collection].values() if _selected(each, request.query)]
+        items = [] if "/namespaces/other/" in request.path else list(self._stored[collection].values())
+        items = [each for each in items if _selected(each, request.query)]
         return web.json_response({"items": items, "metadata": {"resourceVersion": str(len(self._log))}})
 
     async def _watch(self, request: web.Request, collection: str) -> web.StreamResponse:

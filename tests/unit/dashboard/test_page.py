@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 from browser import screenshot
-from machine import scaled
 from playwright.async_api import Page, expect
-
-expect.set_options(timeout=1000 * scaled(20))
 
 
 async def open_resource(page: Page, settings: Any, name: str = "demo") -> None:
@@ -40,6 +37,29 @@ async def test_the_list_is_live(page: Page, settings: Any, fake: Any) -> None:
     await expect(demo).to_contain_text("Paused")
     await fake.delete("broken")
     await expect(broken).to_have_count(0)
+
+
+async def test_another_namespace_and_all_of_them(page: Page, settings: Any) -> None:
+    await page.goto(settings.url)
+    rows = page.get_by_role("row").filter(has_text="demo")
+    await expect(rows).to_have_count(1)
+    namespace = page.get_by_label("Namespace")
+    await namespace.fill("other")
+    await namespace.press("Enter")
+    await expect(page.get_by_text("There is no MegatronInference in namespace other.")).to_be_visible()
+    await expect(rows).to_have_count(0)
+    await namespace.fill("")
+    await namespace.press("Enter")
+    await expect(rows).to_have_count(1)
+
+
+async def test_a_resource_that_does_not_exist_has_no_actions(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    await expect(page.get_by_role("button", name="Stop", exact=True)).to_be_enabled()
+    await fake.delete("demo")
+    await expect(page.get_by_text("There is no such resource.")).to_be_visible()
+    for verb in ("Run", "Pause", "Suspend", "Stop", "Scale", "Restart"):
+        await expect(page.get_by_role("button", name=verb, exact=True)).to_be_disabled()
 
 
 async def test_a_resource_with_engines_charts_history_and_log(page: Page, settings: Any, fake: Any) -> None:

@@ -10,10 +10,16 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
 from typing import Any
 
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import EngineStatus, FailedRequest, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
+FAILED_UID = "ab" * limits.UID_BYTES
+"""A request that the coordinator reports as failed."""
 ANSWER = "The llama 🦙 says: naïve café, 東京 and 42. Then it stops — really."
 
 
@@ -66,6 +72,7 @@ class ScriptedBackend:
         """The id of the HTTP request of each request."""
         self.open = 0
         self.aborted = 0
+        self.status_requests = 0
         self.answer = ANSWER
         self.times: dict[str, float] = {}
         """Times in the final reply."""
@@ -75,6 +82,20 @@ class ScriptedBackend:
         """From this token on partials come without log-probabilities; the final reply has them."""
         self._tokenizer = tokenizer
         self._changed = asyncio.Condition()
+
+    def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
+        """Return the report of a coordinator with two engines, of which one is draining."""
+        self.status_requests += 1
+        future: asyncio.Future[StatusReply] = asyncio.get_running_loop().create_future()
+        if not self.connected:
+            future.set_exception(CoordinatorUnreachableError("no STATUS_REPLY from tcp://coordinator"))
+            return future
+        engine = EngineStatus(name="engine-0", state=EngineState.RUNNING, serving=True, epoch=7, ranks=2, in_flight=3)
+        draining = EngineStatus(name="engine-1", state=EngineState.RUNNING, serving=True, draining=True)
+        failed = FailedRequest(uid=FAILED_UID, engines=["engine-0"], at=1.0)
+        reply = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, epoch=7, queued=5, in_flight=3)
+        future.set_result(reply.model_copy(update={"engines": [engine, draining], "failed_requests": [failed]}))
+        return future
 
     def add_request(self, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> asyncio.Future[Any]:
         self._accept(options)
