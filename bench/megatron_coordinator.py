@@ -4,7 +4,8 @@
 
 The client, the coordinator and the engine are processes. The client keeps a number of requests open. The engine answers
 at once, all requests that it has read in one message, with the record of a request of Megatron-Core. Each round runs
-both coordinators, in alternating order. The message numbers are the documented ones on both sides.
+both coordinators, in alternating order, while the processes of the other one are stopped. The message numbers are the
+documented ones on both sides.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import importlib
 import json
 import logging
 import multiprocessing
+import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -72,7 +75,7 @@ def serve_megatron(pipe: Connection) -> None:
     module.DataParallelInferenceCoordinator(pipe, 1, Tokenizer()).start()
 
 
-def serve_engine(address: str, prompt_tokens: int, generated_tokens: int) -> None:
+def serve_engine(address: str, pipe: Connection, prompt_tokens: int, generated_tokens: int) -> None:
     """Register as an engine of Megatron-Core, and answer all requests that have arrived with one message."""
     request = DynamicInferenceRequest(
         request_id=0,
@@ -85,6 +88,8 @@ def serve_engine(address: str, prompt_tokens: int, generated_tokens: int) -> Non
         dealer.setsockopt(zmq.IDENTITY, b"mp-coord-0")
         dealer.connect(address)
         dealer.send(b"")
+        time.sleep(1)  # nothing confirms the registration
+        pipe.send("registered")
         while True:
             messages = [dealer.recv()]
             with contextlib.suppress(zmq.Again):
@@ -154,62 +159,88 @@ def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.Ba
         child.join()
 
 
-def measure(side: str, *, seconds: float, open_requests: int, prompt_tokens: int, generated_tokens: int) -> Any:
-    """Return requests per second and the coordinator's CPU time of a request in microseconds."""
-    theirs, ours = _SPAWN.Pipe(), _SPAWN.Pipe()
-    sizes = prompt_tokens, generated_tokens
-    with contextlib.ExitStack() as stack:
+class Side:
+    """The processes of one coordinator. Only between resume() and pause() they run."""
+
+    def __init__(self, side: str, stack: contextlib.ExitStack, open_requests: int, *sizes: int) -> None:
+        address, theirs = _SPAWN.Pipe(duplex=False)
+        self._client, ours = _SPAWN.Pipe()
         serve = serve_ours if side == "ours" else serve_megatron
-        coordinator = stack.enter_context(process(serve, theirs[1]))
-        address = theirs[0].recv()
-        stack.enter_context(process(serve_engine, address, *sizes))
-        if side == "megatron":
-            time.sleep(3)  # its first peer has to be the engine
-        stack.enter_context(process(be_client, ours[1], address, open_requests, *sizes))
-
-        def count() -> tuple[int, float, float]:
-            ours[0].send("count")
-            answers, at = ours[0].recv()
-            times = psutil.Process(coordinator.pid).cpu_times()
-            return answers, at, times.user + times.system
-
-        while count()[0] < 4 * open_requests:
+        self._coordinator = stack.enter_context(process(serve, theirs))
+        where = address.recv()
+        engine = stack.enter_context(process(serve_engine, where, ours, *sizes))
+        self._client.recv()  # the first peer of Megatron-Core's coordinator has to be the engine
+        client = stack.enter_context(process(be_client, ours, where, open_requests, *sizes))
+        self._pids = [child.pid for child in (client, engine, self._coordinator)]
+        while self._count()[0] < 4 * open_requests:
             time.sleep(0.1)
-        before = count()
+        self.pause()
+
+    def pause(self) -> None:
+        for pid in self._pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in reversed(self._pids):
+            os.kill(pid, signal.SIGCONT)
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Return requests per second and the coordinator's CPU time of a request in microseconds."""
+        self.resume()
+        time.sleep(0.5)
+        before = self._count()
         time.sleep(seconds)
-        after = count()
+        after = self._count()
+        self.pause()
         number = after[0] - before[0]
         return {
             "requests_per_s": round(number / (after[1] - before[1]), 1),
             "cpu_us_per_request": round(1e6 * (after[2] - before[2]) / max(1, number), 1),
         }
 
+    def _count(self) -> tuple[int, float, float]:
+        """Return the number of answers, the time of the count, and the CPU time of the coordinator."""
+        self._client.send("count")
+        answers, at = self._client.recv()
+        times = psutil.Process(self._coordinator.pid).cpu_times()
+        return answers, at, times.user + times.system
+
 
 @click.command()
 @click.option("--open", "open_counts", multiple=True, type=int, default=(64, 1024), show_default=True)
-@click.option("--rounds", default=6, show_default=True, help="Paired runs of each number of open requests.")
-@click.option("--seconds", default=5.0, show_default=True, help="Duration of a run.")
+@click.option("--rounds", default=10, show_default=True, help="Paired runs of each number of open requests.")
+@click.option("--seconds", default=3.0, show_default=True, help="Duration of a run.")
 @click.option("--prompt-tokens", default=16, show_default=True)
 @click.option("--generated-tokens", default=16, show_default=True)
 @json_file
-def main(*, open_counts: tuple[int, ...], rounds: int, json_file: Path | None, **options: Any) -> None:
+def main(
+    *,
+    open_counts: tuple[int, ...],
+    rounds: int,
+    seconds: float,
+    prompt_tokens: int,
+    generated_tokens: int,
+    json_file: Path | None,
+) -> None:
     """Measure both coordinators with Megatron-Core's client."""
     logging.disable(logging.INFO)
     results = []
     for open_requests in open_counts:
-        runs: list[dict[str, Any]] = []
-        for number in range(rounds):
-            pair = {}
-            for side in SIDES if number % 2 == 0 else reversed(SIDES):
-                pair[side] = measure(side, open_requests=open_requests, **options)
-            runs.append(pair)
-            click.echo(f"{open_requests} open, round {number + 1}: {json.dumps(pair)}")
-        ratios = [run["ours"]["requests_per_s"] / run["megatron"]["requests_per_s"] for run in runs]
-        medians = {side: statistics.median(run[side]["requests_per_s"] for run in runs) for side in SIDES}
-        median = statistics.median(ratios)
-        results.append({"open": open_requests, "median": medians, "median_of_ratios": round(median, 3), "rounds": runs})
-        click.echo(f"{open_requests} open: median {medians}, ours / megatron {median:.3f} ({sorted(ratios)})")
+        runs: list[dict[str, dict[str, float]]] = []
+        with contextlib.ExitStack() as stack:
+            sides = {side: Side(side, stack, open_requests, prompt_tokens, generated_tokens) for side in SIDES}
+            for number in range(rounds):
+                pair = {side: sides[side].measure(seconds) for side in (SIDES if number % 2 == 0 else SIDES[::-1])}
+                runs.append(pair)
+                click.echo(f"{open_requests} open, round {number + 1}: {json.dumps(pair)}")
+        medians = {
+            side: {key: statistics.median(run[side][key] for run in runs) for key in runs[0][side]} for side in SIDES
+        }
+        ratio = statistics.median(run["ours"]["requests_per_s"] / run["megatron"]["requests_per_s"] for run in runs)
+        results.append({"open": open_requests, "median": medians, "median_of_ratios": round(ratio, 3), "rounds": runs})
+        click.echo(f"{open_requests} open: {json.dumps(medians)}, requests/s of ours / megatron: {ratio:.3f}")
     if json_file is not None:
+        options = {"seconds": seconds, "prompt_tokens": prompt_tokens, "generated_tokens": generated_tokens}
         document = {"benchmark": "megatron_coordinator", "machine": machine(), "options": options, "results": results}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 

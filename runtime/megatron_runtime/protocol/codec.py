@@ -63,8 +63,17 @@ class MalformedMessageError(ValueError):
     """The frames are not a message of this protocol. The text names the field, the value and what is allowed."""
 
 
+_KEPT_BYTES = 1 << 20
+"""A packer keeps its buffer, and is replaced after a larger message."""
+_packer = msgpack.Packer()  # to make one takes three times as long as to pack a small message
+
+
 def pack(value: Any) -> bytes:
-    return msgpack.Packer().pack(value)  # packb() is a Python function around this
+    global _packer
+    data: bytes = _packer.pack(value)
+    if len(data) > _KEPT_BYTES:
+        _packer = msgpack.Packer()
+    return data
 
 
 def unpack(
@@ -97,6 +106,8 @@ def unpack(
         return items
 
     text = size if limits.text_bytes is None else limits.text_bytes
+    # An element takes a byte at least. The hooks take longer than the rest of a small frame.
+    needs_count = size > min(limits.elements, limits.containers)
     try:
         if most > _UNPROVEN_ELEMENTS:
             _skip(data)
@@ -104,8 +115,9 @@ def unpack(
             data,
             raw=False,
             strict_map_key=False,
-            list_hook=count,
-            object_pairs_hook=lambda pairs: dict(count(pairs)),  # a dict would drop repeated keys uncounted
+            list_hook=count if needs_count else None,
+            # A dict would drop repeated keys uncounted.
+            object_pairs_hook=(lambda pairs: dict(count(pairs))) if needs_count else None,
             ext_hook=extension or msgpack.ExtType,
             max_array_len=most,
             max_map_len=most,
@@ -117,7 +129,8 @@ def unpack(
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError, MemoryError) as error:
         raise MalformedMessageError(f"frame of {size} bytes is not msgpack within its limits: {error}") from error
-    if containers > limits.depth and _is_deeper(value, limits.depth):
+    may_be_deep = containers > limits.depth if needs_count else _has_containers(data, limits.depth + 1)
+    if may_be_deep and _is_deeper(value, limits.depth):
         raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.depth} lists and maps in each other")
     return value
 
@@ -155,6 +168,16 @@ def _skip(data: bytes | memoryview) -> None:
     unpacker.skip()
 
 
+_CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
+"""The first bytes of lists and maps."""
+
+
+def _has_containers(data: bytes | memoryview, number: int) -> bool:
+    """Return whether `data` may have so many lists and maps: as many bytes as begin one."""
+    data = bytes(data)
+    return len(data) - len(data.translate(None, _CONTAINER_BYTES)) >= number
+
+
 def _is_deeper(value: Any, depth: int) -> bool:
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(depth):
@@ -187,6 +210,13 @@ def tokens_from_bytes(data: bytes) -> Tokens:
     if len(data) % 4:
         raise MalformedMessageError(f"token frame of {len(data)} bytes: want a multiple of 4 (int32)")
     return np.frombuffer(data, dtype="<i4")
+
+
+def token_list_from_bytes(data: bytes | bytearray) -> list[int]:
+    """Decode token ids, little-endian int32, to a list. Raises MalformedMessageError."""
+    if len(data) % 4:
+        raise MalformedMessageError(f"token frame of {len(data)} bytes: want a multiple of 4 (int32)")
+    return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def block_hashes_from_bytes(data: bytes) -> list[int]:

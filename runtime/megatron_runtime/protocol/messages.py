@@ -31,6 +31,7 @@ from megatron_runtime.protocol.codec import DETAILS as DETAILS
 from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
 from megatron_runtime.protocol.codec import PLAIN as PLAIN
 from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
+from megatron_runtime.protocol.codec import token_list_from_bytes as token_list_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 from collections.abc import Iterator
 from enum import Enum
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from eventually import LONG_SECONDS
 from megatron.core.inference import headers, inference_client
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
+from megatron_engine import be_engine
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
@@ -78,6 +80,74 @@ async def test_the_client_of_megatron_is_served(coordinator: str, monkeypatch: p
     finally:
         client.stop()
         engine.close()
+
+
+# --- our client and coordinator, Megatron's engine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def megatron_engine(coordinator: str) -> Iterator[tuple[Any, Connection]]:
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = fork.Process(target=be_engine, args=(coordinator, port, DOCUMENTED, sender), daemon=True)
+    process.start()
+    sender.close()
+    yield process, receiver
+    process.kill()
+    process.join()
+
+
+async def test_the_engine_of_megatron_serves_our_coordinator(
+    coordinator: str, megatron_engine: tuple[Any, Connection]
+) -> None:
+    process, report = megatron_engine
+    client = InferenceClient(coordinator, deserialize=False)
+    await client.start()
+
+    async def reported() -> Any:
+        assert await asyncio.to_thread(report.poll, LONG_SECONDS)
+        return report.recv()
+
+    try:
+        params = SamplingParams(num_tokens_to_generate=4)
+        answers = await asyncio.gather(*(client.add_request([number], params) for number in range(8)))
+        for number, answer in enumerate(answers):
+            assert answer["generated_tokens"] == [number + 1, number + 2, number + 3, number + 4]
+            assert answer["status"] == "COMPLETED"
+        assert (await client.add_request("7 40", params))["generated_tokens"] == [41, 42, 43, 44]
+        stream = client.add_request_streaming([100], params)
+        assert [item["final"]["generated_tokens"] async for item in stream] == [[101, 102, 103, 104]]
+        failing = client.add_request([1], SamplingParams(num_tokens_to_generate=10_000))
+        await client.add_request([1], params)  # the engine reports a failure with its next step
+        assert (await failing)["status"] == "FAILED"
+        long = client.add_request([1000], SamplingParams(num_tokens_to_generate=400))
+        assert (await client.pause_engines()).ok
+        assert await reported() == "paused"
+        assert (await client.suspend_engines()).ok
+        assert await reported() == "suspended"
+        assert (await client.resume_engines()).ok
+        assert await reported() == "resumed"
+        assert not long.done()
+        assert (await client.unpause_engines()).ok
+        assert (await long)["generated_tokens"] == list(range(1001, 1401))
+
+        await client.set_generation_epoch(3)
+        assert await reported() == [Header.SET_GENERATION_EPOCH, 3]
+        aborted = client.add_request([1], SamplingParams(num_tokens_to_generate=400))
+        await client.status()  # it has been submitted
+        aborted.cancel()
+        assert (await reported())[0] == Header.ABORT_REQUEST
+        await client.pause_engines()
+        assert await reported() == "paused"
+        await client.stop_engines()
+        assert await reported() == "stopped"
+        await asyncio.to_thread(process.join, LONG_SECONDS)
+        assert process.exitcode == 0
+    finally:
+        client.stop()
 
 
 # --- our client, Megatron's coordinator, an engine of its protocol ----------------------------------------------------

@@ -407,7 +407,7 @@ class CoordinatorCore:
             self.replies.partial(engine, partial, partial.to_frames())
         else:
             final = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes)
-            self.replies.final(engine, final, final.to_frames())
+            self.replies.final(engine, final, [] if entry.client.plain else final.to_frames())
 
 
 def _is_for_admins(message: Message) -> bool:

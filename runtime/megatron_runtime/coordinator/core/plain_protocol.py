@@ -21,7 +21,7 @@ from megatron_runtime.protocol.messages import (
     PartialEntry,
     RequestMeta,
     pack,
-    tokens_from_bytes,
+    token_list_from_bytes,
     tokens_to_bytes,
     unpack,
 )
@@ -87,7 +87,7 @@ def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames
     except MalformedMessageError as error:
         return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
     reply = reply if isinstance(reply, dict) else {}
-    tokens = tokens_from_bytes(final.tokens).tolist()
+    tokens = token_list_from_bytes(final.tokens)
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
     fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
     if detokenize is not None and "generated_text" not in fields:
@@ -156,7 +156,7 @@ _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
 def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frames:
-    frame = {"request_id": number, "new_tokens": tokens_from_bytes(tokens).tolist()}
+    frame = {"request_id": number, "new_tokens": token_list_from_bytes(tokens)}
     frame.update({_NEW.get(key, key): value for key, value in details.items()})
     return [pack([int(Header.ENGINE_REPLY_PARTIAL), number, frame])]
 
@@ -175,7 +175,7 @@ def submit_frames(dispatch: Dispatch) -> Frames:
     except MalformedMessageError as error:
         raise MalformedMessageError(f"sampling parameters: {error}") from error
     params = dict(params) if isinstance(params, dict) else {}
-    generated = tokens_from_bytes(dispatch.generated).tolist()
+    generated = token_list_from_bytes(dispatch.generated)
     budget = params.get("num_tokens_to_generate")
     if isinstance(budget, int):
         params["num_tokens_to_generate"] = max(1, budget - len(generated))
@@ -185,7 +185,7 @@ def submit_frames(dispatch: Dispatch) -> Frames:
     if dispatch.meta.text:
         prompt = dispatch.prompt.decode("utf-8", "replace")
     else:
-        prompt = tokens_from_bytes(dispatch.prompt).tolist() + generated
+        prompt = token_list_from_bytes(dispatch.prompt) + generated
     return [pack([int(Header.SUBMIT_REQUEST), dispatch.dispatch_id, prompt, params, None])]
 
 
