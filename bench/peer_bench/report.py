@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import psutil
 from peer_bench.cells import CELLS, DECODE, HTTP, MEMORY, OURS, PREFILL, READY, Cell, Engine
-from peer_bench.weights import DTYPES, LAYER_PARAMETERS, STEP_BYTES
+from peer_bench.weights import DTYPES, BenchModel
 
 _BARS, _BAR_WIDTH = 210, 420
 
@@ -39,6 +39,7 @@ class Report:
     machine: dict[str, Any]
     bandwidth: float
     compute: float
+    model: BenchModel
     parts: list[Part] = field(default_factory=list)
     _times: Any = field(default_factory=psutil.cpu_times)
 
@@ -98,10 +99,10 @@ class Report:
     def _of_bound(self, part: Part, cell: Cell, ours: float) -> dict[str, float]:
         if cell in DECODE:
             seconds = cell.batch / ours
-            bound = STEP_BYTES[part.weights] / self.bandwidth
+            bound = self.model.step_bytes(part.weights) / self.bandwidth
             return {"percent_of_memory_bound": _rounded(100 * bound / seconds)}
         if cell is PREFILL:
-            return {"percent_of_float32_compute": _rounded(100 * ours * 2 * LAYER_PARAMETERS / self.compute)}
+            return {"percent_of_float32_compute": _rounded(100 * ours * 2 * self.model.layer_parameters / self.compute)}
         if cell is MEMORY:
             started = next(engine.start for engine in part.engines if engine.name == OURS)
             return {"above_mib": _rounded(started["platform_rss_mib"])}

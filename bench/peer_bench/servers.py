@@ -17,7 +17,7 @@ import click
 import httpx
 from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
-from peer_bench.weights import DTYPES, MODEL
+from peer_bench.weights import DTYPES
 
 from megatron_runtime.cli.api_client import StreamFailedError, StreamFormatError
 from megatron_runtime.cli.bench.serve import run
@@ -118,7 +118,7 @@ def servers(
 ) -> list[Server]:
     """Return the servers that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
-    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", MODEL, "--dtype", dtype]
+    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", files["ours"], "--dtype", dtype]
     found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
