@@ -19,9 +19,20 @@ from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.update import BEGUN
 from megatron_operator.plan.upkeep import upkeep
-from megatron_operator.plan.world import DOWNLOAD_SECONDS, Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
+from megatron_operator.plan.world import (
+    DOWNLOAD_SECONDS,
+    Action,
+    ApplyChild,
+    Decision,
+    DeleteChild,
+    EmitEvent,
+    PodView,
+    World,
+)
 from megatron_operator.render.context import COORDINATOR
 
+CONNECT_SECONDS = 10.0
+"""After the creation of a coordinator's pod, the time until the operator has connected to it."""
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
 
@@ -42,7 +53,7 @@ def decide(world: World) -> Decision:
     actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene), *forced_deletions(scene)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = component_pods(scene, COORDINATOR)
-    replaced = any(pod.deleting for pod in coordinators) or not any(pod.ready for pod in coordinators)
+    replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
     return Decision(
         policy=policy.__name__,
@@ -78,6 +89,12 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         for index, action in enumerate(actions)
         if not isinstance(action, ApplyChild | DeleteChild) or last[action.ref] == index
     )
+
+
+def _is_established(coordinator: PodView, world: World) -> bool:
+    """Return whether a pod of the coordinator is ready, and old enough that the operator has connected to it."""
+    created = coordinator.created_at
+    return coordinator.ready and (created is None or (world.now - created).total_seconds() > CONNECT_SECONDS)
 
 
 def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, Any]:

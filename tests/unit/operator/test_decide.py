@@ -1241,9 +1241,10 @@ def test_a_restart_of_the_coordinator_changes_no_engine_in_the_status(make_clust
         ({"old": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, "Normal"),
         ({"old": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "new": {}}, "Normal"),
         ({}, "Normal"),
-        ({"old": {}}, "Warning"),
+        ({"new": {}}, "Normal"),
+        ({"old": {"creationTimestamp": "2000-01-01T00:00:00Z"}}, "Warning"),
     ],
-    ids=["terminating", "terminating-and-new-one-ready", "none", "ready"],
+    ids=["terminating", "terminating-and-new-one-ready", "none", "new-one-ready", "ready"],
 )
 def test_the_event_of_an_absent_coordinator_is_a_warning_unless_its_pod_is_replaced(
     make_cluster: Any, pods: dict[str, dict[str, Any]], kind: str
@@ -1254,7 +1255,8 @@ def test_the_event_of_an_absent_coordinator_is_a_warning_unless_its_pod_is_repla
     name = next(name for name in cluster.pods if "-coordinator-" in name)
     pod = cluster.pods.pop(name)
     for suffix, metadata in pods.items():
-        changed = {**pod["metadata"], "name": f"{name}-{suffix}", "uid": suffix, **metadata}
+        now = cluster.now.isoformat()
+        changed = {**pod["metadata"], "name": f"{name}-{suffix}", "uid": suffix, "creationTimestamp": now, **metadata}
         cluster.pods[f"{name}-{suffix}"] = {**pod, "metadata": changed}
     cluster.step()
     assert [(event.type, event.reason) for event in cluster.events[-1:]] == [(kind, "Unknown")]
