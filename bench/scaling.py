@@ -265,7 +265,7 @@ def main(
         memory = _rss_mib()
         least = bench.bare_mib + (bench.executor.weight_bytes + batch * context * bench.token_bytes) / (1 << 20)
         figures = (taken, bound, memory, least)
-        cells.append(Cell(batch, context, *(round(figure, 2) for figure in figures)))
+        cells.append(Cell(batch, context, *(round(figure, 5) for figure in figures)))
         click.echo(f"batch {batch:3} context {context:5}: {taken:8.2f} ms, at least {bound:8.2f}; {memory:.0f} MiB")
     document = {
         "machine": machine() | {"memory_gb_per_s": round(bandwidth / 1e9, 1), "threads": threads},

@@ -6,6 +6,7 @@ start and exit or of memory start a new interpreter instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -162,4 +163,6 @@ def _be_program(script: str, arguments: Sequence[str], environment: Mapping[str,
     os.dup2(output.fileno(), sys.stdout.fileno())
     output.close()
     sys.argv = [script, *arguments]
+    atexit._clear()  # what the fork server registered
     runpy.run_path(script, run_name="__main__")
+    atexit._run_exitfuncs()  # as at the end of an interpreter, which a child of multiprocessing leaves out

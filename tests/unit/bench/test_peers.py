@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "bench"))
 from peer_bench.cells import HTTP, LOAD, OURS, Engine, measure_all  # noqa: E402
 from peer_bench.processes import Worker, WorkerError  # noqa: E402
 from peer_bench.report import Part, Report  # noqa: E402
+from peer_bench.weights import MODELS  # noqa: E402
 
 STEADY = """
 import sys, time
@@ -31,6 +32,7 @@ def load():
 serve(load, libraries=("json",))
 """
 CPUS = os.sched_getaffinity(0)
+MODEL = MODELS["smollm2-135m"]
 
 
 def engine(name: str, program: str, *, weights: str = "4-bit") -> Engine:
@@ -39,7 +41,7 @@ def engine(name: str, program: str, *, weights: str = "4-bit") -> Engine:
 
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
-    return Report(tmp_path / "peers.json", {"cpus": 2}, bandwidth=1e10, compute=1e11)
+    return Report(tmp_path / "peers.json", {"cpus": 2}, bandwidth=1e10, compute=1e11, model=MODEL)
 
 
 def rows_of(report: Report) -> dict[str, dict]:
@@ -93,7 +95,9 @@ def test_parts_that_a_run_does_not_measure_stay_in_the_file(report: Report) -> N
     def measure(figure: float, weights: str, kind: Literal["engines", "servers"]) -> None:
         ours = engine(OURS, "")
         ours.figures[LOAD.name] = [figure]
-        now = Report(report.path, {"at": figure}, bandwidth=1e10, compute=1e11, parts=[Part(weights, kind, [ours])])
+        now = Report(
+            report.path, {"at": figure}, bandwidth=1e10, compute=1e11, model=MODEL, parts=[Part(weights, kind, [ours])]
+        )
         now.write()
 
     for figure, weights, kind in ((1, "float32", "engines"), (2, "4-bit", "servers"), (3, "4-bit", "engines")):
