@@ -14,7 +14,8 @@ from machine import scaled
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.cluster.kinds import POD
+from megatron_operator.cluster.kinds import POD, RESOURCE
+from megatron_operator.render.context import ANNOTATION_UPDATE
 
 from .conftest import condition
 from .in_process_fleet import InProcessFleet
@@ -87,7 +88,11 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     assert [await images(api, resource) for resource in resources] == before
     assert operator.lines("signal sent") == []
 
-    requests = asyncio.gather(*(update(resource.name) for resource in resources))
+    second = (await resources[1].status())["update"]["id"]
+    assert await update("u-0") == "u-0: update requested\n"
+    # What the command writes, without the time of its start: the first update has not ended.
+    body = {"metadata": {"annotations": {ANNOTATION_UPDATE: second}}}
+    await api.merge_patch(RESOURCE, resources[1].namespace, "u-1", body, manager="test")
     seen: list[tuple[str, str]] = []
     async with asyncio.timeout(scaled(120)):
         while not seen or seen[-1] != ("", ""):
@@ -96,7 +101,6 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
             if not seen or seen[-1] != phases:
                 seen.append(phases)
             await asyncio.sleep(0.05)
-    await requests
     assert ("Running", "Running") not in seen
     assert {"Running", "Waiting"} <= {phase for phases in seen for phase in phases}
     for resource in resources:
