@@ -158,16 +158,12 @@ class HubApi:
         """
         revision = quote(reference.revision, safe="")
         url = f"{self._endpoint}/api/models/{reference.repository}/revision/{revision}?blobs=true"
-        failures = 0
-        while True:
-            try:
-                with self._response(reference, url, _UNCOMPRESSED) as response:
-                    return parse_listing(self._read_listing(response, reference), reference, hub=self._endpoint)
-            except HubUnavailableError as error:
-                failures += 1
-                if error.retry_after is None or failures == MAX_ATTEMPTS:
-                    raise
-                pause(error, failures, wait)
+
+        def read() -> Listing:
+            with self._response(reference, url, _UNCOMPRESSED) as response:
+                return parse_listing(self._read_listing(response, reference), reference, hub=self._endpoint)
+
+        return retried(read, wait)
 
     @contextmanager
     def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
@@ -313,6 +309,22 @@ def _skipping(pieces: Iterator[bytes], skip: int) -> Iterator[bytes]:
         if skip < len(piece):
             yield piece[skip:]
         skip = max(0, skip - len(piece))
+
+
+def retried(read: Callable[[], Listing], wait: Callable[[float], object]) -> Listing:
+    """Return what `read` returns; call it again while the hub is overloaded. Raises its errors.
+
+    wait: sleeps for a number of seconds.
+    """
+    failures = 0
+    while True:
+        try:
+            return read()
+        except HubUnavailableError as error:
+            failures += 1
+            if error.retry_after is None or failures == MAX_ATTEMPTS:
+                raise
+            pause(error, failures, wait)
 
 
 def pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:

@@ -25,7 +25,6 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from megatron_runtime.checkpoints.hub import OBJECT_PREFIXES
 from megatron_runtime.checkpoints.hub.client import (
-    MAX_ATTEMPTS,
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_LISTING_BYTES,
@@ -33,7 +32,7 @@ from megatron_runtime.checkpoints.hub.client import (
     HubUnavailableError,
     Listing,
     RemoteFile,
-    pause,
+    retried,
 )
 from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
 from megatron_runtime.protocol.text import escaped, shown
@@ -180,15 +179,7 @@ class ObjectStoreApi:
 
         wait: sleeps for a number of seconds.
         """
-        failures = 0
-        while True:
-            try:
-                return self._list()
-            except HubUnavailableError as error:
-                failures += 1
-                if error.retry_after is None or failures == MAX_ATTEMPTS:
-                    raise
-                pause(error, failures, wait)
+        return retried(self._list, wait)
 
     @contextmanager
     def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:

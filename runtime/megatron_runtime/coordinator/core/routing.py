@@ -108,7 +108,7 @@ class Router:
             deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
             for engine in self._blocks.holders(blocks[0]):
-                # A common prefix has many holders, of which most are busier than the best one: sort them out first.
+                # A common prefix has many holders, of which most are busier than the best one: skip those.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
                 if engine is not least_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
