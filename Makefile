@@ -51,7 +51,7 @@ build/native.stamp: build/setup.stamp kernels/megatron_kernels/cpu/build.py $(wi
 	$(PY) -m megatron_kernels.cpu.build
 	touch $@
 
-# The browser for tests of web pages. After the compiler, because one apt-get runs at a time.
+# The browser for tests of web pages. After the compiler and before all groups, because one apt-get runs at a time.
 build/chromium.stamp: build/native.stamp
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Chromium is missing, which runs the tests of web pages: installing it"; apt-get update -q; apt-get install -yq chromium; }
 	touch $@
@@ -71,7 +71,7 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
 # Most groups wait for timers and processes: three in parallel use two cores well. Each prints its output when it is done.
-test: ## every test that needs no GPU
+test: build/chromium.stamp ## every test that needs no GPU
 	@$(MAKE) --no-print-directory --output-sync=target -j 3 lint test-unit test-survival test-cluster test-e2e
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
@@ -88,7 +88,7 @@ test-survival: setup
 	@$(BEGIN)
 	$(PYTEST) tests/survival tests/hostile
 
-soak: setup ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+soak: setup build/chromium.stamp ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
