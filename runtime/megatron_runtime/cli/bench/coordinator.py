@@ -56,6 +56,7 @@ class Bench:
     requests:         of each part of the measurement.
     start_seconds:    from the start of the coordinator to its address.
     prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. Half of each is one of SHARED_PREFIXES.
+    streams:          that an engine accepts beside the closed loop.
     link:             the connection of a client or an engine.
     """
 
@@ -65,6 +66,7 @@ class Bench:
     engines: int
     requests: int
     prompts: np.ndarray
+    streams: int = STREAMS
     link: type[PeerLink] = PeerLink
 
     @classmethod
@@ -92,7 +94,7 @@ class Bench:
             "role": Role.ENGINE,
             "serving": True,
             "state": EngineState.RUNNING,
-            "max_requests": max(STREAMS, self.clients * WINDOW),
+            "max_requests": self.streams + self.clients * WINDOW,
             "block_size_tokens": 256,
         }
         hellos: list[dict[str, Any]] = [
