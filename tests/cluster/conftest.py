@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from eventually import eventually
+from go_modules import module_directory
 from machine import scaled
 
 from localcluster import LocalCluster
@@ -94,9 +95,7 @@ def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
     names = [f"{kind.plural}.{kind.group}" for _, _, kind in OPTIONAL_CRDS]
     try:
         for (module, file, _), name in zip(OPTIONAL_CRDS, names, strict=True):
-            command = ["go", "mod", "download", "-json", module]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
-            control_plane.run_kubectl("apply", "--server-side", "-f", str(Path(found["Dir"]) / file))
+            control_plane.run_kubectl("apply", "--server-side", "-f", str(module_directory(module) / file))
             wait_until_established(control_plane, name)
         yield
     finally:

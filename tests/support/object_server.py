@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from obstore.store import AzureStore, S3Store
 
 BUCKET = "models"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+_PIECE_BYTES = 64 << 10
 
 
 @dataclass
@@ -35,7 +37,9 @@ class FaultyProxy:
     cut_after: bytes of the body after which the connection of an object breaks, one entry per GET with a range.
     statuses:  answered instead of a response, one entry per request.
     paused:    while set, bodies of more than 1 MiB stop after their first half.
+    rate:      bytes per second of each body; 0: as fast as possible.
     requests:  (method, path with query, range) of each request.
+    sent:      bytes of the bodies that were sent, by the last part of the path.
     host:      address to listen on.
     """
 
@@ -44,7 +48,9 @@ class FaultyProxy:
     statuses: list[int] = field(default_factory=list)
     paused: threading.Event = field(default_factory=threading.Event)
     halted: threading.Event = field(default_factory=threading.Event)
+    rate: int = 0
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
     url: str = ""
     host: str = "127.0.0.1"
 
@@ -61,7 +67,7 @@ class FaultyProxy:
 
         with ThreadingHTTPServer((self.host, 0), Handler) as server:
             server.daemon_threads = True
-            self.url = f"http://127.0.0.1:{server.server_port}"
+            self.url = f"http://{self.host}:{server.server_port}"
             thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
             thread.start()
             try:
@@ -103,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             cut = len(body) // 2
         body = body if cut is None else body[:cut]
         try:
-            self.wfile.write(body)
+            self._send(body)
         except ConnectionError:
             return
         if cut is not None:
@@ -114,6 +120,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     do_HEAD = do_GET
+
+    def _send(self, body: bytes) -> None:
+        name = urlsplit(self.path).path.rpartition("/")[2]
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = body[start : start + _PIECE_BYTES]
+            self.wfile.write(piece)
+            self.owner.sent[name] += len(piece)
+            if rate := self.owner.rate:
+                threading.Event().wait(len(piece) / rate)
 
     def _wait_for_the_peer(self) -> None:
         """Keep the connection open until the client closes it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from go_modules import kept_programs
 from object_server import (
     AZURE_ACCOUNT,
     AZURE_KEY,
@@ -127,7 +128,7 @@ def test_a_killed_download_resumes(proxy: FaultyProxy, s3: str, tmp_path: Path) 
 
 @pytest.mark.skipif(not SOAK, reason="builds a Google Cloud Storage server: set MEGATRON_SOAK=1")
 def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gcs_server(_programs()) as server, FaultyProxy(server).running() as proxy:
+    with gcs_server(kept_programs()) as server, FaultyProxy(server).running() as proxy:
         monkeypatch.setenv("GOOGLE_BASE_URL", proxy.url)
         monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
         upload_to_gcs(server, "killed", {"model.safetensors": FILES["model.safetensors"]})
@@ -141,7 +142,7 @@ def test_a_killed_download_from_google_cloud_storage_resumes(tmp_path: Path, mon
 
 @pytest.mark.skipif(not SOAK, reason="installs an Azure Blob Storage server: set MEGATRON_SOAK=1")
 def test_a_killed_download_from_azure_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with azure_server(_programs()) as server, FaultyProxy(server).running() as proxy:
+    with azure_server(kept_programs()) as server, FaultyProxy(server).running() as proxy:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.url}/{AZURE_ACCOUNT}")
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
@@ -155,13 +156,6 @@ def test_a_killed_download_from_azure_resumes(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY[4:])
         with pytest.raises(ObjectStoreError, match=r"denied \(403 \w+\): set AZURE_STORAGE_ACCOUNT_NAME"):
             get(f"az://{BUCKET}/llama/v1", tmp_path / "denied")
-
-
-def _programs() -> Path:
-    """Return the directory in which servers are kept."""
-    programs = Path.home() / ".cache/megatron/test-programs"
-    programs.mkdir(parents=True, exist_ok=True)
-    return programs
 
 
 def _kill_and_resume(proxy: FaultyProxy, url: str, directory: Path) -> None:
