@@ -1,0 +1,237 @@
+"""Where real schedulers place the pods of engines: kube-scheduler with the coscheduling plugin, and without it.
+
+The nodes are objects that a task reports as ready. Their slots are an extended resource, of which each pod of an engine
+takes one. Engines have two pods, which are placed and never started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from eventually import eventually
+from go_modules import built_program, module_directory
+from soak import SOAK
+
+from localcluster import LocalCluster
+from megatron_operator.cluster.kinds import NODE, POD, Kind
+from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.render.context import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
+
+from .conftest import condition, wait_until_established
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not SOAK, reason="builds a scheduler for minutes; `make soak` runs it"),
+]
+
+SCHEDULER_PLUGINS = "sigs.k8s.io/scheduler-plugins@v0.33.5"
+COSCHEDULER = "scheduler-plugins-scheduler"
+POD_GROUP = Kind("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups")
+POD_GROUP_CRD = f"config/crd/bases/{POD_GROUP.group}_{POD_GROUP.plural}.yaml"
+SLOT, RACK = "example.com/slot", "example.com/rack"
+HEARTBEAT_SECONDS = 5.0
+PERMIT_SECONDS = 5
+"""Time for which the coscheduling plugin holds the first pods of a group for the others."""
+UNCHANGED_SECONDS = 3.0 * PERMIT_SECONDS
+"""The scheduler has tried again by then."""
+
+
+class Nodes:
+    """Node objects with slots. Their conditions are reported as by a kubelet."""
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        self._api, self._prefix = api, f"node-{namespace}"
+        self._slots: dict[str, int] = {}
+
+    async def set(self, slots: int, **labels: str) -> None:
+        """Set the number of slots of the node with these labels, and create the node if it does not exist."""
+        name = "-".join([self._prefix, *labels.values()])
+        if name not in self._slots:
+            keys = {"rack": RACK, "place": "example.com/place"}
+            found = {keys[key]: value for key, value in labels.items()}
+            metadata = {"name": name, "labels": {"kubernetes.io/hostname": name, **found}}
+            await self._api.request("POST", NODE.path(None), body={"metadata": metadata})
+        self._slots[name] = slots
+        await self._report(name)
+
+    async def keep_ready(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            for name in self._slots:
+                await self._report(name)
+
+    async def delete(self) -> None:
+        for name in self._slots:
+            await self._api.request("DELETE", NODE.path(None, name))
+
+    async def _report(self, name: str) -> None:
+        now = stamp_seconds(datetime.now(UTC))
+        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now}
+        room = {"cpu": "64", "memory": "256Gi", "pods": "110", SLOT: str(self._slots[name])}
+        await self._api.request(
+            "PATCH",
+            NODE.path(None, name, subresource="status"),
+            body={"status": {"conditions": [ready], "capacity": room, "allocatable": room}},
+            content_type="application/strategic-merge-patch+json",
+        )
+
+
+@pytest.fixture
+async def nodes(api: Any, namespace: str) -> AsyncIterator[Nodes]:
+    made = Nodes(api, namespace)
+    heartbeats = asyncio.create_task(made.keep_ready())
+    yield made
+    heartbeats.cancel()
+    await made.delete()
+
+
+@pytest.fixture
+def coscheduling(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
+    """kube-scheduler with the coscheduling plugin, for pods that name it."""
+    program = built_program(SCHEDULER_PLUGINS, "./cmd/scheduler")
+    control_plane.run_kubectl("apply", "--server-side", "-f", str(module_directory(SCHEDULER_PLUGINS) / POD_GROUP_CRD))
+    crd = f"{POD_GROUP.plural}.{POD_GROUP.group}"
+    wait_until_established(control_plane, crd)
+    plugin = {"name": "Coscheduling"}
+    profile = {
+        "schedulerName": COSCHEDULER,
+        "plugins": {
+            "multiPoint": {"enabled": [plugin]},
+            "queueSort": {"enabled": [plugin], "disabled": [{"name": "*"}]},
+        },
+        "pluginConfig": [{**plugin, "args": {"permitWaitingTimeSeconds": PERMIT_SECONDS}}],
+    }
+    with running(program, control_plane, tmp_path, profile):
+        yield
+    control_plane.run_kubectl("delete", "crd", crd)
+
+
+@pytest.fixture
+def scheduler(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
+    """kube-scheduler as a cluster has it."""
+    with running(
+        control_plane.program("kube-scheduler"), control_plane, tmp_path, {"schedulerName": "default-scheduler"}
+    ):
+        yield
+
+
+@contextmanager
+def running(program: Path, cluster: LocalCluster, folder: Path, profile: dict[str, Any]) -> Iterator[None]:
+    configuration = {
+        "apiVersion": "kubescheduler.config.k8s.io/v1",
+        "kind": "KubeSchedulerConfiguration",
+        "leaderElection": {"leaderElect": False},
+        "clientConnection": {"kubeconfig": str(cluster.kubeconfig)},
+        "profiles": [profile],
+    }
+    file, log = folder / "scheduler.yaml", folder / "scheduler.log"
+    file.write_text(yaml.safe_dump(configuration))
+    command = [program, "--config", file, "--secure-port", "0"]
+    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
+        try:
+            yield
+            assert process.poll() is None, log.read_text()[-2000:]
+        finally:
+            process.terminate()
+
+
+def engines_of_two(**engine: Any) -> dict[str, Any]:
+    """Return a spec whose engines have two pods, each of which takes a slot."""
+    template = engine.pop("podTemplate", {})
+    containers = [{"name": "engine", "resources": {"limits": {SLOT: "1"}}}]
+    pod_template = {**template, "spec": {**template.get("spec", {}), "containers": containers}}
+    return {"parallelism": {"pipeline": 2}, "engine": {"ranksPerPod": 1, "podTemplate": pod_template, **engine}}
+
+
+async def placed(api: Any, namespace: str) -> dict[str, list[str]]:
+    """Return the nodes of the scheduled pods of each engine with a pod."""
+    found: dict[str, list[str]] = {}
+    for pod in await api.list(POD, namespace, selector=f"{LABEL_COMPONENT}={ENGINE}"):
+        of_engine = found.setdefault(pod["metadata"]["labels"][LABEL_ENGINE], [])
+        of_engine += [pod["spec"]["nodeName"]] if "nodeName" in pod["spec"] else []
+    return found
+
+
+async def becomes_and_stays(api: Any, namespace: str, holds: Callable[[list[int]], bool], what: str) -> dict[str, Any]:
+    """Wait until `holds` is true of the sorted numbers of scheduled pods of each engine, and stays true."""
+
+    async def reached() -> bool:
+        return holds(sorted(map(len, (await placed(api, namespace)).values())))
+
+    await eventually(reached, seconds=120, what=what)
+    end = asyncio.get_running_loop().time() + UNCHANGED_SECONDS
+    while asyncio.get_running_loop().time() < end:
+        assert await reached(), f"not any more: {what}; {await placed(api, namespace)}"
+        await asyncio.sleep(0.5)
+    return await placed(api, namespace)
+
+
+async def unschedulable(resource: Any) -> str:
+    """Return the message of the condition Degraded once its reason is Unschedulable."""
+    status = await resource.until(lambda status: condition(status, "Degraded").get("reason") == "Unschedulable")
+    return str(condition(status, "Degraded")["message"])
+
+
+async def test_an_engine_is_scheduled_whole_or_not_at_all(
+    resource: Any, operator: Any, node: Any, api: Any, nodes: Nodes, coscheduling: None
+) -> None:
+    node.start_engines = False
+    for index in range(2):
+        group = {"apiVersion": POD_GROUP.api_version, "kind": POD_GROUP.kind, "spec": {"minMember": 2}}
+        metadata = {"name": f"demo-engine-{index}", "namespace": resource.namespace}
+        await api.create(POD_GROUP, {**group, "metadata": metadata}, manager="test")
+    template = {
+        "metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "$(ENGINE_NAME)"}},
+        "spec": {"schedulerName": COSCHEDULER},
+    }
+    await nodes.set(1, place="one")
+    await resource.create(replicas=2, **engines_of_two(podTemplate=template))
+    print(f"\n1 slot: {await unschedulable(resource)}")
+    found = await becomes_and_stays(
+        api, resource.namespace, lambda counts: counts == [0, 0], "no pod is scheduled in the room of one"
+    )
+    print(f"1 slot: {found}")
+    await nodes.set(3, place="one")
+    found = await becomes_and_stays(
+        api, resource.namespace, lambda counts: counts == [0, 2], "one engine is scheduled in the room of three pods"
+    )
+    print(f"3 slots: {found}")
+    await nodes.set(1, place="two")
+    found = await becomes_and_stays(
+        api, resource.namespace, lambda counts: counts == [2, 2], "both engines are scheduled in the room of four pods"
+    )
+    print(f"4 slots on two nodes: {found}")
+
+
+async def test_the_pods_of_an_engine_share_a_rack_or_wait(
+    resource: Any, operator: Any, node: Any, api: Any, nodes: Nodes, scheduler: None
+) -> None:
+    node.start_engines = False
+    for rack in ("a", "b"):
+        await nodes.set(1, rack=rack, place="one")
+    await resource.create(replicas=1, **engines_of_two(topology={"packBy": RACK}))
+    message = await unschedulable(resource)
+    assert "spec.engine.topology.packBy" in message
+    assert "didn't match pod affinity rules" in message
+    found = await becomes_and_stays(
+        api, resource.namespace, lambda counts: counts == [1], "the second pod waits while its rack has no room"
+    )
+    print(f"\n1 slot in each rack: {found}; {message}")
+    for rack in ("a", "b"):
+        await nodes.set(1, rack=rack, place="two")
+    found = await becomes_and_stays(
+        api, resource.namespace, lambda counts: counts == [2], "both pods are scheduled when a node joins the rack"
+    )
+    print(f"2 slots in each rack: {found}")
+    racks = {name.split("-")[-2] for name in found["demo-engine-0"]}
+    assert len(racks) == 1
+    assert len(set(found["demo-engine-0"])) == 2
