@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -91,6 +93,52 @@ def kube(platform: Platform, request: pytest.FixtureRequest) -> Iterator[Kubectl
     """kubectl in a namespace of the test's own."""
     with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
         yield kube
+
+
+@pytest.fixture
+def claim(kube: Kubectl) -> Iterator[Callable[..., str]]:
+    """claim(directory): create a PersistentVolumeClaim of a directory of this machine and return its name."""
+    volumes: list[str] = []
+
+    def make(directory: Path, *, mode: str = "ReadOnlyMany") -> str:
+        name = f"{kube.namespace}-model"
+        common = {"accessModes": [mode], "storageClassName": ""}
+        kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": name},
+                "spec": {**common, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(directory)}},
+            }
+        )
+        volumes.append(name)
+        kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": "model"},
+                "spec": {**common, "volumeName": name, "resources": {"requests": {"storage": "1Gi"}}},
+            }
+        )
+        return "model"
+
+    yield make
+    for name in volumes:
+        kube("delete", "persistentvolume", name, "--wait=false")
+
+
+@pytest.fixture
+def small_model() -> Iterator[Path]:
+    """A small random model with four heads and the built-in model's tokenizer, readable by pods."""
+    # It imports torch, which the other tests here do not need.
+    from random_checkpoint import write_speaking_model
+
+    directory = Path(tempfile.mkdtemp(prefix="megatron-model-"))
+    model = write_speaking_model(directory / "model")
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    yield model
+    shutil.rmtree(directory)
 
 
 def _print_state(platform: Platform, kube: Kubectl) -> None:

@@ -3,9 +3,7 @@ when a rank is killed under load all ranks restart and no request is lost."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,55 +69,9 @@ def test_tensor_ranks_in_three_pods(kube: Kubectl) -> None:
     kill_a_rank_under_load(deployed, "demo-engine-0-1", tokens=TOKENS)
 
 
-@pytest.fixture
-def claim(kube: Kubectl) -> Iterator[Callable[[Path], str]]:
-    """claim(directory): create a PersistentVolumeClaim of a directory of this machine and return its name."""
-    volumes: list[str] = []
-
-    def make(directory: Path) -> str:
-        name = f"{kube.namespace}-model"
-        common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
-        kube.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolume",
-                "metadata": {"name": name},
-                "spec": {**common, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(directory)}},
-            }
-        )
-        volumes.append(name)
-        kube.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolumeClaim",
-                "metadata": {"name": "model"},
-                "spec": {**common, "volumeName": name, "resources": {"requests": {"storage": "1Gi"}}},
-            }
-        )
-        return "model"
-
-    yield make
-    for name in volumes:
-        kube("delete", "persistentvolume", name, "--wait=false")
-
-
-@pytest.fixture
-def small_model() -> Iterator[Path]:
-    """A small random model with four heads and the built-in model's tokenizer, readable by pods."""
-    # It imports torch, which the other tests here do not need.
-    from random_checkpoint import write_speaking_model
-
-    directory = Path(tempfile.mkdtemp(prefix="megatron-model-"))
-    model = write_speaking_model(directory / "model")
-    for path in (directory, *directory.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    yield model
-    shutil.rmtree(directory)
-
-
 @pytest.mark.parametrize(("tensor", "pipeline"), [pytest.param(2, 1, marks=long), (2, 2)])
 def test_ranks_in_pods_answer_as_one(
-    kube: Kubectl, small_model: Path, claim: Callable[[Path], str], tensor: int, pipeline: int
+    kube: Kubectl, small_model: Path, claim: Callable[..., str], tensor: int, pipeline: int
 ) -> None:
     model = {
         "source": {"persistentVolumeClaim": {"claimName": claim(small_model), "path": "/"}},
