@@ -1,5 +1,6 @@
 """The chart, rendered by helm."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from localcluster import installation
-from localcluster.kubectl import Kubectl
+from localcluster.kubectl import RESOURCE, Kubectl
 from localcluster.progress import Steps
 from megatron_operator.install import install_manifests
 
@@ -121,6 +122,24 @@ def test_names_images_and_further_fields_of_the_pod_can_be_set(platform: Platfor
     assert values["operator"]["extraEnv"][0] in container["env"]
     assert values["operator"]["extraVolumes"][0] in template["spec"]["volumes"]
     assert values["operator"]["extraVolumeMounts"][0] in container["volumeMounts"]
+
+
+READ, WRITE = {"get", "list", "watch"}, {"create", "patch", "delete"}
+
+
+@pytest.mark.parametrize(("role", "verbs"), [("view", READ), ("edit", READ | WRITE)])
+def test_roles_of_kubernetes_include_the_resource(kube: Kubectl, role: str, verbs: set[str]) -> None:
+    kube("create", "rolebinding", role, f"--clusterrole={role}", "--user=ada")
+    resource, _, group = RESOURCE.partition(".")
+
+    def allowed(verb: str) -> bool:
+        what = {"verb": verb, "group": group, "resource": resource, "namespace": kube.namespace}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
+        spec = {"user": "ada", "resourceAttributes": what}
+        found = kube("create", "-o", "json", "-f", "-", stdin=json.dumps({**review, "spec": spec}))
+        return bool(json.loads(found)["status"]["allowed"])
+
+    assert {verb for verb in READ | WRITE if allowed(verb)} == verbs
 
 
 SWITCHES = {
