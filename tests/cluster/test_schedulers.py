@@ -181,7 +181,7 @@ async def unschedulable(resource: Any) -> str:
     return str(condition(status, "Degraded")["message"])
 
 
-async def test_an_engine_is_scheduled_whole_or_not_at_all(
+async def test_an_engine_waits_until_all_its_pods_have_room(
     resource: Any, operator: Any, node: Any, api: Any, nodes: Nodes, coscheduling: None
 ) -> None:
     node.start_engines = False
