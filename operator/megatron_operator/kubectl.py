@@ -257,8 +257,11 @@ def chat(
         if sys.stdin.isatty():
             _converse(conversation)
             return
+        text = sys.stdin.read()
+        if not text.strip():
+            raise ClusterError("standard input is empty; give a message")
         try:
-            _answer(conversation, sys.stdin.read())
+            _answer(conversation, text)
         except chats.ChatError as error:
             fail(error)
 

@@ -166,7 +166,7 @@ class Follower:
             return
         for state in _states(pod):
             container = state.get("containerID")
-            if container and container not in self._followed and "running" in (state.get("state") or {}):
+            if container and container not in self._followed:
                 self._followed.add(container)
                 threading.Thread(target=self._guard, args=(self._read, pod, tail), daemon=True).start()
 

@@ -40,10 +40,16 @@ class ResourceClient:
     """
 
     def __init__(self, *, namespace: str | None = None, context: str | None = None) -> None:
-        query = None if namespace else ContextQuery(context)
-        self.api = KubectlProxy(context=context)
+        # Both programs start at the same time.
+        query = ContextQuery(context) if namespace is None else None
         try:
-            self.namespace: str = namespace or (query.result()[1] if query is not None else "default")
+            self.api = KubectlProxy(context=context)
+        except ClusterError:
+            if query is not None:
+                query.result()  # its error is more exact
+            raise
+        try:
+            self.namespace: str = query.result()[1] if query is not None else str(namespace)
         except ClusterError:
             self.close()
             raise
