@@ -257,8 +257,8 @@ def chat(
         if sys.stdin.isatty():
             _converse(conversation)
             return
-        text = sys.stdin.read()
-        if not text.strip():
+        text = sys.stdin.read().strip()
+        if not text:
             raise ClusterError("standard input is empty; give a message")
         try:
             _answer(conversation, text)
