@@ -66,8 +66,10 @@ class ContextQuery:
         if self._process.returncode:
             cause = errors.strip().removeprefix("error: ")
             if self._context is not None:
-                remedy = "use one of `kubectl config get-contexts`"
-                raise ClusterError(f"--context: the kubeconfig has no context {self._context!r} ({cause}); {remedy}")
+                listing = [*_kubectl(None), "config", "get-contexts", "-o", "name"]
+                known = subprocess.run(listing, capture_output=True, text=True, check=False).stdout.split()
+                names = ", ".join(known) or "none: set KUBECONFIG"
+                raise ClusterError(f"--context: the kubeconfig has no context {self._context!r}; use one of {names}")
             raise ClusterError(f"no usable kubeconfig: {cause}; set KUBECONFIG")
         found = json.loads(output)["contexts"][0]
         return found["name"], (found.get("context") or {}).get("namespace") or "default"

@@ -1,6 +1,6 @@
 """A stand-in for kubectl, so that tests of the plugin need no Go: `config view` and `proxy`, without login.
 
-`install(folder)` creates the program. Put the folder on PATH.
+`install(folder)` creates the program.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 import yaml
 
 
-def install(folder: Path) -> None:
-    """Write an executable file `kubectl` that runs this module."""
+def install(folder: Path) -> str:
+    """Write an executable file `kubectl` that runs this module. Return a PATH that begins with its folder."""
     program = folder / "kubectl"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
     program.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 def _fail(message: str) -> None:
@@ -59,6 +60,9 @@ def main(arguments: list[str]) -> None:
         config = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
     except (KeyError, FileNotFoundError):
         _fail("current-context must exist in order to minify")
+    if arguments == ["config", "get-contexts", "-o", "name"]:
+        print("\n".join(each["name"] for each in config["contexts"]))
+        return
     name = context or config["current-context"]
     found = next((each for each in config["contexts"] if each["name"] == name), None)
     if found is None:

@@ -39,12 +39,10 @@ def environment(fake: Any, tmp_path: Path, program: Path) -> dict[str, str]:
         "clusters": [{"name": "c", "cluster": {"server": fake.url}}],
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    fake_kubectl.install(tmp_path)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return {
         **os.environ,
         "KUBECONFIG": str(tmp_path / "kubeconfig"),
-        "PATH": path,
+        "PATH": fake_kubectl.install(tmp_path),
         "TMPDIR": str(tmp_path),
         "PLUGIN": str(program),
     }
@@ -207,7 +205,7 @@ async def test_the_proxy_ends_with_a_killed_command(environment: dict[str, str],
 
 async def test_a_kubeconfig_that_cannot_be_used_is_named(environment: dict[str, str]) -> None:
     for arguments, variables, expected in (
-        (["list", "--context", "nope"], {}, "--context: the kubeconfig has no context 'nope'"),
+        (["list", "--context", "nope"], {}, "--context: the kubeconfig has no context 'nope'; use one of here"),
         (["list"], {"KUBECONFIG": "/nonexistent"}, "no usable kubeconfig: "),
         (["list"], {"PATH": "/nonexistent"}, "kubectl, which logs in to the cluster, is not on PATH"),
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
-import os
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -74,8 +73,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    fake_kubectl.install(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", fake_kubectl.install(tmp_path))
     yield table
     server.shutdown()
     server.server_close()
