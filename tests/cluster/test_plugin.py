@@ -49,7 +49,7 @@ async def test_a_rollout_that_cannot_end_is_an_error(resource: Any, operator: An
     await resource.create()
     late = await plugin("rollout", "status", "demo", "-n", namespace, "--timeout", "3")
     assert late.returncode == 1
-    assert "demo: not done after 3 s: 0 of 1 engines updated" in late.stderr
+    assert "demo: not done after 3 s: 1 of 1 engines updated, 0/1 ready; waiting for the coordinator" in late.stderr
 
 
 async def test_permissions_of_the_user_decide(
