@@ -24,8 +24,9 @@ LOGIN_SECONDS = 30.0
 """Of the start of the proxy."""
 MERGE_PATCH = "application/merge-patch+json"
 
-# The shell waits for the end of its standard input, which this process holds open, and then ends kubectl.
-_GUARD = '"$@" & exec >&- 2>&-; read -r _; kill $!'
+# The shell waits for the end of its standard input, which this process holds open. Then it ends kubectl and removes the
+# directory of the socket.
+_GUARD = 'folder=$1; shift; "$@" & exec >&- 2>&-; read -r _; kill $!; rm -rf "$folder"'
 
 
 class ClusterError(Exception):
@@ -100,7 +101,7 @@ class KubectlProxy:
         self._errors = self._folder / "errors"
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                ["sh", "-c", _GUARD, "sh", *command, f"--unix-socket={self._socket}"],
+                ["sh", "-c", _GUARD, "sh", str(self._folder), *command, f"--unix-socket={self._socket}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -127,7 +128,6 @@ class KubectlProxy:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def request(
         self,

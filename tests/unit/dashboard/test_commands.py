@@ -16,6 +16,7 @@ from typing import Any
 import fake_kubectl
 import pytest
 import yaml
+from eventually import eventually
 from machine import scaled
 
 Command = Callable[..., Awaitable[tuple[int, str, str]]]
@@ -197,10 +198,11 @@ async def test_the_proxy_ends_with_a_killed_command(environment: dict[str, str],
         while True:
             try:
                 _, writer = await asyncio.open_unix_connection(str(folder / "api"))
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, FileNotFoundError):
                 break
             writer.close()
             await asyncio.sleep(0.05)
+        await eventually(lambda: asyncio.to_thread(lambda: not folder.exists()), what="the directory is removed")
 
 
 async def test_a_kubeconfig_that_cannot_be_used_is_named(environment: dict[str, str]) -> None:
