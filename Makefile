@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -177,6 +177,9 @@ release-images: ## all images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGIST
 	for target in operator runtime runtime-vllm; do
 		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
 	done
+
+plugin: build/setup.stamp ## kubectl-megatron as one executable file, build/kubectl-megatron, for any folder on PATH
+	@$(PY) tools/build_plugin.py build/kubectl-megatron
 
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate

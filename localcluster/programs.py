@@ -7,21 +7,27 @@ programs are created by rename, so that an existing one is complete.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from localcluster.errors import ClusterError
 from localcluster.locking import locked
-from localcluster.progress import Steps
+from localcluster.progress import Step, Steps
 from localcluster.settings import cache_root
-from localcluster.shell import run, tail
+from localcluster.shell import follow, run, tail
 
 MODULE = Path(__file__).resolve().parent / "go"
+LINK_PACKAGES = 30
+"""Packages whose compilation takes about as long as linking one program, for the estimate of the time left."""
+_PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
+"""A line of `go build -v`: the path of a package."""
 MINIMUM_GO = (1, 24)
 KUBERNETES_VERSION = "v1.34.2"
 ATTEMPTS = 4
@@ -86,28 +92,90 @@ def ensure(names: Iterable[str], steps: Steps) -> Path:
     with locked(folder / ".lock", steps, reason="another build of the same programs"):
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            with steps.step(f"build {', '.join(missing)}", expect="the first time: up to 10 minutes on 2 cores"):
-                _build(missing, folder)
+            with steps.step(
+                f"build {', '.join(missing)}", expect="the first time: up to 10 minutes on 2 cores"
+            ) as step:
+                _build(missing, folder, step)
     _drop_old(folder)
     return folder
 
 
-def _build(names: Sequence[str], folder: Path) -> None:
+class BuildProgress:
+    """What a build of Go programs has done, from the lines of `go build -v` and the programs that it has linked.
+
+    packages: that will be compiled; 0 while unknown. programs: that will be linked. clock: returns seconds.
+    """
+
+    def __init__(self, *, packages: int, programs: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.packages, self.programs = packages, programs
+        self.compiled = self.linked = 0
+        self._clock = clock
+        self._begun = clock()
+
+    def text(self) -> str:
+        """Return the progress, with the time left once enough is done to estimate it."""
+        compiled = min(self.compiled, self.packages)
+        parts = [f"{compiled} of {self.packages} packages", f"{self.linked} of {self.programs} programs"]
+        whole = self.packages + LINK_PACKAGES * self.programs
+        done = compiled + LINK_PACKAGES * self.linked
+        if done * 20 >= whole and done < whole:
+            left = (self._clock() - self._begun) * (whole - done) / done
+            parts.append("less than a minute left" if left < 60 else f"about {math.ceil(left / 60)} min left")
+        return ", ".join(parts)
+
+
+def _build(names: Sequence[str], folder: Path, step: Step) -> None:
     """Build all in one call, so that linking one program, which uses one CPU, overlaps with compiling another."""
+    flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
+    paths = [PACKAGES[name] for name in names]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        options = ["-mod=readonly", "-trimpath", "-ldflags", ldflags(), "-o", f"{scratch}/"]
-        command = ["go", "build", *options, *(PACKAGES[name] for name in names)]
         for attempt in range(1, ATTEMPTS + 1):
-            result = run(command, cwd=MODULE, env={"CGO_ENABLED": "0"}, check=False)
-            if result.returncode == 0:
+            errors = _build_once(flags, paths, Path(scratch), step)
+            if errors is None:
                 for name in names:
                     (Path(scratch) / name).replace(folder / name)
                 return
-            if attempt == ATTEMPTS or not is_network_trouble(result.stderr):
+            if attempt == ATTEMPTS or not is_network_trouble(errors):
                 raise ClusterError(
-                    f"building {', '.join(names)} failed (attempt {attempt} of {ATTEMPTS}):\n{tail(result.stderr)}"
+                    f"building {', '.join(names)} failed (attempt {attempt} of {ATTEMPTS}):\n{tail(errors)}"
                 )
             time.sleep(2**attempt)
+
+
+def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step: Step) -> str | None:
+    """Download the modules and build; return the messages of the compiler if one of both fails."""
+    environment = {"CGO_ENABLED": "0"}
+    messages: deque[str] = deque(maxlen=200)
+    modules = 0
+
+    def on_download(line: str) -> None:
+        nonlocal modules
+        messages.append(line)
+        if line.startswith("go: downloading "):
+            modules += 1
+            step.detail(f"{modules} modules downloaded")
+
+    listing = scratch / "packages"
+    # Packages that are compiled already are not stale. The command also downloads all modules.
+    stale = ["sh", "-c", 'out=$1; shift; exec "$@" >"$out"', "sh", str(listing), "go", "list", *flags]
+    command = [*stale, "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}", *paths]
+    if follow(command, on_download, lambda: None, env=environment, cwd=MODULE):
+        return "\n".join(messages)
+    progress = BuildProgress(packages=len(listing.read_text().split()), programs=len(paths))
+    listing.unlink()
+
+    def on_package(line: str) -> None:
+        if _PACKAGE.fullmatch(line):
+            progress.compiled += 1
+        else:
+            messages.append(line)
+
+    def on_tick() -> None:
+        progress.linked = sum(1 for _ in scratch.iterdir())
+        step.detail(progress.text())
+
+    command = ["go", "build", "-v", *flags, "-o", f"{scratch}/", *paths]
+    return "\n".join(messages) if follow(command, on_package, on_tick, env=environment, cwd=MODULE) else None
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:

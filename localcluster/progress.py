@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+DETAIL_SECONDS = 15.0
+"""Least time between two lines about one step where no live display is possible."""
+
 
 class Step:
     """The running step. `note` sets its result, `detail` its current activity."""
 
-    def __init__(self, progress: Progress | None, task: object, title: str) -> None:
+    def __init__(
+        self, progress: Progress | None, task: object, title: str, say: Callable[[str], None], interval: float
+    ) -> None:
         self._progress = progress
         self._task = task
         self._title = title
+        self._say = say
+        self._interval = interval
+        self._said = time.monotonic()
         self.result = ""
 
     def detail(self, text: str) -> None:
+        """Show the current activity: at once on a terminal, otherwise as a line from time to time."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
+        elif time.monotonic() - self._said >= self._interval:
+            self._said = time.monotonic()
+            self._say(f"          … {self._title}: {text}")
 
     def note(self, text: str) -> None:
         self.result = text
@@ -35,9 +47,13 @@ class Steps:
     Args:
         quiet: print nothing, for tests that start many clusters.
         console: where to print; standard error by default, so that output stays usable in a pipe.
+        interval: least seconds between two lines about the activity of a step where no live display is possible.
     """
 
-    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, console: Console | None = None, interval: float = DETAIL_SECONDS
+    ) -> None:
+        self._interval = interval
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._lock = threading.Lock()
         self._progress: Progress | None = None
@@ -53,7 +69,7 @@ class Steps:
         task = live.add_task(escape(title), total=None) if live else None
         if live is None and expect:
             self.say(f"          … {title} ({expect})")
-        step = Step(live, task, title)
+        step = Step(live, task, title, self.say, self._interval)
         start = time.monotonic()
         mark, style = "failed", "red"
         try:

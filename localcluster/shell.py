@@ -1,13 +1,19 @@
-"""Running other programs: one function that captures output and turns failure into a readable error."""
+"""Running other programs: their output captured, or followed line by line, and failures as readable errors."""
 
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from localcluster.errors import ClusterError
+
+TICK_SECONDS = 1.0
 
 
 def run(
@@ -38,6 +44,58 @@ def run(
             f"`{' '.join(argv[:6])}` ended with {result.returncode}:\n{tail(result.stderr or result.stdout)}"
         )
     return result
+
+
+def follow(
+    command: Sequence[str | Path],
+    on_line: Callable[[str], None],
+    on_tick: Callable[[], None],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> int:
+    """Run a program to its end, without standard input and output; return its exit code.
+
+    on_line: called with each line of its standard error. on_tick: called every TICK_SECONDS.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **env} if env else None,
+        cwd=cwd,
+    )
+    assert process.stderr is not None
+    reader = threading.Thread(target=read, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        next_tick = time.monotonic() + TICK_SECONDS
+        while True:
+            try:
+                line = lines.get(timeout=max(0.0, next_tick - time.monotonic()))
+            except queue.Empty:
+                on_tick()
+                next_tick = time.monotonic() + TICK_SECONDS
+                continue
+            if line is None:
+                return process.wait()
+            on_line(line)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        reader.join()
+        process.stderr.close()
 
 
 def tail(text: str, lines: int = 15) -> str:

@@ -299,7 +299,8 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
     from megatron_operator.resource_client import ClusterError, ResourceClient
 
     try:
-        found = ResourceClient(namespace=new.namespace, context=context).find(new.name)
+        with ResourceClient(namespace=new.namespace, context=context) as client:
+            found = client.find(new.name)
     except ClusterError as error:
         raise ResourceFileError(str(error)) from error
     return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
@@ -374,9 +375,9 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     from megatron_operator.resource_client import ClusterError, ResourceClient
 
     try:
-        client = ResourceClient(namespace=namespace, context=context)
-        resource = client.get(name)
-        lines = causes(resource, client.pods(name), client.operator_problem())
+        with ResourceClient(namespace=namespace, context=context) as client:
+            resource = client.get(name)
+            lines = causes(resource, client.pods(name), client.operator_problem())
     except ClusterError as error:
         fail(error)
     say_lines(lines)

@@ -49,11 +49,20 @@ def section(program: str, name: str, command: click.Command) -> list[str]:
     return ["", f"### `{usage}`", "", *_paragraph(command.help or ""), *table]
 
 
+def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands of a group and of the groups in it, by name."""
+    for name, command in sorted(group.commands.items()):
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
 def cli_page() -> str:
     """Return the page in Markdown."""
     lines = ["# Command lines of the operator", "", "Generated from the commands by `make generate`."]
     for program, group in PROGRAMS:
         lines += ["", f"## {program}", "", *_paragraph(group.help or "")]
-        for name, command in sorted(group.commands.items()):
+        for name, command in _commands(group):
             lines += section(program, name, command)
     return "\n".join(lines) + "\n"

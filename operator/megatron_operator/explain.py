@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.remedies import REMEDIES
-from megatron_operator.model.resource import parse_spec
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
-from megatron_operator.plan.references import NO_REFERENCES, References, references
+from megatron_operator.plan.references import References, references
 from megatron_operator.plan.world import PodView
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
@@ -58,7 +55,7 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], opera
     engines = {entry["name"]: entry for entry in status.get("engines") or ()}
     views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
     nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
-    named = _references(resource)
+    named = references(resource.get("spec") or {})
     held_up: dict[str, list[PodView]] = {}
     for view in views:
         if view.deleting or not (view.ready or view.phase == "Succeeded"):
@@ -98,13 +95,6 @@ def _together(names: Sequence[str]) -> str:
         else:
             ranges.append([number])
     return "engines " + ", ".join("-".join(map(str, each)) for each in ranges)
-
-
-def _references(resource: Mapping[str, Any]) -> References:
-    try:
-        return references(parse_spec(resource.get("spec") or {}))
-    except ValidationError:
-        return NO_REFERENCES
 
 
 def _pod_line(view: PodView, node: str | None, references: References, *, where: bool) -> str:

@@ -1,25 +1,28 @@
-"""kubectl megatron: the verbs as commands, and the dashboard. kubectl finds `kubectl-megatron` on PATH. It only patches
-the resource."""
+"""kubectl megatron: resources and their pods on the command line, the verbs, and the dashboard.
+
+kubectl finds `kubectl-megatron` on PATH. Modules that only one command needs are imported by that command, because the
+start of the program is most of the time of a command.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from megatron_operator import __version__
-from megatron_operator.explain import causes, explanation
-from megatron_operator.model.resource import VERSION
+from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND, VERSION
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
-from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
-from megatron_operator.storage_migration import migrate as migrate_storage
-from megatron_operator.terminal import fail, say, say_lines
+from megatron_operator.resource_view import age, rollout, summary, table
+from megatron_operator.terminal import fail, say, say_json, say_lines, say_part
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -27,6 +30,8 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
     "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
     "stop": (DesiredState.STOPPED, "Drain, then remove the engines."),
 }
+CLEAR = "\x1b[H\x1b[2J"
+"""Moves the cursor to the top and clears the terminal."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,60 +40,341 @@ def main() -> None:
     """Show and control MegatronInference resources."""
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.argument("name")(command)
+def _connection(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option("-n", "--namespace", help="Default: the namespace of the context.")(command)
     return click.option("--context", help="Context of the kubeconfig.")(command)
 
 
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    return _connection(click.argument("name")(command))
+
+
+_output = click.option("-o", "--output", type=click.Choice(["json"]), help="Print JSON, for programs.")
+_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed.")
+_timeout = click.option(
+    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to wait."
+)
+
+
+@contextlib.contextmanager
+def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClient]:
+    """Yield the client of a command, whose failures end the command with their message."""
+    try:
+        with ResourceClient(namespace=namespace, context=context) as client:
+            yield client
+    except ClusterError as error:
+        fail(error)
+
+
+@main.command(name="list")
+@_connection
+@click.option("-A", "--all-namespaces", is_flag=True, help="Show the resources of all namespaces.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["wide", "json", "name"]),
+    help="wide: more columns. json: for programs. name: only names, for other commands of kubectl.",
+)
+def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, output: str | None) -> None:
+    """List the resources of a namespace."""
+    with _client(namespace, context) as client:
+        found = client.resources(all_namespaces=all_namespaces)
+        where = "all namespaces" if all_namespaces else f"namespace {client.namespace}"
+    found.sort(key=lambda each: (each["metadata"]["namespace"], each["metadata"]["name"]))
+    if output == "json":
+        say_json([summary(each) for each in found])
+        return
+    if output == "name":
+        say_lines([f"{KIND.lower()}.{GROUP}/{each['metadata']['name']}" for each in found])
+        return
+    if not found:
+        say(f"no resources in {where}", err=True)
+        return
+    say_lines(table(*_list_table(found, wide=output == "wide", namespaces=all_namespaces)))
+
+
+def _list_table(found: list[dict[str, Any]], *, wide: bool, namespaces: bool) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows of a list."""
+    now = datetime.now(UTC)
+    columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+        **({"NAMESPACE": lambda _, view: view["namespace"]} if namespaces else {}),
+        "NAME": lambda _, view: view["name"],
+        "STATE": lambda _, view: view["state"],
+        "READY": lambda _, view: view["ready"],
+        "MODEL": lambda _, view: view["model"],
+        "REASON": lambda _, view: view["reason"],
+        "AGE": lambda each, _: age(each, now),
+    }
+    if wide:
+        columns |= {
+            "DESIRED": lambda _, view: view["desired"],
+            "BACKEND": lambda each, _: (each["spec"].get("engine") or {}).get("backend", "Native"),
+            "ENDPOINT": lambda each, _: (each.get("status") or {}).get("endpoint") or "",
+            "WAITS FOR": lambda _, view: view["waitingOn"],
+        }
+    rows = [[show(each, summary(each)) for show in columns.values()] for each in found]
+    return list(columns), rows
+
+
 @main.command()
 @_options
-def status(name: str, namespace: str | None, context: str | None) -> None:
+@_output
+def status(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
     """Show the status of NAME, and what it waits for."""
-    try:
-        client = ResourceClient(namespace=namespace, context=context)
-        lines = explanation(client.get(name), client.operator_problem())
-    except ClusterError as error:
-        fail(error)
-    say_lines(lines)
+    from megatron_operator.explain import explanation
+
+    with _client(namespace, context) as client:
+        resource, problem = client.get(name), client.operator_problem()
+    if output == "json":
+        say_json({**summary(resource), "operatorProblem": problem, "status": resource.get("status") or {}})
+    else:
+        say_lines(explanation(resource, problem))
 
 
 @main.command()
 @_options
-def explain(name: str, namespace: str | None, context: str | None) -> None:
+@_output
+def explain(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
     """Show what NAME waits for, down to the pod, the scheduler or the rank."""
-    try:
-        client = ResourceClient(namespace=namespace, context=context)
+    from megatron_operator.explain import causes
+
+    with _client(namespace, context) as client:
         resource = client.get(name)
-        lines = causes(resource, client.pods(name), client.operator_problem())
-    except ClusterError as error:
-        fail(error)
-    say_lines(lines)
+        problem = client.operator_problem()
+        lines = causes(resource, client.pods(name), problem)
+    if output == "json":
+        say_json({**summary(resource), "operatorProblem": problem, "explanation": lines})
+    else:
+        say_lines(lines)
 
 
 @main.command()
 @_options
-def restart(name: str, namespace: str | None, context: str | None) -> None:
+@click.option("--component", type=click.Choice(["coordinator", "server", "engine"]), help="Default: all.")
+@click.option("--engine", type=click.IntRange(min=0), metavar="I", help="Only the engine of this number.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Show new lines as they arrive, also of containers that start later."
+)
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Last lines of each pod. Default: all.")
+@click.option("--previous", is_flag=True, help="Show the container before the last restart.")
+@_output
+def logs(
+    *,
+    name: str,
+    namespace: str | None,
+    context: str | None,
+    component: str | None,
+    engine: int | None,
+    follow: bool,
+    tail: int | None,
+    previous: bool,
+    output: str | None,
+) -> None:
+    """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
+    from megatron_operator.pod_logs import Follower, Selection, merged, selected_pods
+
+    if engine is not None and component not in (None, "engine"):
+        raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
+    if follow and previous:
+        raise click.UsageError("--previous: not allowed with --follow, because that container has ended; remove one")
+    only = "engine" if engine is not None else component
+    selection = Selection(name, only, None if engine is None else f"{name}-engine-{engine}")
+    errors: list[str] = []
+    with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
+        pods = selected_pods(client, selection)
+        width = max(len(pod["metadata"]["name"]) for pod in pods)
+        if follow:
+            lines = Follower(client, selection, tail=tail).lines()
+        else:
+            lines = merged(client, pods, tail=tail, previous=previous, errors=errors)
+        for line in lines:
+            if output == "json":
+                click.echo(json.dumps({"at": line.at, "pod": line.pod, "text": line.text}))
+            else:
+                say(f"{line.pod:{width}} | {line.text.expandtabs()}")
+    if errors:
+        fail(ClusterError("; ".join(errors)))
+
+
+@main.command()
+@_options
+@click.option("--interval", type=click.FloatRange(min=0.5), default=2.0, show_default=True, help="Seconds per refresh.")
+@click.option("--once", is_flag=True, help="Show one table and end; the default if the output is no terminal.")
+@_output
+def top(
+    *, name: str, namespace: str | None, context: str | None, interval: float, once: bool, output: str | None
+) -> None:
+    """Show the load of the engines of NAME, refreshed until it is interrupted. Rates are those of the interval."""
+    from megatron_operator.top import Sampler, lines
+
+    with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
+        sampler = Sampler(client, name)
+        sampler.take()
+        while True:
+            time.sleep(interval)
+            found = sampler.take()
+            if output == "json":
+                say_json(found)
+                return
+            if once or not sys.stdout.isatty():
+                say_lines(lines(found))
+                return
+            click.echo(CLEAR, nl=False)
+            say_lines(lines(found))
+
+
+@main.command()
+@_options
+@click.option("--model", help="Model or adapter. Default: the model of the resource.")
+@click.option("--api-key", envvar="MEGATRON_API_KEY", help="Default: a key of spec.server.apiKeysSecretRef.")
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: that of the model.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens of an answer at most.")
+def chat(
+    *,
+    name: str,
+    namespace: str | None,
+    context: str | None,
+    model: str | None,
+    api_key: str | None,
+    system: str | None,
+    **sampling: Any,
+) -> None:
+    """Chat with the model of NAME through the API server. If the input is no terminal, it is one message."""
+    from megatron_operator import chat as chats
+
+    with _client(namespace, context) as client:
+        resource = client.get(name)
+        served = model or (resource.get("status") or {}).get("model")
+        if not served:
+            raise ClusterError(
+                f"{name}: status.model is absent, so no server has started; see kubectl megatron explain"
+            )
+        key = api_key or chats.api_key(client, resource, model=served)
+        given = {field: value for field, value in sampling.items() if value is not None}
+        messages = [{"role": "system", "content": system}] if system else []
+        conversation = chats.Conversation(client, resource, served, key, given, messages)
+        if sys.stdin.isatty():
+            _converse(conversation)
+            return
+        text = sys.stdin.read().strip()
+        if not text:
+            raise ClusterError("standard input is empty; give a message")
+        try:
+            _answer(conversation, text)
+        except chats.ChatError as error:
+            fail(error)
+
+
+def _converse(conversation: Any) -> None:
+    """Ask for messages until the end of the input. Ctrl-C ends an answer, and outside of one the chat."""
+    import readline  # noqa: F401 gives input() a line editor and a history
+
+    from megatron_operator.chat import ChatError
+
+    say(f"{conversation.model}: Ctrl-C stops an answer, Ctrl-D ends the chat")
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            say("")
+            return
+        if not text.strip():
+            continue
+        try:
+            _answer(conversation, text)
+        except KeyboardInterrupt:
+            say("")
+        except (ChatError, ClusterError) as error:
+            say(f"Error: {error}", err=True)
+
+
+def _answer(conversation: Any, text: str) -> None:
+    """Print the answer to a message as it arrives. Reasoning is dimmed, and left out if the output is no terminal."""
+    shows_reasoning = sys.stdout.isatty()
+    reasoned = False
+    for reasoning, part in conversation.ask(text):
+        if reasoning and shows_reasoning:
+            say_part(reasoning, dim=True)
+            reasoned = True
+        if part:
+            say_part("\n\n" + part if reasoned else part)
+            reasoned = False
+    say("")
+
+
+@main.command()
+@_options
+@click.option("--replicas", type=click.IntRange(min=0), required=True, help="Engines; 0 removes all engine pods.")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all engines serve.")
+@_timeout
+def scale(*, name: str, namespace: str | None, context: str | None, replicas: int, wait: bool, timeout: float) -> None:
+    """Set the number of engines of NAME."""
+    with _client(namespace, context) as client:
+        resource = client.patch_spec(name, replicas=replicas)
+        if not wait:
+            say(f"{name}: {replicas} engines requested")
+            return
+        wanted = (resource.get("spec") or {}).get("desiredState", "Running")
+        if wanted != DesiredState.RUNNING:
+            say(f"{name}: {replicas} engines when it runs; it is {wanted} as requested")
+            return
+        _follow_rollout(client, name, timeout=timeout, quiet=False)
+
+
+@main.group(name="rollout")
+def rollout_group() -> None:
+    """Follow rollouts."""
+
+
+@rollout_group.command(name="status")
+@_options
+@_timeout
+@_output
+def rollout_status(
+    *, name: str, namespace: str | None, context: str | None, timeout: float, output: str | None
+) -> None:
+    """Show the progress of the rollout of NAME until all engines are updated and serve; exit code 1 if it fails."""
+    with _client(namespace, context) as client:
+        found = _follow_rollout(client, name, timeout=timeout, quiet=output == "json")
+    if output == "json":
+        say_json(found)
+
+
+def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet: bool) -> dict[str, Any]:
+    """Print the progress of a rollout until it is done. Raises ClusterError if it fails or does not end in time."""
+    shown = ""
+    for resource in client.versions(name, timeout_seconds=timeout):
+        found = rollout(resource)
+        if found["done"]:
+            if not quiet:
+                say(f"{name}: done, {found['text']}")
+            return found
+        if found["failed"]:
+            raise ClusterError(f"{name}: {found['text']}; {found['failed']}")
+        if found["text"] != shown and not quiet:
+            say(f"{name}: {found['text']}")
+        shown = found["text"]
+    raise ClusterError(f"{name}: not done after {timeout:g} s: {shown}; see kubectl megatron explain {name}")
+
+
+@main.command()
+@_options
+def restart(*, name: str, namespace: str | None, context: str | None) -> None:
     """Start engines of NAME again that have used up their restart budget. Engines that serve stay as they are."""
-    try:
-        now = stamp(datetime.now(UTC))
-        ResourceClient(namespace=namespace, context=context).annotate(name, {ANNOTATION_RESTARTED: now})
-    except ClusterError as error:
-        fail(error)
+    with _client(namespace, context) as client:
+        client.annotate(name, {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))})
     say(f"{name}: restart budgets are reset")
 
 
 @main.command()
 @_options
-def update(name: str, namespace: str | None, context: str | None) -> None:
+def update(*, name: str, namespace: str | None, context: str | None) -> None:
     """Update NAME to the release of the operator. Its coordinator, servers and engines are replaced."""
-    try:
-        client = ResourceClient(namespace=namespace, context=context)
-        found = client.get(name).get("status", {}).get("update")
+    with _client(namespace, context) as client:
+        found = (client.get(name).get("status") or {}).get("update")
         if found is not None:
             client.annotate(name, {ANNOTATION_UPDATE: found["id"]})
-    except ClusterError as error:
-        fail(error)
     say(f"{name}: update requested" if found is not None else f"{name}: is up to date")
 
 
@@ -102,6 +388,8 @@ def update(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
 def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | None, port: int, browser: bool) -> None:
     """Serve a web page on this machine that shows and controls resources, until it is interrupted."""
+    import asyncio
+
     try:
         from megatron_operator.dashboard.app import serve
     except ModuleNotFoundError as error:
@@ -123,6 +411,8 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
 @click.option("--context", help="Context of the kubeconfig.")
 def migrate(context: str | None) -> None:
     """Rewrite all resources of the cluster in the storage version of the API. Nothing restarts."""
+    from megatron_operator.storage_migration import migrate as migrate_storage
+
     try:
         found = migrate_storage(context=context)
     except ClusterError as error:
@@ -134,21 +424,18 @@ def migrate(context: str | None) -> None:
 
 
 def _verb(verb: str) -> None:
-    desired, summary = VERBS[verb]
+    desired, text = VERBS[verb]
 
-    @main.command(name=verb, help=summary)
+    @main.command(name=verb, help=text)
     @_options
-    @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed.")
-    @click.option("--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to wait.")
-    def command(name: str, namespace: str | None, context: str | None, **options: Any) -> None:
-        try:
-            client = ResourceClient(namespace=namespace, context=context)
+    @_wait
+    @_timeout
+    def command(*, name: str, namespace: str | None, context: str | None, wait: bool, timeout: float) -> None:
+        with _client(namespace, context) as client:
             client.patch_spec(name, desiredState=desired.value)
-            if options["wait"]:
-                client.wait_state(name, desired.value, timeout_seconds=options["timeout"])
-        except ClusterError as error:
-            fail(error)
-        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} requested")
+            if wait:
+                client.wait_state(name, desired.value, timeout_seconds=timeout)
+        say(f"{name}: {desired.value}" if wait else f"{name}: {desired.value} requested")
 
 
 for _name in VERBS:

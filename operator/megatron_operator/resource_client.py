@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from megatron_operator.model.resource import GROUP, PLURAL, VERSION
+from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
+from megatron_operator.kubectl_proxy import MERGE_PATCH, ClusterError, ContextQuery, KubectlProxy, rejection
+from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
-from megatron_operator.render.context import LABEL_INSTANCE
+from megatron_operator.resource_view import is_settled
 
 WATCH_SECONDS = 30
+LIST_CHUNK = 500
+MANAGER = "kubectl-megatron"
 
-
-class ClusterError(Exception):
-    """The API server is unreachable or rejected a request. The message has the object and the cause."""
+Object = dict[str, Any]
 
 
 class NoSuchResourceError(ClusterError):
@@ -23,141 +28,165 @@ class NoSuchResourceError(ClusterError):
 
 
 def current_context(context: str | None) -> tuple[str, str]:
-    """Return name and namespace of a context of the kubeconfig; None means the current one.
-
-    Raises:
-        ClusterError: there is no such context, or no kubeconfig.
-    """
-    from kubernetes import config
-
-    try:
-        known, active = config.list_kube_config_contexts()
-    except config.ConfigException as error:
-        raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
-    found = active if context is None else next((each for each in known if each["name"] == context), None)
-    if found is None:
-        names = ", ".join(each["name"] for each in known)
-        raise ClusterError(f"--context: the kubeconfig has no context {context!r}; use one of {names}")
-    return found["name"], (found.get("context") or {}).get("namespace") or "default"
+    """Return name and namespace of a context of the kubeconfig; None means the current one. Raises ClusterError."""
+    return ContextQuery(context).result()
 
 
 class ResourceClient:
-    """Access to the resources of one namespace with the user's kubeconfig."""
+    """Access to the resources of one namespace with the user's kubeconfig, until it is closed.
+
+    Raises:
+        ClusterError: kubectl is missing, or there is no usable kubeconfig.
+    """
 
     def __init__(self, *, namespace: str | None = None, context: str | None = None) -> None:
-        from kubernetes import client, config
-
+        # Both programs start at the same time.
+        query = ContextQuery(context) if namespace is None else None
         try:
-            config.load_kube_config(context=context)
-        except config.ConfigException as error:
-            raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
-        self.namespace: str = namespace or current_context(context)[1]
-        self._api = client.CustomObjectsApi()
-        self._core = client.CoreV1Api()
-        self._leases = client.CoordinationV1Api()
-        self._api_exception = client.ApiException
-
-    def _call(self, verb: str, name: str, *args: Any) -> dict[str, Any]:
-        from urllib3.exceptions import HTTPError
-
-        method = getattr(self._api, f"{verb}_namespaced_custom_object")
+            self.api = KubectlProxy(context=context)
+        except ClusterError:
+            if query is not None:
+                query.result()  # its error is more exact
+            raise
         try:
-            found: dict[str, Any] = method(GROUP, VERSION, self.namespace, PLURAL, name, *args)
-        except self._api_exception as error:
-            where = f"{PLURAL}.{GROUP} {self.namespace}/{name}"
-            if error.status == 404:
-                raise NoSuchResourceError(f"{where}: no such resource") from error
-            raise ClusterError(f"{where}: {error.status} {error.reason}: {error.body}") from error
-        except HTTPError as error:
-            raise ClusterError(f"the API server does not answer: {error}") from error
-        return found
+            self.namespace: str = query.result()[1] if query is not None else str(namespace)
+        except ClusterError:
+            self.close()
+            raise
 
-    def pods(self, name: str) -> list[dict[str, Any]]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.api.close()
+
+    def _call(self, method: str, name: str, body: Object | None = None) -> Object:
+        about = f"{CRD_NAME} {self.namespace}/{name}"
+        query = None if body is None else {"fieldManager": MANAGER}
+        path = RESOURCE.path(self.namespace, name)
+        try:
+            return self.api.request(method, path, query=query, body=body, content_type=MERGE_PATCH, about=about)
+        except ClusterError as error:
+            if error.code == 404:
+                raise NoSuchResourceError(f"{about}: no such resource", code=404) from error
+            raise
+
+    def list_all(self, path: str, *, about: str, **query: Any) -> list[Object]:
+        """Return all objects of a collection."""
+        items: list[Object] = []
+        token: str | None = None
+        while True:
+            page = self.api.request("GET", path, query={**query, "limit": LIST_CHUNK, "continue": token}, about=about)
+            items += page.get("items") or []
+            token = (page.get("metadata") or {}).get("continue")
+            if not token:
+                return items
+
+    def resources(self, *, all_namespaces: bool) -> list[Object]:
+        """Return the resources of the namespace, or of all."""
+        namespace = None if all_namespaces else self.namespace
+        about = f"{CRD_NAME} in {'all namespaces' if all_namespaces else f'namespace {namespace}'}"
+        return self.list_all(RESOURCE.path(namespace), about=about)
+
+    def pods(self, name: str) -> list[Object]:
         """Return all pods of a resource."""
-        from urllib3.exceptions import HTTPError
-
-        try:
-            found = self._core.list_namespaced_pod(self.namespace, label_selector=f"{LABEL_INSTANCE}={name}")
-        except self._api_exception as error:
-            raise ClusterError(f"pods of {self.namespace}/{name}: {error.status} {error.reason}") from error
-        except HTTPError as error:
-            raise ClusterError(f"the API server does not answer: {error}") from error
-        items: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(found)["items"]
-        return items
+        about = f"pods of {self.namespace}/{name}"
+        return self.list_all(POD.path(self.namespace), about=about, labelSelector=f"{LABEL_INSTANCE}={name}")
 
     def operator_problem(self) -> str | None:
         """Return what is wrong with the operators of this namespace: none runs, or several do. None if one runs."""
-        from urllib3.exceptions import HTTPError
+        # The user's clock may differ from that of the operators, so the time is that of the API server's answer.
+        with self.api.open("GET", LEASE.path(None), seconds=30) as answer:
+            text = answer.read()
+        if answer.status in (401, 403):
+            return operator_problem(None, self.namespace, datetime.now(UTC))
+        if answer.status != 200:
+            raise rejection(answer.status, text, about="leases.coordination.k8s.io")
+        said = answer.headers.get("Date")
+        now = parsedate_to_datetime(said) if said else datetime.now(UTC)
+        return operator_problem(operator_leases(json.loads(text)["items"]), self.namespace, now)
 
-        try:
-            found, _, headers = self._leases.list_lease_for_all_namespaces_with_http_info()
-        except self._api_exception as error:
-            if error.status in (401, 403):
-                return operator_problem(None, self.namespace, datetime.now(UTC))
-            raise ClusterError(f"leases.coordination.k8s.io: {error.status} {error.reason}") from error
-        except HTTPError as error:
-            raise ClusterError(f"the API server does not answer: {error}") from error
-        leases = operator_leases(self._leases.api_client.sanitize_for_serialization(found)["items"])
-        # The user's clock may differ from that of the operators.
-        said = headers.get("Date")
-        return operator_problem(leases, self.namespace, parsedate_to_datetime(said) if said else datetime.now(UTC))
+    def get(self, name: str) -> Object:
+        return self._call("GET", name)
 
-    def get(self, name: str) -> dict[str, Any]:
-        return self._call("get", name)
-
-    def find(self, name: str) -> dict[str, Any] | None:
+    def find(self, name: str) -> Object | None:
         """Return the resource, or None if it does not exist."""
         try:
-            return self._call("get", name)
+            return self.get(name)
         except NoSuchResourceError:
             return None
 
-    def patch_spec(self, name: str, **fields: Any) -> dict[str, Any]:
+    def patch_spec(self, name: str, **fields: Any) -> Object:
         """Merge-patch fields of the spec."""
-        return self._call("patch", name, {"spec": fields})
+        return self._call("PATCH", name, {"spec": fields})
 
-    def annotate(self, name: str, annotations: dict[str, str]) -> dict[str, Any]:
+    def annotate(self, name: str, annotations: dict[str, str]) -> Object:
         """Merge-patch annotations."""
-        return self._call("patch", name, {"metadata": {"annotations": annotations}})
+        return self._call("PATCH", name, {"metadata": {"annotations": annotations}})
 
-    def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> dict[str, Any]:
-        """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource.
+    def watch(self, path: str, *, version: str, seconds: float, **query: Any) -> Iterator[Object]:
+        """Yield the events of a collection after a resource version, for at most `seconds`."""
+        options = {"watch": "true", "resourceVersion": version, "timeoutSeconds": max(1, int(seconds))}
+        with self.api.open("GET", path, query={**query, **options}, seconds=seconds + 30) as answer:
+            if answer.status != 200:
+                raise rejection(answer.status, answer.read(), about=path)
+            for line in answer:
+                if line.strip():
+                    yield json.loads(line)
+
+    def versions(self, name: str, *, timeout_seconds: float) -> Iterator[Object]:
+        """Yield the resource, then each change of it. Ends after the timeout.
+
+        Raises:
+            ClusterError: the resource is deleted, or a request fails.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        resource = self.get(name)
+        yield resource
+        path, own = RESOURCE.path(self.namespace), f"metadata.name={name}"
+        while (left := deadline - time.monotonic()) > 0:
+            version = resource["metadata"]["resourceVersion"]
+            begun = time.monotonic()
+            seconds = min(left, WATCH_SECONDS)
+            for event in self.watch(path, version=version, seconds=seconds, fieldSelector=own):
+                if event["type"] == "DELETED":
+                    raise ClusterError(f"{name}: was deleted")
+                if event["type"] == "ERROR":
+                    # The version is too old for the API server: begin again with the present one.
+                    resource = self.get(name)
+                    yield resource
+                    break
+                resource = event["object"]
+                yield resource
+                if time.monotonic() > deadline:
+                    return
+            if time.monotonic() - begun < 0.1:
+                time.sleep(0.5)  # an API server that ends watches at once must not be asked in a loop
+
+    def wait(self, name: str, done: Callable[[Object], bool], *, goal: str, timeout_seconds: float) -> Object:
+        """Wait until a condition of the resource holds. Return the resource.
+
+        goal: what the condition means, after "not".
 
         Raises:
             ClusterError: timeout; the message says what the resource waits for.
         """
-        from kubernetes import watch
+        resource: Object = {}
+        for resource in self.versions(name, timeout_seconds=timeout_seconds):
+            if done(resource):
+                return resource
+        waiting = ((resource.get("status") or {}).get("plan") or {}).get("waitingOn", "the operator")
+        raise ClusterError(f"{name}: not {goal} after {timeout_seconds:g} s: waiting for {waiting}")
 
-        resource = self.get(name)
-        deadline = time.monotonic() + timeout_seconds
-        while not _is(resource, state):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                waiting = (resource.get("status") or {}).get("plan", {}).get("waitingOn", "the operator")
-                raise ClusterError(f"{name}: not {state} after {timeout_seconds:g} s: waiting for {waiting}")
-            stream = watch.Watch().stream(
-                self._api.list_namespaced_custom_object,
-                GROUP,
-                VERSION,
-                self.namespace,
-                PLURAL,
-                field_selector=f"metadata.name={name}",
-                resource_version=resource["metadata"]["resourceVersion"],
-                timeout_seconds=max(1, int(min(left, WATCH_SECONDS))),
-            )
-            for event in stream:
-                if event["type"] == "DELETED":
-                    raise ClusterError(f"{name}: was deleted")
-                resource = event["object"]
-                if _is(resource, state):
-                    break
-        return resource
+    def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> Object:
+        """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource."""
 
+        def reached(resource: Mapping[str, Any]) -> bool:
+            return is_settled(resource) and resource["status"]["state"] == state
 
-def _is(resource: dict[str, Any], state: str) -> bool:
-    status = resource.get("status") or {}
-    settled = any(
-        entry["type"] == "LifecycleSettled" and entry["status"] == "True" for entry in status.get("conditions") or ()
-    )
-    seen = status.get("observedGeneration") == resource["metadata"]["generation"]
-    return seen and settled and status.get("state") == state
+        return self.wait(name, reached, goal=state, timeout_seconds=timeout_seconds)

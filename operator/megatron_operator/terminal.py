@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 import click
-import yaml
 
 from megatron_operator.model.text import printable
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-def say(line: str) -> None:
-    """Write one line."""
-    click.echo(printable(line))
+
+def say(line: str, *, err: bool = False) -> None:
+    """Write one line, to standard error on request."""
+    click.echo(printable(line), err=err)
 
 
 def say_lines(lines: list[str]) -> None:
@@ -27,6 +29,17 @@ def document(text: str) -> None:
     click.echo(text, nl=False)
 
 
+def say_part(text: str, *, dim: bool = False) -> None:
+    """Write a part of a text of several lines. Control characters but tab and line feed are escaped."""
+    shown = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    click.echo(click.style(shown, dim=True) if dim else shown, nl=False)
+
+
+def say_json(value: Any) -> None:
+    """Write one JSON value."""
+    click.echo(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+
+
 def as_json(documents: list[dict[str, Any]]) -> str:
     """Return ASCII JSON: one object, or a list of several."""
     text = json.dumps(documents[0] if len(documents) == 1 else documents, indent=2)
@@ -35,6 +48,8 @@ def as_json(documents: list[dict[str, Any]]) -> str:
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
     """Return ASCII YAML, with other characters escaped."""
+    import yaml  # not at the start of commands that print no YAML
+
     return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=False)
 
 

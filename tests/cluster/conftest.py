@@ -8,8 +8,9 @@ import math
 import os
 import secrets
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -355,5 +356,20 @@ def make_resource(api: KubeApi, namespace: str) -> Callable[[str], Resource]:
 def kubectl(control_plane: LocalCluster, namespace: str) -> Callable[..., subprocess.CompletedProcess[str]]:
     def call(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return control_plane.run_kubectl("--namespace", namespace, *arguments, stdin=stdin, check=False)
+
+    return call
+
+
+@pytest.fixture
+def plugin(control_plane: LocalCluster) -> Callable[..., Awaitable[subprocess.CompletedProcess[str]]]:
+    """Run `kubectl megatron` with the cluster's kubectl, as its administrator or with another kubeconfig."""
+
+    async def call(*arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megatron_operator.kubectl", *arguments]
+        path = f"{control_plane.kubectl.parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig or control_plane.kubeconfig), "PATH": path}
+        return await asyncio.to_thread(
+            subprocess.run, command, env=environment, capture_output=True, text=True, check=False, input=""
+        )
 
     return call

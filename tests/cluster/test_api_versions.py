@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,18 +59,6 @@ def earlier_crd(control_plane: LocalCluster, crd: None) -> Iterator[None]:
     install_crd(control_plane)
 
 
-@pytest.fixture
-def migrate(control_plane: LocalCluster) -> Callable[[], subprocess.CompletedProcess[str]]:
-    """Run `kubectl megatron migrate` as the cluster's administrator."""
-
-    def call() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_operator.kubectl", "migrate"]
-        environment = {**os.environ, "KUBECONFIG": str(control_plane.kubeconfig)}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-    return call
-
-
 def manifest(namespace: str, name: str, version: str) -> dict[str, Any]:
     return {
         "apiVersion": f"{RESOURCE.group}/{version}",
@@ -98,13 +84,13 @@ async def test_an_upgrade_serves_and_migrates_resources_that_were_stored_as_v1al
     api: KubeApi,
     control_plane: LocalCluster,
     helm: Callable[..., None],
-    migrate: Callable[[], subprocess.CompletedProcess[str]],
+    plugin: Any,
 ) -> None:
     await api.create(ALPHA, manifest(namespace, "demo", "v1alpha1"), manager="test")
     # No operator serves the namespace default, so only the migration writes this one.
     await api.create(ALPHA, manifest("default", "untouched", "v1alpha1"), manager="test")
     assert await stored_versions(api) == ["v1alpha1"]
-    too_early = await asyncio.to_thread(migrate)
+    too_early = await plugin("migrate")
     assert too_early.returncode == 1
     assert "upgrade the CRD first" in too_early.stderr
 
@@ -135,11 +121,11 @@ async def test_an_upgrade_serves_and_migrates_resources_that_were_stored_as_v1al
     assert "status.storedVersions" in apply_crd(control_plane, crd_with_only("v1beta1")).stderr
 
     before = await snapshot(api, namespace)
-    done = await asyncio.to_thread(migrate)
+    done = await plugin("migrate")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "stored versions were v1alpha1, v1beta1; 2 resources rewritten in v1beta1\n"
     assert await stored_versions(api) == ["v1beta1"]
-    assert (await asyncio.to_thread(migrate)).stdout == "nothing to migrate: the only stored version is v1beta1\n"
+    assert (await plugin("migrate")).stdout == "nothing to migrate: the only stored version is v1beta1\n"
     assert await snapshot(api, namespace) == before
     assert (await resource.settled("Running"))["revision"] == status["revision"]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from machine import scaled
 
-from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD, RESOURCE
 from megatron_operator.render.context import ANNOTATION_UPDATE
@@ -33,15 +29,13 @@ def make_release(fleet: InProcessFleet, make_operator: Callable[..., OperatorPro
 
 
 @pytest.fixture
-def update(control_plane: LocalCluster, namespace: str) -> Callable[[str], Awaitable[str]]:
+def update(plugin: Any, namespace: str) -> Callable[[str], Awaitable[str]]:
     """`kubectl megatron update NAME`."""
 
     async def call(name: str) -> str:
-        command = [sys.executable, "-m", "megatron_operator.kubectl", "update", name, "-n", namespace]
-        environment = {**os.environ, "KUBECONFIG": str(control_plane.kubeconfig)}
-        done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
+        done = await plugin("update", name, "-n", namespace)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return str(done.stdout)
 
     return call
 

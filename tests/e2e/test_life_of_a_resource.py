@@ -1,8 +1,11 @@
 """From `kubectl apply` to a chat answer, every verb, and deletion: on a real node with real weights."""
 
 import ipaddress
+import json
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -11,7 +14,9 @@ from localcluster.kubectl import CommandError, Kubectl
 from localcluster.progress import Steps
 from localcluster.walkthrough import QUESTION, Walkthrough
 
-from .conftest import SAMPLE, deploy
+from .conftest import SAMPLE, Platform, deploy
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_verb_with_open_streams(kube: Kubectl) -> None:
@@ -47,6 +52,34 @@ def ask_with_the_openai_sdk(url: str) -> None:
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces if chunk.choices)
     assert text == asked.choices[0].message.content
+
+
+def test_the_plugin_shows_logs_and_load_and_chats(kube: Kubectl, platform: Platform, tmp_path: Path) -> None:
+    """The single file, called by kubectl as `kubectl megatron`, in an environment without the packages."""
+    program = tmp_path / "kubectl-megatron"
+    subprocess.run([sys.executable, ROOT / "tools" / "build_plugin.py", program], check=True)
+    (tmp_path / "python3").symlink_to(sys._base_executable)  # type: ignore[attr-defined]
+    path = f"{tmp_path}:{platform.cluster.kubectl.parent}:/usr/bin:/bin"
+    environment = {"HOME": str(tmp_path), "KUBECONFIG": str(platform.cluster.kubeconfig), "PATH": path}
+
+    def run(*arguments: str, text: str = "") -> str:
+        command = [platform.cluster.kubectl, "megatron", *arguments, "--namespace", kube.namespace]
+        done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    deploy(kube)
+    assert run("list").splitlines()[1].split()[:4] == ["demo", "Running", "1/1", "demo"]
+    assert "Paris" in run("chat", "demo", "--temperature", "0", text=QUESTION[0]["content"])
+    lines = run("logs", "demo", "--component", "coordinator").splitlines()
+    assert any("engine demo-engine-0 registered" in line for line in lines)
+    assert all(line.startswith("demo-coordinator-") for line in lines)
+    top = json.loads(run("top", "demo", "-o", "json"))
+    (engine,) = top["engines"]
+    assert (engine["name"], engine["state"], top["metricsError"]) == ("demo-engine-0", "RUNNING", "")
+    assert engine["kvUse"] is not None
+    assert run("scale", "demo", "--replicas", "2").splitlines()[-1] == "demo: done, 2 of 2 engines updated, 2/2 ready"
+    assert run("rollout", "status", "demo") == "demo: done, 2 of 2 engines updated, 2/2 ready\n"
 
 
 def test_an_invalid_resource_is_rejected_with_field_and_remedy(kube: Kubectl) -> None:

@@ -9,6 +9,17 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_operator.model.names import (
+    COORDINATOR,
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    SERVER,
+    STANDBY,
+)
+from megatron_operator.resource_view import label
+
 INTERVAL_SECONDS = 5.0
 WINDOW_SECONDS = 900.0
 MOST_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
@@ -162,6 +173,46 @@ def make_sample(
         itl_p95=quantile(itl, 0.95),
         engines=rows,
     )
+
+
+def metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the component and name under which a pod's metrics count; None for pods without metrics of their own.
+
+    The first pod of an engine reports for all its ranks.
+    """
+    component, name = label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
+    if component == ENGINE:
+        engine = label(pod, LABEL_ENGINE)
+        return (ENGINE, engine) if label(pod, LABEL_POD_INDEX) in ("", "0") and name == f"{engine}-0" else None
+    if component in (COORDINATOR, STANDBY):
+        return COORDINATOR, name
+    return (SERVER, name) if component == SERVER else None
+
+
+def sample_pods(
+    *,
+    at: float,
+    seconds: float,
+    before: Mapping[str, PodMetrics],
+    pods: Mapping[str, tuple[str, str]],
+    pages: Mapping[str, PodMetrics],
+) -> tuple[Sample, dict[str, PodMetrics]]:
+    """Return the sample of one interval, and the pages that are `before` of the next one.
+
+    Args:
+        pods:  component and name of each pod, from metrics_key().
+        pages: pages by pod.
+    """
+    by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
+    for pod, page in pages.items():
+        component, counted_as = pods[pod]
+        by_kind[component][counted_as] = page
+    engines, servers = by_kind[ENGINE], by_kind[SERVER]
+    coordinators = by_kind[COORDINATOR].values()
+    taken = make_sample(
+        at=at, seconds=seconds, before=before, engines=engines, servers=servers, coordinators=coordinators
+    )
+    return taken, {**engines, **servers}
 
 
 def _engine(page: PodMetrics, before: PodMetrics | None, seconds: float) -> EngineSample:

@@ -24,23 +24,15 @@ from megatron_operator.dashboard.samples import (
     WINDOW_SECONDS,
     PodMetrics,
     Sample,
-    make_sample,
+    metrics_key,
     parse_page,
+    sample_pods,
 )
 from megatron_operator.explain import causes
 from megatron_operator.model.resource import KIND
 from megatron_operator.operator_leases import operator_leases, operator_problem
-from megatron_operator.render.context import (
-    COORDINATOR,
-    ENGINE,
-    LABEL_COMPONENT,
-    LABEL_ENGINE,
-    LABEL_INSTANCE,
-    LABEL_POD_INDEX,
-    PORT_HEALTH,
-    SERVER,
-    STANDBY,
-)
+from megatron_operator.render.context import LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
+from megatron_operator.resource_view import is_settled, label, summary
 from megatron_operator.terminal import as_yaml
 
 WATCH_SECONDS = 50
@@ -110,36 +102,6 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[Object]:
                 yield decode(line)
 
 
-def is_settled(resource: Mapping[str, Any]) -> bool:
-    """Return whether every rank has confirmed the desired state of the current spec."""
-    status = resource.get("status") or {}
-    if status.get("observedGeneration") != resource["metadata"].get("generation"):
-        return False
-    settled = any(
-        entry["type"] == "LifecycleSettled" and entry["status"] == "True" for entry in status.get("conditions") or ()
-    )
-    return settled and status.get("state") == (resource.get("spec") or {}).get("desiredState", "Running")
-
-
-def summary(resource: Mapping[str, Any]) -> Object:
-    """Return what the list of resources shows of one resource."""
-    metadata, spec, status = resource["metadata"], resource.get("spec") or {}, resource.get("status") or {}
-    conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
-    degraded = conditions.get("Degraded", {})
-    shown = degraded if degraded.get("status") == "True" else conditions.get("Ready", {})
-    return {
-        "namespace": metadata["namespace"],
-        "name": metadata["name"],
-        "state": status.get("state") or "Pending",
-        "desired": spec.get("desiredState", "Running"),
-        "ready": status.get("ready") or "",
-        "model": status.get("model") or "",
-        "reason": shown.get("reason") or "",
-        "degraded": degraded.get("status") == "True",
-        "waitingOn": (status.get("plan") or {}).get("waitingOn") or "",
-    }
-
-
 def detail(resource: Mapping[str, Any]) -> Object:
     """Return what the page of one resource shows of it. specText: its spec in YAML, for the editor."""
     spec = dict(resource.get("spec") or {})
@@ -165,16 +127,12 @@ def _event(event: Mapping[str, Any]) -> Object:
     }
 
 
-def _label(pod: Mapping[str, Any], label: str) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(label, ""))
-
-
 def _pod(pod: Mapping[str, Any]) -> Object:
     containers = [entry["name"] for entry in (pod.get("spec") or {}).get("containers") or ()]
     status = pod.get("status") or {}
     return {
         "name": pod["metadata"]["name"],
-        "component": _label(pod, LABEL_COMPONENT),
+        "component": label(pod, LABEL_COMPONENT),
         "phase": status.get("phase", ""),
         "containers": containers,
     }
@@ -290,7 +248,7 @@ class ResourceObserver:
 
     def _show_pods(self, objects: dict[str, Object]) -> None:
         self._pods = dict(objects)
-        order = sorted(objects.values(), key=lambda pod: (_label(pod, LABEL_COMPONENT), pod["metadata"]["name"]))
+        order = sorted(objects.values(), key=lambda pod: (label(pod, LABEL_COMPONENT), pod["metadata"]["name"]))
         self.parts["pods"] = [_pod(pod) for pod in order]
         self._pods_known.set()
         self._explainable.set()
@@ -329,7 +287,7 @@ class ResourceObserver:
     async def _take_sample(self) -> None:
         """Read the metrics of all running pods through the API server and append a sample."""
         wanted = {name: pod for name, pod in self._pods.items() if (pod.get("status") or {}).get("phase") == "Running"}
-        pods = {name: key for name, pod in wanted.items() if (key := _metrics_key(pod)) is not None}
+        pods = {name: key for name, pod in wanted.items() if (key := metrics_key(pod)) is not None}
         pages: dict[str, PodMetrics] = {}
         errors: list[str] = []
 
@@ -346,20 +304,9 @@ class ResourceObserver:
         else:
             self.errors.pop("metrics", None)
         if pages:
-            by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
-            for pod, page in pages.items():
-                component, counted_as = pods[pod]
-                by_kind[component][counted_as] = page
             seconds = now - self._before_at
-            taken = make_sample(
-                at=at,
-                seconds=seconds,
-                before=self._before,
-                engines=by_kind[ENGINE],
-                servers=by_kind[SERVER],
-                coordinators=by_kind[COORDINATOR].values(),
-            )
-            self._before, self._before_at = {**by_kind[ENGINE], **by_kind[SERVER]}, now
+            taken, self._before = sample_pods(at=at, seconds=seconds, before=self._before, pods=pods, pages=pages)
+            self._before_at = now
             self.samples.append(taken)
             self.sampled += 1
         await self._notify()
@@ -371,20 +318,6 @@ class ResourceObserver:
             while len(text) < MAX_PAGE_BYTES and (chunk := await answer.content.readany()):
                 text += chunk
         return parse_page(text.decode())
-
-
-def _metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the component and name under which a pod's metrics count; None for pods without metrics of their own.
-
-    The first pod of an engine reports for all its ranks.
-    """
-    component, name = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
-    if component == ENGINE:
-        engine = _label(pod, LABEL_ENGINE)
-        return (ENGINE, engine) if _label(pod, LABEL_POD_INDEX) in ("", "0") and name == f"{engine}-0" else None
-    if component in (COORDINATOR, STANDBY):
-        return COORDINATOR, name
-    return (SERVER, name) if component == SERVER else None
 
 
 class Observers:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megatron_operator.model.base import cel
+from megatron_operator.model.names import CRD_NAME as CRD_NAME
 from megatron_operator.model.resource import (
     API_VERSION,
     GROUP,
@@ -28,8 +29,6 @@ from megatron_operator.model.resource import (
 from megatron_operator.model.status import MegatronInferenceStatus
 
 Schema = dict[str, Any]
-
-CRD_NAME = f"{PLURAL}.{GROUP}"
 
 _DROPPED = ("title", "$defs")
 

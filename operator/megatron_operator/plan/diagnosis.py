@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_operator.model.conditions import Reason
+from megatron_operator.model.names import FETCH, PREFLIGHT
 from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, Cause, find_cause
 from megatron_operator.plan.references import NO_REFERENCES, References, missing_object
 from megatron_operator.plan.world import PodView
-from megatron_operator.render.context import FETCH, PREFLIGHT
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset(

@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from megatron_operator.model.resource import GROUP, KIND
-from megatron_operator.plan.world import ChildRef, ChildView, PodView
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
     ANNOTATION_MODEL,
     ANNOTATION_RELEASE,
     FETCH,
+    GROUP,
+    KIND,
     LABEL_COMPONENT,
     LABEL_ENGINE,
     LABEL_POD_INDEX,
     LABEL_REVISION,
     LABEL_WEIGHTS,
+    REVISION_KIND,
 )
-from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.plan.world import ChildRef, ChildView, PodView
 
 Object = Mapping[str, Any]
 

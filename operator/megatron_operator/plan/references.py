@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from megatron_operator.model.resource import MegatronInferenceSpec
+from typing import Any
 
 References = Mapping[tuple[str, str], str]
 """The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, or `volume` of
@@ -53,25 +52,28 @@ def missing_object(message: str) -> MissingObject | None:
     return None if found is None else MissingObject("volume", found["name"], found["key"])
 
 
-def references(spec: MegatronInferenceSpec) -> References:
-    """Return the objects that the fields of a spec name, except those of podTemplates."""
+_FIELDS = (
+    ("persistentvolumeclaim", "model.source.persistentVolumeClaim", "claimName", "spec.{}.claimName"),
+    ("secret", "model.source.huggingFace.tokenSecretRef", "name", "spec.{}"),
+    ("secret", "model.source.objectStore.credentialsSecretRef", "name", "spec.{}"),
+    ("persistentvolumeclaim", "model.cache", "persistentVolumeClaim", "spec.{}.persistentVolumeClaim"),
+    ("secret", "server.tls", "secretName", "spec.{}.secretName"),
+    ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
+)
+"""Kind of an object, the section of the spec and its key with the name, and how messages call the field."""
+_VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
+"""Volumes of pods by the section of the spec."""
+
+
+def references(spec: Mapping[str, Any]) -> References:
+    """Return the objects that the fields of a spec, as in the API, name; except those of podTemplates."""
     found: dict[tuple[str, str], str] = {}
-    source, server = spec.model.source, spec.server
-    if source.persistent_volume_claim is not None:
-        name = source.persistent_volume_claim.claim_name
-        found["persistentvolumeclaim", name] = "spec.model.source.persistentVolumeClaim.claimName"
-    if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
-        found["secret", source.hugging_face.token_secret_ref.name] = "spec.model.source.huggingFace.tokenSecretRef"
-    if source.object_store is not None and source.object_store.credentials_secret_ref is not None:
-        name = source.object_store.credentials_secret_ref.name
-        found["secret", name] = "spec.model.source.objectStore.credentialsSecretRef"
-    cache = spec.model.cache
-    if cache is not None and cache.persistent_volume_claim is not None:
-        found["persistentvolumeclaim", cache.persistent_volume_claim] = "spec.model.cache.persistentVolumeClaim"
-    if server.tls is not None:
-        found["secret", server.tls.secret_name] = "spec.server.tls.secretName"
-        found["volume", "tls"] = "spec.server.tls.secretName"
-    if server.api_keys_secret_ref is not None:
-        found["secret", server.api_keys_secret_ref.name] = "spec.server.apiKeysSecretRef"
-        found["volume", "api-keys"] = "spec.server.apiKeysSecretRef"
+    for kind, section, key, shown in _FIELDS:
+        value: Any = spec
+        for part in (*section.split("."), key):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            found[kind, value] = shown.format(section)
+            if section in _VOLUMES:
+                found["volume", _VOLUMES[section]] = shown.format(section)
     return found

@@ -182,7 +182,7 @@ class Scene:
     @cached_property
     def references(self) -> References:
         """The Secrets and claims that the spec names."""
-        return references(self.world.resource.spec)
+        return references(self.world.resource.spec.model_dump(mode="json"))
 
     @cached_property
     def status(self) -> Mapping[str, Any]:

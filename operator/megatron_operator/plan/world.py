@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.limits import MAX_FENCE
+
+if TYPE_CHECKING:  # explain() runs without pydantic
+    from megatron_operator.model.resource import MegatronInferenceSpec
+    from megatron_operator.model.settings import Settings
 
 MAX_FENCE_JUMP = 1_000_000
 """Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""

@@ -9,8 +9,41 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
+from megatron_operator.model.names import (  # noqa: F401 builders import these names from here
+    ANNOTATION_HASH,
+    ANNOTATION_INPUTS,
+    ANNOTATION_MODEL,
+    ANNOTATION_RELEASE,
+    ANNOTATION_RESTARTED,
+    ANNOTATION_SERVER_KEY,
+    ANNOTATION_UPDATE,
+    API_VERSION,
+    CHECK,
+    COORDINATOR,
+    ENGINE,
+    FETCH,
+    GROUP,
+    KIND,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_INSTANCE,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+    LABEL_WEIGHTS,
+    PORT_ADMIN,
+    PORT_CLIENT,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_HTTP,
+    PORT_RENDEZVOUS,
+    PREFLIGHT,
+    SERVER,
+    STANDBY,
+)
 from megatron_operator.model.release import Release
-from megatron_operator.model.resource import API_VERSION, GROUP, KIND, MegatronInferenceSpec
+from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 
 Manifest = dict[str, Any]
@@ -19,34 +52,9 @@ T = TypeVar("T")
 FIELD_MANAGER = "megatron-operator"
 APP_NAME = "megatron-inference"
 
-LABEL_NAME = "app.kubernetes.io/name"
-LABEL_INSTANCE = "app.kubernetes.io/instance"
-LABEL_COMPONENT = "app.kubernetes.io/component"
-LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
-LABEL_ENGINE = f"{GROUP}/engine"
-LABEL_REVISION = f"{GROUP}/revision"
-LABEL_WEIGHTS = f"{GROUP}/weights"
-LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
-ANNOTATION_HASH = f"{GROUP}/hash"
-ANNOTATION_RESTARTED = f"{GROUP}/restarted-at"
-ANNOTATION_UPDATE = f"{GROUP}/update-to"
-ANNOTATION_MODEL = f"{GROUP}/model"
-ANNOTATION_RELEASE = f"{GROUP}/release"
-ANNOTATION_INPUTS = f"{GROUP}/inputs"
-ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
-
-COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
-STANDBY = "standby"
-"""The second coordinator of a pair. Either of the two may be active."""
-PREFLIGHT = "preflight"
-CHECK = "check"
-FETCH = "fetch"
-"""Init container that downloads the model to spec.model.cache."""
 MODEL_CACHE = "model-cache"
 """Volume of spec.model.cache."""
 
-PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
-PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500
 PORT_HUB = 443
 PORTS_DNS = (53, 5353)
 """Ports of cluster DNS Services, and of OpenShift's DNS pods."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_operator.model.names import REVISION_KIND as KIND
 from megatron_operator.model.resource import Backend, MegatronInferenceSpec, parse_spec
 from megatron_operator.render.context import InvalidPodTemplate, Manifest, RenderContext, child, seal
 from megatron_operator.render.engine import revision_of
 
-KIND = "ControllerRevision"
 API_VERSION = "apps/v1"
 _SPEC_FIELDS: dict[str, Any] = {
     "model": True,

@@ -7,6 +7,7 @@ the same steps as in a cluster. A test can deny requests, break watches and hold
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import json
 import math
@@ -43,6 +44,10 @@ class FakeApi:
         self.holds = False
         self.authors: list[str] = []
         """fieldManager of each patch."""
+        self.chats: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        """Path, headers and body of each chat request."""
+        self.api_key: str | None = None
+        """Key that the server of every resource wants."""
         self.watches = 0
         """Watches that were opened."""
         self.url = ""
@@ -116,6 +121,9 @@ class FakeApi:
                 states = []
                 for state in pod["status"].get("containerStatuses", ()):
                     states.append({"image": "i", "imageID": "i", "ready": False, **state})
+                if not states and pod["status"].get("phase") == "Running":
+                    main = {"name": containers[0]["name"], "containerID": f"fake://{name}", "state": {"running": {}}}
+                    states = [{"image": "i", "imageID": "i", "ready": True, "restartCount": 0, **main}]
                 status = {**pod["status"], "containerStatuses": states}
                 named = {"name": name, "namespace": "default", "labels": pod["metadata"]["labels"]}
                 spec = {"nodeName": "node-a", "containers": containers}
@@ -179,6 +187,10 @@ class FakeApi:
             return web.json_response({"items": [_lease()], "metadata": {"resourceVersion": "1"}})
         if path.endswith("/proxy/metrics"):
             return web.Response(text=self.metrics_page(path.split("/")[-3].removesuffix(":8080")))
+        if path.endswith("/proxy/v1/chat/completions"):
+            return await self._chat(request)
+        if path.endswith("/secrets/api-keys"):
+            return web.json_response({"data": {"keys": base64.b64encode(b"# comment\nsk-1\nsk-2\n").decode()}})
         if path.endswith("/log"):
             return await self._follow_log(request, path.split("/")[-2])
         parts = path.split("/")
@@ -227,13 +239,35 @@ class FakeApi:
             self._open.remove(request)
 
     async def _follow_log(self, request: web.Request, pod: str) -> web.StreamResponse:
-        assert request.query["follow"] == "true"
+        container = request.query["container"]
         response = web.StreamResponse()
         await response.prepare(request)
+        if request.query.get("follow") != "true":
+            # Lines of different pods alternate in time.
+            for number in range(int(request.query.get("tailLines", 3))):
+                at = f"2026-01-01T00:00:0{number}.{sum(pod.encode()):06}Z"
+                await response.write(f"{at} line {number} of {pod} {container}\x1b[2J\n".encode())
+            return response
+        stamped = request.query.get("timestamps") == "true"
         for number in range(10_000):
-            line = {"level": "info", "msg": f"line {number} of {pod} {request.query['container']}"}
-            await response.write(json.dumps(line).encode() + b"\n")
+            line = {"level": "info", "msg": f"line {number} of {pod} {container}"}
+            at = b"2026-01-01T00:00:00.5Z " if stamped else b""
+            await response.write(at + json.dumps(line).encode() + b"\n")
             await asyncio.sleep(0.1)
+        return response
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the text of the last message, in two parts, as the server of a resource."""
+        self.chats.append((request.path, dict(request.headers), await request.json()))
+        if request.headers.get("x-api-key") != self.api_key:
+            return web.json_response({"error": {"message": "the API key is wrong"}}, status=401)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        said = self.chats[-1][2]["messages"][-1]["content"].strip()
+        for delta in ({"reasoning_content": "hm"}, {"content": "You said: "}, {"content": said}):
+            await response.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
+        if "break off" not in said:
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     # --- metrics ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fake_kubectl
 import httpx
 import pytest
 import yaml
@@ -134,7 +135,8 @@ def kubeconfig(fake: Any, tmp_path: Path) -> Path:
 
 async def test_the_command_serves_until_it_is_interrupted(kubeconfig: Path) -> None:
     command = [sys.executable, "-m", "megatron_operator.kubectl", "dashboard", "--no-browser"]
-    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONUNBUFFERED": "1"}
+    path = fake_kubectl.install(kubeconfig.parent)
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": path, "PYTHONUNBUFFERED": "1"}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -154,7 +156,8 @@ async def test_the_command_serves_until_it_is_interrupted(kubeconfig: Path) -> N
 
 
 def test_an_unknown_context_is_named(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    monkeypatch.setenv("PATH", fake_kubectl.install(kubeconfig.parent))
     result = CliRunner().invoke(kubectl.main, ["dashboard", "--context", "there"])
     assert result.exit_code == 1
     assert "--context: the kubeconfig has no context 'there'; use one of here" in result.output

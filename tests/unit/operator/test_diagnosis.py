@@ -133,7 +133,7 @@ def test_a_missing_secret_or_configmap_is_named_with_the_field_that_refers_to_it
     component: str, reason: str, message: str, remedy: str
 ) -> None:
     pod = PodView("demo-0", "u", component, reason=reason, message=message)
-    found = diagnose(pod, references(SPEC))
+    found = diagnose(pod, references(SPEC.model_dump(mode="json")))
     assert found is not None
     assert found[0].value == "ContainerConfigError"
     assert message in found[1]

@@ -60,7 +60,10 @@ def test_credentials_are_variables_of_engines_and_servers() -> None:
         assert secrets["AWS_SECRET_ACCESS_KEY"] == {"name": "bucket", "key": "AWS_SECRET_ACCESS_KEY", "optional": True}
         assert all(name.startswith("AWS_") for name in secrets)
         assert container["envFrom"] == [{"configMapRef": {"name": container["envFrom"][0]["configMapRef"]["name"]}}]
-    assert references(ctx.spec)["secret", "bucket"] == "spec.model.source.objectStore.credentialsSecretRef"
+    assert (
+        references(ctx.spec.model_dump(mode="json"))["secret", "bucket"]
+        == "spec.model.source.objectStore.credentialsSecretRef"
+    )
 
 
 def test_without_a_secret_the_identity_of_the_service_account_is_used() -> None:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import fake_kubectl
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -54,7 +55,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
             """Merge the metadata of a patch."""
             patch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert list(patch) == ["metadata"]
-            table[self.path]["metadata"] |= patch["metadata"]
+            table[self.path.partition("?")[0]]["metadata"] |= patch["metadata"]
             self.do_GET()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -71,8 +72,8 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         "users": [{"name": "u", "user": {}}],
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    # The client reads the variable when it is imported.
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("PATH", fake_kubectl.install(tmp_path))
     yield table
     server.shutdown()
     server.server_close()

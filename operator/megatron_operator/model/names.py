@@ -1,0 +1,42 @@
+"""Names that other programs see: the API, labels and annotations, components and their ports. Imports nothing."""
+
+from __future__ import annotations
+
+GROUP = "inference.megatron.dev"
+VERSION = "v1beta1"
+"""The version that the API server stores, and the only one that the operator and the command line use."""
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "MegatronInference"
+PLURAL = "megatroninferences"
+CRD_NAME = f"{PLURAL}.{GROUP}"
+
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_COMPONENT = "app.kubernetes.io/component"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_ENGINE = f"{GROUP}/engine"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_WEIGHTS = f"{GROUP}/weights"
+LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
+ANNOTATION_HASH = f"{GROUP}/hash"
+ANNOTATION_RESTARTED = f"{GROUP}/restarted-at"
+ANNOTATION_UPDATE = f"{GROUP}/update-to"
+ANNOTATION_MODEL = f"{GROUP}/model"
+ANNOTATION_RELEASE = f"{GROUP}/release"
+ANNOTATION_INPUTS = f"{GROUP}/inputs"
+ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
+TERM_ANNOTATION = f"{GROUP}/term"
+NAMESPACES_ANNOTATION = f"{GROUP}/namespaces"
+"""Of the Lease of an operator: its term, and the namespaces that it serves."""
+REVISION_KIND = "ControllerRevision"
+
+COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
+STANDBY = "standby"
+"""The second coordinator of a pair. Either of the two may be active."""
+PREFLIGHT = "preflight"
+CHECK = "check"
+FETCH = "fetch"
+"""Init container that downloads the model to spec.model.cache."""
+
+PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
+PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

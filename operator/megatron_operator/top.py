@@ -1,0 +1,142 @@
+"""Load of the engines of a resource: `kubectl megatron top`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_operator.cluster.kinds import POD
+from megatron_operator.dashboard.samples import EngineSample, PodMetrics, Sample, metrics_key, parse_page, sample_pods
+from megatron_operator.kubectl_proxy import ClusterError, rejection
+from megatron_operator.model.names import PORT_HEALTH
+from megatron_operator.resource_client import ResourceClient
+from megatron_operator.resource_view import Object, summary, table
+
+METRICS_SECONDS = 5.0
+MAX_PAGE_BYTES = 4 << 20
+"""Longest metrics page that is read."""
+HEADERS = ("ENGINE", "STATE", "QUEUE", "RUNNING", "KV USE", "PREFIX HITS", "TOKENS/S", "EPOCH", "RANKS")
+
+
+class Sampler:
+    """Reads the status of a resource and the metrics of its pods, one sample after another."""
+
+    def __init__(self, client: ResourceClient, name: str) -> None:
+        self._client = client
+        self._name = name
+        self._before: dict[str, PodMetrics] = {}
+        self._before_at = 0.0
+
+    def take(self) -> Object:
+        """Return what `top` shows. Rates are since the last call. Raises ClusterError."""
+        resource = self._client.get(self._name)
+        pods: dict[str, tuple[str, str]] = {}
+        for pod in self._client.pods(self._name):
+            key = metrics_key(pod)
+            if key is not None and (pod.get("status") or {}).get("phase") == "Running":
+                pods[pod["metadata"]["name"]] = key
+        at, now = time.time(), time.monotonic()
+        pages: dict[str, PodMetrics] = {}
+        errors: list[str] = []
+
+        def read(pod: str) -> None:
+            try:
+                pages[pod] = self._page(pod)
+            except (ClusterError, ValueError) as error:
+                errors.append(str(error))
+
+        if pods:
+            with ThreadPoolExecutor(max_workers=min(16, len(pods))) as threads:
+                list(threads.map(read, pods))
+        seconds = now - self._before_at
+        sample, self._before = sample_pods(at=at, seconds=seconds, before=self._before, pods=pods, pages=pages)
+        self._before_at = now
+        return view(resource, sample, min(errors, default=""))
+
+    def _page(self, pod: str) -> PodMetrics:
+        path = POD.path(self._client.namespace, f"{pod}:{PORT_HEALTH}", subresource="proxy/metrics")
+        with self._client.api.open("GET", path, seconds=METRICS_SECONDS) as answer:
+            text = answer.read(MAX_PAGE_BYTES)
+            if answer.status != 200:
+                raise rejection(answer.status, text, about=f"metrics of pod {pod}")
+        return parse_page(text.decode())
+
+
+def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
+    """Return what `top -o json` prints. error: why metrics of a pod are missing; empty if none are."""
+    engines = [
+        {
+            "name": engine["name"],
+            "state": engine["state"],
+            "ranks": engine.get("ranks", 0),
+            **_engine(sample.engines.get(engine["name"], EngineSample()), engine.get("epoch")),
+        }
+        for engine in (resource.get("status") or {}).get("engines") or ()
+    ]
+    return {
+        **summary(resource),
+        "at": sample.at,
+        "tokensPerSecond": sample.tokens_per_second,
+        "queued": sample.queued,
+        "ttftSeconds": {"p50": sample.ttft_p50, "p95": sample.ttft_p95},
+        "interTokenSeconds": {"p50": sample.itl_p50, "p95": sample.itl_p95},
+        "engines": engines,
+        "metricsError": error,
+    }
+
+
+def _engine(sample: EngineSample, epoch: Any) -> Object:
+    return {
+        "queue": sample.waiting,
+        "running": sample.running,
+        "kvUse": sample.kv_usage,
+        "prefixHitRate": sample.prefix_hit_rate,
+        "tokensPerSecond": sample.tokens_per_second,
+        "epoch": epoch if sample.epoch is None else sample.epoch,
+    }
+
+
+def lines(found: Object) -> list[str]:
+    """Return the view as text."""
+    latencies = [
+        f"{name} {_ms(found[key]['p50'])}, p95 {_ms(found[key]['p95'])}"
+        for name, key in (("first token", "ttftSeconds"), ("between tokens", "interTokenSeconds"))
+        if found[key]["p50"] is not None
+    ]
+    total = [f"{_number(found['tokensPerSecond'])} tokens/s"] if found["tokensPerSecond"] is not None else []
+    queued = [f"{_number(found['queued'])} queued in the coordinator"] if found["queued"] is not None else []
+    state = f"{found['state']}, {found['ready'] or '0/0'} engines ready"
+    rows = [
+        (
+            engine["name"],
+            engine["state"],
+            _number(engine["queue"]),
+            _number(engine["running"]),
+            _share(engine["kvUse"]),
+            _share(engine["prefixHitRate"]),
+            _number(engine["tokensPerSecond"]),
+            _number(engine["epoch"]),
+            _number(engine["ranks"]),
+        )
+        for engine in found["engines"]
+    ]
+    text = [f"{found['namespace']}/{found['name']}: " + "; ".join([state, *queued, *total, *latencies])]
+    if found["waitingOn"]:
+        text.append(f"  waits for: {found['waitingOn']}")
+    if found["metricsError"]:
+        text.append(f"  metrics are incomplete: {found['metricsError']}")
+    return [*text, *table(HEADERS, rows)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}%"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
