@@ -11,7 +11,7 @@ import pytest
 from eventually import eventually
 from machine import scaled
 
-from megatron_operator.cluster.kinds import NODE
+from megatron_operator.cluster.kinds import NODE, POD
 from megatron_operator.plan.clock import stamp_seconds
 
 from .lost_node import present, replaced, terminate_on
@@ -68,7 +68,8 @@ async def test_a_pod_is_replaced_only_while_its_node_is_lost(
 async def test_a_process_that_runs_on_does_not_displace_the_new_one(
     resource: Any, operator: Any, node: Any, api: Any, make_node: Any
 ) -> None:
-    """Its pod was replaced, it still reaches the coordinator, and the engine takes part in verbs all the same."""
+    """Its pod was replaced, it still reaches the coordinator, also a restarted one, and the engine takes part in verbs
+    all the same."""
     await resource.create(replicas=1, lifecycle=LIFECYCLE)
     await resource.settled("Running")
     process = node.cut_off("demo-engine-0")
@@ -78,7 +79,15 @@ async def test_a_process_that_runs_on_does_not_displace_the_new_one(
     for state in ("Paused", "Running"):
         await resource.patch(desiredState=state)
         await resource.settled(state)
+    # Both register again with the next coordinator, in any order.
+    (coordinator,) = await api.list(
+        POD, resource.namespace, selector="app.kubernetes.io/component=coordinator,app.kubernetes.io/instance=demo"
+    )
+    await api.request("DELETE", POD.path(resource.namespace, coordinator["metadata"]["name"]))
+    await eventually(lambda: replaced(api, coordinator), seconds=60, what="the coordinator is replaced")
+    await eventually(lambda: node.runs("demo-engine-0", unlike=old), seconds=60, what="the new process is registered")
     assert process.poll() is None
     await asyncio.sleep(scaled(2))
-    status = await resource.status()
+    assert await node.runs("demo-engine-0", unlike=old)
+    status = await resource.settled("Running")
     assert status["ready"] == "1/1"
