@@ -14,6 +14,7 @@ from machine import scaled
 from megatron_operator.cluster.kinds import NODE, POD
 from megatron_operator.plan.clock import stamp_seconds
 
+from .conftest import condition
 from .lost_node import present, replaced, terminate_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -84,10 +85,10 @@ async def test_a_process_that_runs_on_does_not_displace_the_new_one(
         POD, resource.namespace, selector="app.kubernetes.io/component=coordinator,app.kubernetes.io/instance=demo"
     )
     await api.request("DELETE", POD.path(resource.namespace, coordinator["metadata"]["name"]))
-    await eventually(lambda: replaced(api, coordinator), seconds=60, what="the coordinator is replaced")
-    await eventually(lambda: node.runs("demo-engine-0", unlike=old), seconds=60, what="the new process is registered")
-    assert process.poll() is None
+    await resource.until(lambda status: condition(status, "CoordinatorReady")["status"] == "False")
+    await resource.settled("Running")
     await asyncio.sleep(scaled(2))
-    assert await node.runs("demo-engine-0", unlike=old)
-    status = await resource.settled("Running")
+    assert process.poll() is None
+    assert await node.runs("demo-engine-0", unlike=old), "the new process is not registered"
+    status = await resource.status()
     assert status["ready"] == "1/1"
