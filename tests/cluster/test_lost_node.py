@@ -11,9 +11,10 @@ import pytest
 from eventually import eventually
 from machine import scaled
 
-from megatron_operator.cluster.kinds import NODE
+from megatron_operator.cluster.kinds import NODE, POD
 from megatron_operator.plan.clock import stamp_seconds
 
+from .conftest import condition
 from .lost_node import present, replaced, terminate_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -68,7 +69,8 @@ async def test_a_pod_is_replaced_only_while_its_node_is_lost(
 async def test_a_process_that_runs_on_does_not_displace_the_new_one(
     resource: Any, operator: Any, node: Any, api: Any, make_node: Any
 ) -> None:
-    """Its pod was replaced, it still reaches the coordinator, and the engine takes part in verbs all the same."""
+    """Its pod was replaced, it still reaches the coordinator, also a restarted one, and the engine takes part in verbs
+    all the same."""
     await resource.create(replicas=1, lifecycle=LIFECYCLE)
     await resource.settled("Running")
     process = node.cut_off("demo-engine-0")
@@ -78,7 +80,15 @@ async def test_a_process_that_runs_on_does_not_displace_the_new_one(
     for state in ("Paused", "Running"):
         await resource.patch(desiredState=state)
         await resource.settled(state)
-    assert process.poll() is None
+    # Both register again with the next coordinator, in any order.
+    (coordinator,) = await api.list(
+        POD, resource.namespace, selector="app.kubernetes.io/component=coordinator,app.kubernetes.io/instance=demo"
+    )
+    await api.request("DELETE", POD.path(resource.namespace, coordinator["metadata"]["name"]))
+    await resource.until(lambda status: condition(status, "CoordinatorReady")["status"] == "False")
+    await resource.settled("Running")
     await asyncio.sleep(scaled(2))
+    assert process.poll() is None
+    assert await node.runs("demo-engine-0", unlike=old), "the new process is not registered"
     status = await resource.status()
     assert status["ready"] == "1/1"

@@ -7,23 +7,27 @@ import uuid
 from typing import Any
 
 from megatron_runtime.protocol.headers import Header, Role
-from megatron_runtime.protocol.messages import Control, ControlAck, Hello, StatusReply
+from megatron_runtime.protocol.messages import Control, ControlAck, Error, Hello, Message, StatusReply
 from megatron_runtime.transport.control_calls import ControlCalls
 from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
 
 
 class ControlLink:
-    """A connection to a coordinator's admin port (or to its only port), kept registered until close()."""
+    """A connection to a coordinator's admin port (or to its only port), kept registered until close().
+
+    errors: every ERROR that the coordinator has sent.
+    """
 
     def __init__(self, address: int | str, *, keys: PeerKeys | None = None, name: str | None = None) -> None:
+        self.errors: list[Error] = []
         self._name = name or f"admin-{uuid.uuid4().hex[:12]}"
         self._link = PeerLink(
             coordinator_address(address),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=self._name, incarnation=incarnation),
             on_ack=lambda _ack, _forgotten: self._calls.resend(),
-            on_message=lambda message: self._calls.handle(message),
+            on_message=self._receive,
         )
         self._calls = ControlCalls(self._link.send, address=self._link.address)
 
@@ -49,6 +53,11 @@ class ControlLink:
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self._calls.status(timeout_seconds=timeout_seconds)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Error):
+            self.errors.append(message)
+        self._calls.handle(message)
 
     def close(self) -> None:
         """Cancel calls without an answer and disconnect. Idempotent."""

@@ -109,6 +109,7 @@ VECTORS: dict[str, Vector] = {
         max_requests=64,
         max_sequence_length=4096,
         block_size_tokens=256,
+        started_ms=1_764_000_000_000,
     ),
     "HELLO_ACK": HelloAck(incarnation=9, state=CoordinatorState.RUNNING, epoch=7, fence=3, route=1),
     "HEARTBEAT": Heartbeat(incarnation=2, state=EngineState.RUNNING, running=4, waiting=1, steps=100),

@@ -450,8 +450,15 @@ class Scene:
 
     @cached_property
     def rollout_paused(self) -> bool:
-        """Whether engines keep another revision than the desired one, because the rollout is paused."""
-        return self.world.resource.spec.rollout.paused and bool(self.outdated)
+        """Whether engines keep another revision than the desired one, because the rollout is paused. Without engines,
+        it is the last one that served."""
+        held = not any(each.statefulset for each in self.wanted) and self.former and self.verified[-1] != self.revision
+        return self.world.resource.spec.rollout.paused and bool(self.outdated or held)
+
+    @cached_property
+    def keeps_former(self) -> bool:
+        """Whether engines keep another revision: the desired one must be checked first, or its rollout is paused."""
+        return self.check_due or self.rollout_paused
 
     @cached_property
     def serving(self) -> tuple[EngineView, ...]:
@@ -574,8 +581,8 @@ class Scene:
 
     @cached_property
     def former(self) -> str:
-        """Revision that an engine gets which starts before the desired one has passed its check: that of the other
-        engines; without engines the last verified one. Empty if there is none."""
+        """Revision of an engine that starts before the desired one may be used: that of the other engines; without
+        engines the last verified one. Empty if there is none."""
         if self.outdated:
             last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
             return last.revision if last is not None else ""

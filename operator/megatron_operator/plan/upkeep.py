@@ -102,8 +102,8 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
-    another model waits until no engine has the old one, and until the check of the new one has passed. Of a pair of
-    coordinators one is replaced at a time: the first one waits until the second one is ready.
+    another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
+    pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
     ref = child_ref(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
@@ -114,7 +114,7 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    return view is None or view.model_hash == scene.model_hash or not (scene.old_model or scene.check_due)
+    return view is None or view.model_hash == scene.model_hash or not (scene.old_model or scene.keeps_former)
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
@@ -143,10 +143,9 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods)
-    keeps = scene.check_due or scene.rollout_paused
-    if keeps and pods == 0:
+    if scene.keeps_former and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
-    if keeps and engine.scaled == 0:
+    if scene.keeps_former and engine.scaled == 0:
         return scene.rendered.recorded_manifest(engine.index, scene.former, pods=pods)
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
@@ -175,7 +174,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     kept |= {engine.statefulset.revision for engine in scene.engines if engine.statefulset is not None}
     kept |= {pod.revision for engine in scene.engines for pod in engine.pods}
     kept |= {str(entry.get("revision", "")) for entry in scene.status.get("engines") or ()}
-    kept |= {scene.former} if scene.check_due else set()
+    kept |= {scene.former} if scene.keeps_former else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
     return [
         DeleteChild(view.ref, view.uid, "no engine is of this revision any more")
@@ -226,7 +225,7 @@ def _leftover_checks(scene: Scene) -> list[Action]:
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """Delete ConfigMaps with earlier contents that no pod uses."""
-    changing = scene.update.available or scene.check_due
+    changing = scene.update.available or scene.keeps_former
     changing |= any(engine.stale or engine.stale_pods for engine in scene.engines)
     if scene.rendered.template_error is not None or changing:
         return []

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -97,6 +98,7 @@ class EngineWorker:
         self.lifecycle = Lifecycle(backend)
         self._settings = settings
         self._backend = backend
+        self._started_ms = time.time_ns() // 1_000_000
         self._serving = False
         self._leaving: asyncio.Task[None] | None = None
         self._goodbye = "engine leaves"
@@ -196,6 +198,7 @@ class EngineWorker:
             max_requests=settings.max_requests,
             max_sequence_length=info.max_sequence_length,
             block_size_tokens=info.block_size_tokens,
+            started_ms=self._started_ms,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:

@@ -111,6 +111,8 @@ class Hello(ControlMessage):
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
     tokenizes: bool = False
     """Engines: a DISPATCH may have a text prompt."""
+    started_ms: U64 | None = None
+    """Engines: when the process started, in milliseconds since 1970. None: unknown."""
 
 
 class HelloAck(ControlMessage):

@@ -436,35 +436,48 @@ def test_whatever_connections_accept_no_token_is_lost_or_doubled(seed: int) -> N
     assert len(asked) > 50
 
 
-def hello_first(scene: Scene, peer: Peer, incarnation: int) -> list[tuple[Peer, type]]:
+def hello_first(
+    scene: Scene, peer: Peer, incarnation: int, *, started_ms: int | None = None
+) -> list[tuple[Peer, type]]:
     """A process registers under the name of the first engine. Return the answers."""
     hello = Hello(role=Role.ENGINE, name="first", incarnation=incarnation, serving=True, max_requests=8)
-    scene.say(peer, hello.model_copy(update={"state": EngineState.RUNNING}))
+    scene.say(peer, hello.model_copy(update={"state": EngineState.RUNNING, "started_ms": started_ms}))
     return [(to, type(message)) for to, message in scene.take()]
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["it was registered until then", "it was removed before"])
-def test_a_process_that_returns_does_not_supersede_a_later_one(removed: bool) -> None:
-    """Its node was cut off, and its pod was replaced meanwhile."""
+OLD, NEW = (int(Role.ENGINE), b"old"), (int(Role.ENGINE), b"new")
+
+
+@pytest.mark.parametrize("how", ["it was registered until then", "it was removed before", "it was never registered"])
+def test_a_process_that_returns_does_not_supersede_a_later_one(how: str) -> None:
+    """Its node was cut off, and its pod was replaced meanwhile. It may have a new connection, and the coordinator may
+    have restarted."""
     scene = Scene()
-    old, new = (int(Role.ENGINE), b"old"), (int(Role.ENGINE), b"new")
-    assert hello_first(scene, old, 1) == [(old, HelloAck)]
-    if removed:
-        scene.say(old, Disconnect())
-    assert (new, HelloAck) in hello_first(scene, new, 2)
+    if how != "it was never registered":
+        assert hello_first(scene, OLD, 1, started_ms=1000) == [(OLD, HelloAck)]
+    if how == "it was removed before":
+        scene.say(OLD, Disconnect())
+    assert (NEW, HelloAck) in hello_first(scene, NEW, 2, started_ms=2000)
     scene.take()
-    assert hello_first(scene, old, 1) == [(old, Error)]
+    for incarnation in (1, 3):
+        assert hello_first(scene, OLD, incarnation, started_ms=1000) == [(OLD, Error)]
     scene.submit()
-    assert set(scene.dispatched()) == {new}
-    scene.say(new, Disconnect())
-    assert (old, HelloAck) in hello_first(scene, old, 1), "it is the only one"
+    assert set(scene.dispatched()) == {NEW}
+    scene.say(NEW, Disconnect())
+    assert (OLD, HelloAck) in hello_first(scene, OLD, 1, started_ms=1000), "it is the only one"
 
 
-def test_a_restarted_process_supersedes_the_one_before() -> None:
+def test_a_later_process_supersedes_one_that_registered_again_first() -> None:
+    """Both register with a restarted coordinator, the earlier one first."""
     scene = Scene()
-    peers = [(int(Role.ENGINE), name) for name in (b"a", b"b", b"c")]
-    for incarnation, peer in enumerate(peers, start=1):
-        assert (peer, HelloAck) in hello_first(scene, peer, incarnation)
-    assert [hello_first(scene, peer, incarnation) for incarnation, peer in enumerate(peers[:2], start=1)] == [
-        [(peer, Error)] for peer in peers[:2]
-    ]
+    hello_first(scene, OLD, 1, started_ms=1000)
+    assert (NEW, HelloAck) in hello_first(scene, NEW, 2, started_ms=2000)
+    assert hello_first(scene, OLD, 1, started_ms=1000) == [(OLD, Error)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, None), (2000, None), (None, 1000), (1000, 1000)])
+def test_without_an_order_of_starts_the_last_registration_counts(before: int | None, after: int | None) -> None:
+    """The engine is of another release, or one process has opened a new connection."""
+    scene = Scene()
+    hello_first(scene, OLD, 1, started_ms=before)
+    assert (NEW, HelloAck) in hello_first(scene, NEW, 2, started_ms=after)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from in_memory_cluster import Cluster
 
+from megatron_operator.plan.world import ChildRef
+
 CHANGE = {"batching": {"maxRequests": 7}}
 SURGE = {"maxSurge": 1}
 
@@ -200,3 +202,39 @@ def test_while_paused_a_change_of_the_model_waits(make_cluster: Any) -> None:
     cluster.patch(rollout={"paused": False})
     cluster.settle()
     assert cluster.deleted_pods == ["demo-engine-0-0"]
+
+
+@pytest.mark.parametrize("change", [{"engine": CHANGE}, {"model": {"source": {"builtin": "gemma3-270m"}}}])
+def test_while_paused_engines_added_after_zero_replicas_keep_the_earlier_revision(
+    make_cluster: Any, change: dict[str, Any]
+) -> None:
+    cluster = make_cluster(replicas=2, rollout={"paused": True})
+    cluster.settle()
+    server = ChildRef("Deployment", "demo-server", "apps/v1")
+    old, template = cluster.status["revision"], cluster.objects[server]["spec"]["template"]
+    cluster.patch(**change)
+    cluster.settle()
+    for replicas in (0, 2, 0, 1):
+        cluster.patch(replicas=replicas)
+        cluster.settle()
+        assert cluster.condition("Progressing")["reason"] == "RolloutPaused"
+        assert {entry["revision"] for entry in cluster.status["engines"]} <= {old}
+        assert cluster.objects[server]["spec"]["template"] == template
+    assert (cluster.state, cluster.status["ready"], cluster.checked) == ("Running", "1/1", [])
+    cluster.patch(rollout={"paused": False})
+    cluster.settle()
+    assert {entry["revision"] for entry in cluster.status["engines"]} == {cluster.status["revision"]} != {old}
+    assert len(cluster.checked) == 1
+
+
+def test_a_paused_rollout_that_continues_without_engines_gives_new_ones_the_desired_revision(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1, rollout={"paused": True})
+    cluster.settle()
+    cluster.patch(engine=CHANGE)
+    cluster.settle()
+    cluster.patch(replicas=0)
+    cluster.settle()
+    cluster.patch(rollout={"paused": False})
+    cluster.patch(replicas=1)
+    cluster.settle()
+    assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("1/1", 1)

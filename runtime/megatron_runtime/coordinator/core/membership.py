@@ -41,8 +41,6 @@ _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
     EngineState.SUSPENDED: CoordinatorState.SUSPENDED,
 }
 """The state that a restarted coordinator takes from an engine in this state."""
-REMEMBERED_INCARNATIONS = 8
-"""Processes remembered for each name of an engine."""
 _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
 
 
@@ -162,23 +160,6 @@ class Recovery:
             self._verbs.welcome(engine)
 
 
-class Incarnations:
-    """The order in which processes registered under the name of an engine."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, ...]] = {}
-
-    def registered(self, name: str, incarnation: int) -> None:
-        earlier = (each for each in self._known.pop(name, ()) if each != incarnation)
-        self._known[name] = (*earlier, incarnation)[-REMEMBERED_INCARNATIONS:]
-        if len(self._known) > limits.MAX_ENGINES:
-            del self._known[next(iter(self._known))]
-
-    def is_superseded(self, incarnation: int, *, by: Engine) -> bool:
-        """Return whether the process registered before the registered one. It is cut off, or its pod was replaced."""
-        return incarnation != by.incarnation and incarnation in self._known.get(by.name, ())
-
-
 class Membership:
     """Registers engines and clients, checks their heartbeats, and removes them."""
 
@@ -196,7 +177,6 @@ class Membership:
         self._replies = replies
         self._counters = context.counters
         self._access = access
-        self._incarnations = Incarnations()
         self._due = 0.0
 
     def start(self) -> None:
@@ -230,7 +210,8 @@ class Membership:
 
     def _hello_engine(self, peer: PeerId, hello: Hello) -> None:
         engine = self._engines.named(hello.name)
-        if engine is not None and self._incarnations.is_superseded(hello.incarnation, by=engine):
+        if engine is not None and hello.started_ms is not None and hello.started_ms < engine.started_ms:
+            # The process is cut off, or its pod was replaced.
             self._context.reject(peer, ErrorCode.UNAVAILABLE, f"a later process is registered as {hello.name}")
             return
         other = self._engines.at(peer)
@@ -251,7 +232,6 @@ class Membership:
             key, now = self._access.key_of(peer), self._context.now
             engine = Engine(hello.name, peer, hello.incarnation, next(self._engines.indices), now, key=key)
             self._engines.add(engine)
-            self._incarnations.registered(hello.name, hello.incarnation)
             logger.info("engine %s registered (serving: %s)", hello.name, hello.serving)
         engine.heard = self._context.now
         engine.learn(hello)

@@ -108,6 +108,7 @@ class Engine:
     draining:  gets no new work until it registers again.
     digest:    digest of its weights; empty: not reported.
     tokenizes: it accepts text prompts.
+    started_ms: when its process started; 0: unknown.
     full:      its connection accepted no more; cleared at the next heartbeat.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
@@ -140,6 +141,7 @@ class Engine:
     knows_adapters: bool = False
     digest: str = ""
     tokenizes: bool = False
+    started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
     busy_until: float = 0.0
@@ -195,6 +197,7 @@ class Engine:
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
         self.tokenizes = hello.tokenizes
+        self.started_ms = hello.started_ms or 0
         if hello.state is not None:
             self.state = hello.state
 
