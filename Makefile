@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -150,6 +150,9 @@ bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, bes
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
 
+tested: setup ## add the records of test runs in build/test-records to docs/measurements/test-runs.md
+	@$(PY) docs/tested.py build/test-records/*.json
+
 lint-chart: setup ## helm lint, and kubeconform over what the chart and the operator render; needs Go
 	@PYTHONPATH=. $(PY) tools/check_chart.py
 
@@ -162,6 +165,7 @@ lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	$(PY) tools/check_prose.py
 	$(PY) -m megatron_operator.generate --check
 	$(PY) docs/generate.py --check
+	$(PY) docs/tested.py --check
 
 # uv keeps the site generator in its own cache, apart from .venv.
 ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.0.73' zensical
@@ -237,3 +241,4 @@ lint-workflows: $(if $(shell command -v uv),,build/uv/bin/uv) ## actionlint, she
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
 	$(PY) docs/generate.py
+	$(PY) docs/tested.py
