@@ -51,7 +51,7 @@ def test_version_chart_and_registry_agree() -> None:
         ("9.9.9", None, None, "megatron_runtime.__version__ is"),
         (None, "v9.9.9", None, "the tag is 9.9.9"),
         (None, "9.9.9", None, "must begin with v"),
-        (None, None, "somebody", "publishes to ghcr.io/somebody"),
+        (None, None, "another", "publishes to ghcr.io/another"),
     ],
 )
 def test_a_disagreement_names_its_place(version: str | None, tag: str | None, owner: str | None, words: str) -> None:
