@@ -200,8 +200,8 @@ def check_wheel(wheel: Path) -> str:
 # --- everything else ------------------------------------------------------------------------------------------------
 
 
-def package_chart(version: str) -> Path:
-    helm = programs.ensure(["helm"], Steps()) / "helm"
+def package_chart(version: str, steps: Steps) -> Path:
+    helm = programs.ensure(["helm"], steps) / "helm"
     run([helm, "package", CHART, "--destination", OUTPUT])
     return OUTPUT / f"megatron-inference-{version}.tgz"
 
@@ -238,9 +238,12 @@ def write_files(version: str, text: str) -> list[tuple[str, str, str]]:
     """Write chart, plugin, krew manifest, manifests, bills of materials and notes. Return rows of the table."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     (OUTPUT / "notes.md").write_text(text)
-    chart = package_chart(version)
-    plugin, krew = package_plugin(version, repository_name())
-    bills = write_bills_of_materials()
+    steps = Steps()
+    chart = package_chart(version, steps)
+    with steps.step("kubectl plugin"):
+        plugin, krew = package_plugin(version, repository_name())
+    with steps.step("bills of materials"):
+        bills = write_bills_of_materials()
     for name in MANIFESTS:
         shutil.copy2(ROOT / name, OUTPUT)
     return [
