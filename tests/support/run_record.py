@@ -54,6 +54,13 @@ class RunRecorder:
     def __init__(self) -> None:
         self._outcomes: dict[str, dict[str, int]] = defaultdict(lambda: {"passed": 0, "failed": 0, "skipped": 0})
         self._begun = datetime.now(UTC)
+        self._commit: dict[str, Any] = {}
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        # At the start, because files may be edited during a run.
+        if not hasattr(session.config, "workerinput") and whole_folders(session.config.args):
+            changed = _git("status", "--porcelain").splitlines()
+            self._commit = {"commit": _git("rev-parse", "HEAD"), "changed_files": len(changed)}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -79,8 +86,7 @@ class RunRecorder:
             "group": group,
             "soak": SOAK,
             "date": self._begun.date().isoformat(),
-            "commit": _git("rev-parse", "HEAD"),
-            "changed_files": len(_git("status", "--porcelain").splitlines()),
+            **self._commit,
             "minutes": round((datetime.now(UTC) - self._begun).total_seconds() / 60, 1),
             **self._outcomes[group],
             "cpu": cpu(Path("/proc/cpuinfo").read_text()),
