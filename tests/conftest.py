@@ -1,16 +1,18 @@
-"""For all tests: timeouts are scaled to this machine's speed."""
+"""For all tests: timeouts are scaled to this machine's speed, and runs of whole folders are recorded."""
 
 from __future__ import annotations
 
 import pytest
 from machine import SCALE
+from run_record import RunRecorder
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine."""
+    """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine. Record the run."""
     if config.getoption("timeout", None) is None:
         config.option.timeout = float(config.getini("timeout")) * SCALE
+    config.pluginmanager.register(RunRecorder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

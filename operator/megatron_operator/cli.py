@@ -20,6 +20,7 @@ from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.pod_policy import PodPolicy, Switch
 from megatron_operator.model.settings import (
     DEFAULT_COORDINATOR_IMAGE,
+    DEFAULT_OPERATOR_IMAGE,
     DEFAULT_RUNTIME_IMAGE,
     DEFAULT_VLLM_RUNTIME_IMAGE,
     Settings,
@@ -260,7 +261,7 @@ def crd(output: str) -> None:
 @operator_namespace
 @runtime_image
 @vllm_runtime_image
-@click.option("--image", default=f"megatron-operator:{__version__}", show_default=True, help="Image of the operator.")
+@click.option("--image", default=DEFAULT_OPERATOR_IMAGE, show_default=True, help="Image of the operator.")
 def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str, image: str) -> None:
     """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
     manifests = install_manifests(

@@ -10,11 +10,10 @@ from typing import Any
 import click
 import yaml
 
-from megatron_operator import __version__
 from megatron_operator.cli_reference import cli_page
 from megatron_operator.install import install_manifests, rules_file
 from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE
+from megatron_operator.model.settings import DEFAULT_OPERATOR_IMAGE, DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE
 from megatron_operator.monitoring import alert_rules, dashboard
 from megatron_operator.reference import reference_page
 from megatron_operator.troubleshooting import troubleshooting_page
@@ -31,7 +30,7 @@ def generated_files() -> dict[str, str]:
     crd = custom_resource_definition()
     install = install_manifests(
         namespace="megatron-system",
-        image=f"megatron-operator:{__version__}",
+        image=DEFAULT_OPERATOR_IMAGE,
         runtime_image=DEFAULT_RUNTIME_IMAGE,
         vllm_runtime_image=DEFAULT_VLLM_RUNTIME_IMAGE,
     )

@@ -20,8 +20,10 @@ import yaml
 from eventually import eventually
 from go_modules import module_directory
 from machine import scaled
+from run_record import used
 
 from localcluster import LocalCluster
+from localcluster.programs import KUBERNETES_VERSION
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, Kind
@@ -57,6 +59,7 @@ def control_plane() -> Iterator[LocalCluster]:
     cluster = LocalCluster(name="control-plane", control_plane_only=True)
     was_up = cluster.kubeconfig.exists() and all(component.ready for component in cluster.status())
     cluster.up()
+    used("API server, controller manager, etcd", KUBERNETES_VERSION)
     yield cluster
     if not was_up and not os.environ.get("MEGATRON_KEEP_CLUSTER"):
         cluster.down()

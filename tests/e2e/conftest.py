@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_record import used
 
 from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import CommandError, Kubectl
+from localcluster.programs import KUBERNETES_VERSION
 from localcluster.progress import Steps
 from localcluster.settings import Options
 from localcluster.walkthrough import Chat, reachable
@@ -48,6 +50,9 @@ def platform() -> Iterator[Platform]:
     helm = installation.prepare(cluster, steps)
     kube = Kubectl(str(cluster.kubectl), cluster.kubeconfig)
     installation.install_operator(kube, helm, steps)
+    used("Kubernetes with kubelet, containerd, kube-proxy and CoreDNS", KUBERNETES_VERSION)
+    used("nodes", 1)
+    used("weights", "SmolLM2-135M")
     yield Platform(cluster, helm, kube)
     if not was_up:
         cluster.down()
@@ -60,6 +65,7 @@ def cluster(platform: Platform) -> Iterator[LocalCluster]:
     grown.up()
     grown.build_images()
     installation.install_operator(platform.kube, platform.helm, Steps(), values=[on_first_node(grown)])
+    used("nodes", SECOND)
     yield grown
     grown.restore_network(SECOND)
     grown.thaw_node(SECOND)

@@ -12,6 +12,12 @@ from localcluster import installation
 from localcluster.kubectl import RESOURCE, Kubectl
 from localcluster.progress import Steps
 from megatron_operator.install import install_manifests
+from megatron_operator.model.settings import (
+    DEFAULT_OPERATOR_IMAGE,
+    DEFAULT_RUNTIME_IMAGE,
+    DEFAULT_VLLM_RUNTIME_IMAGE,
+    IMAGE_REGISTRY,
+)
 
 from .conftest import Platform, deploy
 
@@ -22,9 +28,9 @@ def test_the_chart_installs_what_the_install_manifest_does(platform: Platform) -
     chart = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.safe_load_all(output) if doc}
     plain = install_manifests(
         namespace="megatron-system",
-        image="megatron-operator:0.1.0",
-        runtime_image="megatron-runtime:0.1.0",
-        vllm_runtime_image="megatron-runtime-vllm:0.1.0",
+        image=DEFAULT_OPERATOR_IMAGE,
+        runtime_image=DEFAULT_RUNTIME_IMAGE,
+        vllm_runtime_image=DEFAULT_VLLM_RUNTIME_IMAGE,
     )
     for manifest in plain:
         key = (manifest["kind"], manifest["metadata"]["name"])
@@ -170,9 +176,9 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
     (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
     images = [
-        *("--runtime-image", "megatron-runtime:0.1.0"),
-        *("--vllm-runtime-image", "megatron-runtime-vllm:0.1.0"),
-        *("--coordinator-image", "megatron-operator:0.1.0"),
+        *("--runtime-image", DEFAULT_RUNTIME_IMAGE),
+        *("--vllm-runtime-image", DEFAULT_VLLM_RUNTIME_IMAGE),
+        *("--coordinator-image", DEFAULT_OPERATOR_IMAGE),
     ]
     assert container["args"] == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
 
@@ -181,7 +187,7 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     ("values", "image"),
     [
         (["operator.image.repository=registry.example/operator"], "registry.example/operator:0.1.0"),
-        (["coordinator=null", "operator.image.tag=v7"], "megatron-operator:v7"),
+        (["coordinator=null", "operator.image.tag=v7"], f"{IMAGE_REGISTRY}/megatron-operator:v7"),
         (["coordinator.image.repository=registry.example/c", "coordinator.image.tag=v7"], "registry.example/c:v7"),
     ],
 )

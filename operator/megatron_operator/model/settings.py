@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from megatron_operator import __version__
 from megatron_operator.model.pod_policy import PodPolicy, in_repositories
 
-DEFAULT_COORDINATOR_IMAGE = f"megatron-operator:{__version__}"
-DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
-DEFAULT_VLLM_RUNTIME_IMAGE = f"megatron-runtime-vllm:{__version__}"
+IMAGE_REGISTRY = "ghcr.io/megatron-inference"
+"""Where releases publish the images and the chart. values.yaml of the chart has the same names."""
+DEFAULT_OPERATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:{__version__}"
+DEFAULT_COORDINATOR_IMAGE = DEFAULT_OPERATOR_IMAGE
+DEFAULT_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime:{__version__}"
+DEFAULT_VLLM_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime-vllm:{__version__}"
 
 
 @dataclass(frozen=True, slots=True)

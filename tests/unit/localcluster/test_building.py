@@ -209,3 +209,9 @@ def test_the_pause_image_contains_its_program_only() -> None:
         assert layer is not None
         with tarfile.open(fileobj=io.BytesIO(layer.read())) as inner:
             assert [(m.name, m.mode) for m in inner.getmembers()] == [("pause", 0o755)]
+
+
+def test_the_base_is_made_from_all_components_of_the_mirror() -> None:
+    listing = "http://a/ noble-updates main\nhttp://a/ noble main\nhttp://a/ noble universe\nhttp://b/ noble extra\n"
+    assert images.archive(listing, "noble") == ("http://a/", ["main", "universe"])
+    assert images.archive(listing, "jammy") == ("", [])

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_record import used
 
 from megatron_runtime.checkpoints.convert import convert
 
@@ -21,4 +22,5 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model as a directory that transformers reads."""
     directory = tmp_path_factory.mktemp("exported")
     convert("builtin:smollm2-135m", directory)
+    used("weights", "SmolLM2-135M")
     return directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from run_record import used
 
 from megatron_kernels.cpu.library import ISA_VARIABLE, instruction_set, instruction_sets, library
 
@@ -15,5 +16,6 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     usual, name = instruction_set(), str(request.param)
     monkeypatch.setenv(ISA_VARIABLE, name)
     library().megatron_select(name.encode())
+    used("CPU instruction set", name)
     yield name
     library().megatron_select(usual.encode())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from run_record import used
 
 from megatron_kernels.cpu.build import VARIANTS
 from megatron_kernels.cpu.library import instruction_set, instruction_sets, library
@@ -40,6 +41,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in instruction_sets():
         pytest.skip(f"this CPU lacks {request.param}")
     library().megatron_select(request.param.encode())
+    used("CPU instruction set", request.param)
     yield request.param
     library().megatron_select(instruction_set().encode())
 

@@ -12,10 +12,12 @@ from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.model.release import Release, is_older
+from megatron_operator.model.settings import DEFAULT_COORDINATOR_IMAGE, IMAGE_REGISTRY
 from megatron_operator.plan.world import ChildRef
 from megatron_operator.render import coordinator, engine, server
 
-NEW = {"runtime_image": "runtime:2", "coordinator_image": "megatron-operator:2", "version": "2.0.0"}
+NEW_COORDINATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:2"
+NEW = {"runtime_image": "runtime:2", "coordinator_image": NEW_COORDINATOR_IMAGE, "version": "2.0.0"}
 
 
 def upgraded(cluster: Cluster, **fields: Any) -> None:
@@ -78,7 +80,7 @@ def test_an_update_replaces_every_component(make_cluster: Any, ask: str) -> None
     assert cluster.status["update"]["phase"] == "Running"
     cluster.settle()
     assert images(cluster) == {
-        "demo-coordinator": "megatron-operator:2",
+        "demo-coordinator": NEW_COORDINATOR_IMAGE,
         "demo-server": "runtime:2",
         "demo-engine-0": "runtime:2",
         "demo-engine-1": "runtime:2",
@@ -145,12 +147,12 @@ def test_verbs_scaling_and_changes_of_the_spec_go_on_before_the_update(
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.settle()
     assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0", "demo-engine-2-0"]
-    assert set(images(cluster).values()) == {"runtime:1", "megatron-operator:0.1.0"}
+    assert set(images(cluster).values()) == {"runtime:1", DEFAULT_COORDINATOR_IMAGE}
     cluster.patch(desiredState="Stopped")
     cluster.settle()
     cluster.patch(desiredState="Running")
     cluster.settle()
-    assert set(images(cluster).values()) == {"runtime:1", "megatron-operator:0.1.0"}
+    assert set(images(cluster).values()) == {"runtime:1", DEFAULT_COORDINATOR_IMAGE}
 
 
 def test_the_release_is_read_from_the_children_if_the_status_is_lost(make_cluster: Any) -> None:
@@ -200,7 +202,7 @@ def test_an_update_waits_while_nothing_may_be_replaced(make_cluster: Any, quiet:
     cluster.patch(desiredState="Running", rollout={"autoUpdate": True, "paused": False})
     cluster.settle()
     assert cluster.status["release"]["runtimeImage"] == "runtime:2"
-    assert set(images(cluster).values()) == {"runtime:2", "megatron-operator:2"}
+    assert set(images(cluster).values()) == {"runtime:2", NEW_COORDINATOR_IMAGE}
 
 
 def test_a_stopped_resource_is_updated_without_engines(make_cluster: Any) -> None:
@@ -211,7 +213,7 @@ def test_a_stopped_resource_is_updated_without_engines(make_cluster: Any) -> Non
     upgraded(cluster)
     cluster.settle()
     assert "update" not in cluster.status
-    assert images(cluster)["demo-coordinator"] == "megatron-operator:2"
+    assert images(cluster)["demo-coordinator"] == NEW_COORDINATOR_IMAGE
 
 
 def test_an_update_to_engines_that_fail_keeps_its_place(make_cluster: Any) -> None:

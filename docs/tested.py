@@ -1,0 +1,163 @@
+"""Write docs/measurements/test-runs.md: `python docs/tested.py [--check | RECORD ...]`.
+
+The page shows the newest record of each group of tests on each kind of machine, from test-runs.json beside it. RECORD
+files, which pytest writes to build/test-records, are added first. A record with failures, or of changed files, is
+rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_kernels.cpu.build import VARIANTS
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "docs/measurements/test-runs.json"
+PAGE = RECORDS.with_suffix(".md")
+ISA = "CPU instruction set"
+GROUPS = {
+    "unit": "units, and answers against transformers",
+    "fuzz": "parsers of untrusted bytes",
+    "survival": "processes that are killed, frozen and restarted",
+    "hostile": "hostile clients",
+    "cluster": "the operator with an API server",
+    "e2e": "chart, images and models on nodes",
+    "clients": "OpenAI clients of other projects",
+    "vllm": "engines with vLLM itself",
+    "gpu": "kernels and engine on a CUDA device",
+}
+"""Folder below tests/, and what it shows."""
+
+Record = dict[str, Any]
+
+
+def key(record: Record) -> tuple[Any, ...]:
+    """Two records with the same key are of the same tests on the same kind of machine."""
+    gpu = record["used"].get("GPU", [])
+    return (list(GROUPS).index(record["group"]), record["soak"], record["cpu"]["model"], *gpu)
+
+
+def merged(known: list[Record], new: list[Record]) -> list[Record]:
+    """Return the newest record of each key, in order. Raises ValueError for a record that shows nothing."""
+    newest = {key(record): record for record in known}
+    for record in new:
+        name = f"record of tests/{record['group']}"
+        if record["failed"]:
+            raise ValueError(f"{name}: {record['failed']} tests failed; only runs without failures are added")
+        if record["changed_files"]:
+            raise ValueError(f"{name}: {record['changed_files']} files were not committed; commit and run again")
+        newest[key(record)] = record
+    return [newest[each] for each in sorted(newest)]
+
+
+def table(*header: str, rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _command(record: Record) -> str:
+    return f"tests/{record['group']}{' (soak)' * record['soak']}"
+
+
+def runs(records: list[Record]) -> list[str]:
+    rows = [
+        (
+            f"`{_command(each)}`",
+            GROUPS[each["group"]],
+            f"{each['passed']}, {each['skipped']} skipped",
+            f"{each['minutes']} min",
+            each["date"],
+            f"`{each['commit'][:12]}`",
+            f"{each['cpu']['model']} ({each['cpu']['architecture']})",
+        )
+        for each in records
+    ]
+    return table("tests", "subject", "passed", "duration", "date", "commit", "CPU", rows=rows)
+
+
+def real_parts(records: list[Record]) -> list[str]:
+    """Return what was real, and in which runs."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for subject, values in record["used"].items():
+            for value in values if subject != ISA else ():
+                found.setdefault((subject, value), []).append(f"`{_command(record)}`")
+    rows = [(subject, value, ", ".join(dict.fromkeys(where))) for (subject, value), where in sorted(found.items())]
+    return table("part", "value", "tests", rows=rows)
+
+
+def instruction_sets(records: list[Record]) -> list[str]:
+    rows = []
+    for architecture, variants in VARIANTS.items():
+        for name in variants:
+            where = [
+                f"`{_command(each)}` on {each['cpu']['model']}"
+                for each in records
+                if each["cpu"]["architecture"] == architecture and name in each["used"].get(ISA, ())
+            ]
+            rows.append((architecture, f"`{name}`", ", ".join(where) or "**no recorded run**"))
+    return table("architecture", "kernels", "tests", rows=rows)
+
+
+def missing(records: list[Record]) -> list[str]:
+    recorded = {record["group"] for record in records}
+    absent = [f"- `tests/{group}`: {subject}" for group, subject in GROUPS.items() if group not in recorded]
+    return absent or ["Every group of tests has a recorded run."]
+
+
+def page(records: list[Record]) -> str:
+    return "\n".join(
+        (
+            "# What is tested where",
+            "",
+            "This page is generated from the records that the tests write",
+            "([Tests](../development/tests.md#records-of-runs)). What no record shows is not claimed. Each row is",
+            "the newest recorded run without a failure on a kind of machine.",
+            "",
+            "## Runs",
+            "",
+            *runs(records),
+            "",
+            "Soak runs have the full sizes of `make soak`.",
+            "",
+            "## No recorded run",
+            "",
+            *missing(records),
+            "",
+            "## CPU kernels by instruction set",
+            "",
+            "The tests of the kernels execute every variant that the CPU of a run has.",
+            "",
+            *instruction_sets(records),
+            "",
+            "## What was real",
+            "",
+            *real_parts(records),
+            "",
+        )
+    )
+
+
+def main(arguments: list[str]) -> int:
+    check = arguments == ["--check"]
+    records = json.loads(RECORDS.read_text())
+    if not check:
+        try:
+            records = merged(records, [json.loads(Path(name).read_text()) for name in arguments])
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+        RECORDS.write_text(json.dumps(records, indent=1) + "\n")
+    text = page(records)
+    if PAGE.exists() and PAGE.read_text() == text:
+        return 0
+    print(f"{'out of date' if check else 'wrote'}: {PAGE.relative_to(ROOT)}")
+    if not check:
+        PAGE.write_text(text)
+    return int(check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
