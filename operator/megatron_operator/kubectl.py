@@ -7,7 +7,6 @@ start of the program is most of the time of a command.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
 from megatron_operator.resource_view import age, rollout, summary, table
-from megatron_operator.terminal import fail, say, say_json, say_lines, say_part
+from megatron_operator.terminal import clear, fail, say, say_json, say_lines, say_part
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -30,8 +29,6 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
     "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
     "stop": (DesiredState.STOPPED, "Drain, then remove the engines."),
 }
-CLEAR = "\x1b[H\x1b[2J"
-"""Moves the cursor to the top and clears the terminal."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -189,7 +186,7 @@ def logs(
             lines = merged(client, pods, tail=tail, previous=previous, errors=errors)
         for line in lines:
             if output == "json":
-                click.echo(json.dumps({"at": line.at, "pod": line.pod, "text": line.text}))
+                say_json({"at": line.at, "pod": line.pod, "text": line.text}, indent=None)
             else:
                 say(f"{line.pod:{width}} | {line.text.expandtabs()}")
     if errors:
@@ -219,7 +216,7 @@ def top(
             if once or not sys.stdout.isatty():
                 say_lines(lines(found))
                 return
-            click.echo(CLEAR, nl=False)
+            clear()
             say_lines(lines(found))
 
 

@@ -35,9 +35,14 @@ def say_part(text: str, *, dim: bool = False) -> None:
     click.echo(click.style(shown, dim=True) if dim else shown, nl=False)
 
 
-def say_json(value: Any) -> None:
-    """Write one JSON value."""
-    click.echo(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+def say_json(value: Any, *, indent: int | None = 2) -> None:
+    """Write one JSON value, on one line if `indent` is None."""
+    click.echo(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
+
+
+def clear() -> None:
+    """Clear the terminal and move the cursor to its first line."""
+    click.echo("\x1b[H\x1b[2J", nl=False)
 
 
 def as_json(documents: list[dict[str, Any]]) -> str:
