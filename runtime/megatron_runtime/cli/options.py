@@ -189,6 +189,14 @@ def model_reference(name: str) -> str:
     return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
 
 
+PARALLEL = click.IntRange(1, 64)
+tensor_parallel = click.option(
+    "--tensor-parallel",
+    type=PARALLEL,
+    default=1,
+    envvar="TENSOR_PARALLEL_SIZE",
+    help="Ranks of an engine that share each layer.",
+)
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,

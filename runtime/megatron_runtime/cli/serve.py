@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from megatron_runtime.cli.devices import VISIBLE, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADAPTER,
     PORT,
@@ -26,6 +27,7 @@ from megatron_runtime.cli.options import (
     engine_options,
     model_reference,
     server_options,
+    tensor_parallel,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
 from megatron_runtime.cli.terminal import chat
@@ -60,6 +62,8 @@ _ADAPTER_SECONDS = 3600.0
 @click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
+@tensor_parallel
+@device_option
 @click.option(
     "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
 )
@@ -96,6 +100,13 @@ def serve(**options: Any) -> None:
     if is_loopback(options["host"]) or options["allowed_hosts"]:
         # On loopback, a web page must not reach the server under another name (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
+    ranks, uses_gpus = options["tensor_parallel"], options["backend"] != "echo"
+    if ranks > 1 and not uses_gpus:
+        raise click.UsageError("--tensor-parallel: the echo backend has no layers to share; use --backend native.")
+    options["gpus"] = assign_gpus(
+        options["device"], engines=options["engines"], ranks=ranks, gpus=count_gpus() if uses_gpus else 0
+    )
+    options["device"] = options["device"].kind  # the GPUs are in the environment of the engines
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
@@ -204,6 +215,7 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     engine = arguments(
         *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
         *("batch_invariant", "prefix_caching", "threads", "vllm_allow_code", "drain_seconds"),
+        *("tensor_parallel", "device"),
         vllm_arguments=json.dumps(options.vllm_arguments),
         coordinator=f"{_LOOPBACK}:{engine_port}",
         health_port="off",
@@ -217,9 +229,16 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
         health_port="off",
     )
     hosts = [argument for host in options.allowed_hosts for argument in ("--allowed-host", host)]
+    engines = []
+    for index, gpus in enumerate(options.gpus):
+        variables = {name: value for name, value in os.environ.items() if name == VISIBLE}
+        if gpus is not None:
+            show_only(gpus, variables)
+        name = f"engine-{index}"
+        engines.append(Child(name, ["engine", *engine, "--name", name], variables=variables))
     return [
         Child("coordinator", ["coordinator", *coordinator]),
-        *(Child(f"engine-{i}", ["engine", *engine, "--name", f"engine-{i}"]) for i in range(options.engines)),
+        *engines,
         Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
     ]
 
