@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,8 @@ class LazyGroup(click.Group):
 
     An OSError or ValueError of a command is reported as one line; with MEGATRON_DEBUG=1 the traceback is printed.
 
-    commands: by name, the module in `package` that has the command under this name, and the line of the help page.
+    commands: by name, the module in `package` that has the command under this name (or with `_` after it), and the
+              line of the help page.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        module, _ = self._lazy[cmd_name]
-        command: click.Command = getattr(import_module(f"{self._package}.{module}"), cmd_name)
+        found = vars(import_module(f"{self._package}.{self._lazy[cmd_name][0]}"))
+        command: click.Command = found.get(cmd_name) or found[f"{cmd_name}_"]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -176,6 +177,17 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return add
 
 
+json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="json: for programs.")
+
+
+def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as their longest cell."""
+    lines = [headers, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    for line in lines:
+        click.echo("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
 model = click.option(
     "--model",
     default="builtin:smollm2-135m",
@@ -197,6 +209,17 @@ tensor_parallel = click.option(
     envvar="TENSOR_PARALLEL_SIZE",
     help="Ranks of an engine that share each layer.",
 )
+
+
+def cached_references(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a model of the local cache."""
+    from megatron_runtime.checkpoints.hub.cache import cached_models
+
+    found = [model.reference for model in cached_models()]
+    short = [name.removeprefix("hf:") for name in found]
+    return [name for name in (*found, *short) if name.startswith(incomplete)]
+
+
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,

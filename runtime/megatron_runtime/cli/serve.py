@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_runtime.cli.options import (
     tensor_parallel,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.cli.servers import Server, listed
 from megatron_runtime.cli.terminal import chat
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.protocol.adapters import AdapterList
@@ -161,7 +163,7 @@ async def _serve(options: SimpleNamespace) -> None:
         elif options.verbose:
             click.echo(f"{click.style(name, dim=True)}: {line}", err=True)
 
-    with listen(host=options.host, port=options.port) as listener:
+    with listen(host=options.host, port=options.port) as listener, ExitStack() as stack:
         url = url_of(listener)
         client_port, engine_port, admin_port = free_ports(3)
         supervisor = Supervisor(say=say)
@@ -175,10 +177,20 @@ async def _serve(options: SimpleNamespace) -> None:
             loop.add_signal_handler(number, on_signal)
         engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
         say(None, f"starting a coordinator, {engines} and a server for {options.model}")
+        server = Server(
+            pid=os.getpid(),
+            url=url,
+            model=options.model,
+            name=options.model_name,
+            engines=options.engines,
+            coordinator=f"tcp://{_LOOPBACK}:{client_port}",
+            started=time.time(),
+        )
         try:
+            stack.enter_context(listed(server))
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
-            addresses = {"coordinator": f"tcp://{_LOOPBACK}:{client_port}", "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
+            addresses = {"coordinator": server.coordinator, "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
             ready = _until_ready(options, url=url, **addresses, say=say)
             if await _unless(stop, supervisor.failed, ready):
                 supervisor.are_ready = True
