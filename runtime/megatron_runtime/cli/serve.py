@@ -25,6 +25,7 @@ from megatron_runtime.cli.options import (
     PORT,
     ROUTING_POLICIES,
     SECONDS,
+    cached_references,
     engine_options,
     model_reference,
     server_options,
@@ -32,7 +33,7 @@ from megatron_runtime.cli.options import (
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
 from megatron_runtime.cli.servers import Server, listed
-from megatron_runtime.cli.terminal import chat
+from megatron_runtime.cli.terminal import chat, chat_options
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
@@ -50,7 +51,7 @@ _ADAPTER_SECONDS = 3600.0
 
 
 @click.command()
-@click.argument("reference", required=False, metavar="[MODEL]")
+@click.argument("reference", required=False, metavar="[MODEL]", shell_complete=cached_references)
 @engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option(
@@ -117,12 +118,14 @@ def serve(**options: Any) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.argument("reference", metavar="MODEL")
+@click.argument("reference", metavar="MODEL", shell_complete=cached_references)
+@chat_options
 @click.pass_context
-def run(context: click.Context, reference: str) -> None:
+def run(context: click.Context, reference: str, **conversation: Any) -> None:
     """Serve MODEL on this machine, and talk to it until the end of the input.
 
-    It takes the options of `megatron serve` too. The server uses a free port of this machine unless --port is given.
+    It takes the options of `megatron serve` too, except --max-tokens of that command. The server uses a free port of
+    this machine unless --port is given.
     """
     arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *context.args]
     with subprocess.Popen(
@@ -143,7 +146,7 @@ def run(context: click.Context, reference: str) -> None:
             else:
                 raise click.ClickException(f"the server ended with status {server.wait()}")
             threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
-            context.invoke(chat, url=ready[1], model=None, api_key=None, system=None, temperature=0.7)
+            context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
             server.terminate()
 
