@@ -194,6 +194,38 @@ async def test_a_wrong_command_names_the_remedy(running: Any, line: str, words: 
     assert words in " ".join(err.split())
 
 
+async def test_ctrl_c_stops_an_answer_only_and_ctrl_d_ends_the_chat(running: Any) -> None:
+    terminal, end = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(*MEGATRON, "chat", "--url", running.url), stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    shown = b""
+
+    async def until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += await asyncio.to_thread(os.read, terminal, 4096)
+        shown = shown.partition(text)[2]
+
+    running.backend.gate.clear()
+    await until(b"> ")
+    os.write(terminal, b'"""one\n')
+    await until(b"... ")
+    os.write(terminal, b'two"""\n')
+    await running.backend.until(open_requests=1)
+    process.send_signal(signal.SIGINT)
+    await until(b"(stopped)")
+    await running.backend.until(open_requests=0, aborted=1)
+    await until(b"> ")
+    os.write(terminal, b"/sing\n")
+    await until(b"unknown command '/sing'")
+    await until(b"> ")
+    os.write(terminal, b"\x04")
+    assert await process.wait() == 0
+    os.close(terminal)
+
+
 async def test_terminal_clients_report_that_no_server_answers() -> None:
     for command in (["generate", "x"], ["chat"]):
         code, _, err = await run(*command, "--url", "http://127.0.0.1:1", stdin="x\n")
