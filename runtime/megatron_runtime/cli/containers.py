@@ -24,6 +24,7 @@ from megatron_runtime.cli.options import (
     POSITIVE_SECONDS,
     ROUTING_POLICIES,
     SECONDS,
+    config_option,
     engine_options,
     log_options,
     sequence_length,
@@ -51,6 +52,7 @@ _AT_LEAST_A_SECOND = click.FloatRange(min=1)
 @click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
+@config_option()
 @log_options
 def coordinator(*, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
@@ -134,6 +136,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     is_flag=True,
     help="Validate the settings and the model's metadata, without weights and GPU, and exit.",
 )
+@config_option()
 @log_options
 def engine(
     *,
@@ -282,6 +285,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 )
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
+@config_option()
 @log_options
 def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""

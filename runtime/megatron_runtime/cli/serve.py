@@ -22,10 +22,12 @@ import click
 from megatron_runtime.cli.devices import VISIBLE, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADAPTER,
+    PASSED_ON,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
     cached_references,
+    config_option,
     engine_options,
     model_reference,
     server_options,
@@ -79,6 +81,7 @@ _ADAPTER_SECONDS = 3600.0
     "name than localhost get a 403.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
+@config_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 def serve(**options: Any) -> None:
     """Serve MODEL with everything on this machine, and report when it is ready.
@@ -120,6 +123,7 @@ def serve(**options: Any) -> None:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.argument("reference", metavar="MODEL", shell_complete=cached_references)
 @chat_options
+@config_option(passes_on=serve)
 @click.pass_context
 def run(context: click.Context, reference: str, **conversation: Any) -> None:
     """Serve MODEL on this machine, and talk to it until the end of the input.
@@ -127,7 +131,12 @@ def run(context: click.Context, reference: str, **conversation: Any) -> None:
     It takes the options of `megatron serve` too, except --max-tokens of that command. The server uses a free port of
     this machine unless --port is given.
     """
-    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *context.args]
+    given = {argument.partition("=")[0] for argument in context.args}
+    configured: list[str] = []
+    for option, values in context.meta.get(PASSED_ON, []):
+        if given.isdisjoint((*option.opts, *option.secondary_opts)):
+            configured += values
+    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_runtime.cli", *arguments],
         stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
-from megatron_runtime.cli.options import COUNT, FILE, SECONDS, together
+from megatron_runtime.cli.options import COUNT, FILE, SECONDS, config_option, together
 
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
 _QUOTES = '"""'
@@ -142,6 +142,7 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = 
 @click.command()
 @connection_options
 @chat_options
+@config_option()
 def chat(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
     """Talk to a model. Each line of a piped standard input is one message, or a command such as /help."""
     client = ApiClient(url, api_key=api_key)
