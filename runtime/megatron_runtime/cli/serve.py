@@ -199,7 +199,10 @@ async def _serve(options: SimpleNamespace) -> None:
             started=time.time(),
         )
         try:
-            stack.enter_context(listed(server))
+            try:
+                stack.enter_context(listed(server))
+            except OSError as error:  # such as a cache folder that cannot be written
+                say(None, f"'megatron status' does not show this server: {error}")
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
             addresses = {"coordinator": server.coordinator, "admin": f"tcp://{_LOOPBACK}:{admin_port}"}

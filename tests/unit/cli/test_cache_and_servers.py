@@ -145,3 +145,21 @@ async def test_status_shows_servers_and_engines_until_they_end(server: asyncio.s
     assert running_servers() == []
     result = await asyncio.to_thread(megatron, "status")
     assert "no server runs: start one with 'megatron serve MODEL'" in result.stderr
+
+
+async def test_a_server_starts_where_it_cannot_be_listed(cache: Path) -> None:
+    (cache.parent / "cache").mkdir()
+    (cache.parent / "cache" / "megatron").touch()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *("--kv-cache-memory", "16Mi"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    while b"ready in" not in (line := await process.stdout.readline()):
+        assert line, "it ended before it was ready"
+    process.terminate()
+    _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert b"'megatron status' does not show this server" in errors
