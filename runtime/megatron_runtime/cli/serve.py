@@ -278,7 +278,7 @@ async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, 
 
     from megatron_runtime.client.inference_client import InferenceClient
 
-    client = InferenceClient(coordinator, deserialize=False)
+    client = InferenceClient(coordinator, deserialize=False, libzmq=False)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
     try:
         serving: set[str] = set()
