@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512": _AVX512,
         "avx512_vnni": _VNNI,
         "avx512_bf16": _BF16,
-        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
         **_PORTABLE,
     },
     "aarch64": {

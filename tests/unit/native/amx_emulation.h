@@ -36,35 +36,26 @@ inline void store(int tile, void* to, int64_t stride) {
   }
 }
 
-// sums[row][column] += a[row] · b[column]; `dot` multiplies four bytes.
-template <class Sum, class Dot>
-inline void multiply(int sums, int a, int b, Dot dot) {
-  for (int64_t row = 0; row < tiles.height(sums); ++row) {
-    for (int64_t column = 0; column < tiles.width(sums) / 4; ++column) {
-      Sum sum;
-      std::memcpy(&sum, &tiles.data[sums][row][4 * column], 4);
-      for (int64_t k = 0; k < tiles.width(a) / 4; ++k) sum += dot(&tiles.data[a][row][4 * k], &tiles.data[b][k][4 * column]);
-      std::memcpy(&tiles.data[sums][row][4 * column], &sum, 4);
-    }
-  }
-}
 inline float bfloat16(const uint8_t* x) {
   const uint32_t bits = static_cast<uint32_t>(x[0]) << 16 | static_cast<uint32_t>(x[1]) << 24;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
+// sums[row][column] += a[row] · b[column], of pairs.
 inline void multiply_bfloat16(int sums, int a, int b) {
-  multiply<float>(sums, a, b, [](const uint8_t* x, const uint8_t* y) {
-    return bfloat16(x) * bfloat16(y) + bfloat16(x + 2) * bfloat16(y + 2);
-  });
-}
-inline void multiply_integers(int sums, int a, int b) {
-  multiply<int32_t>(sums, a, b, [](const uint8_t* x, const uint8_t* y) {
-    int32_t sum = 0;
-    for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(x[i]) * y[i];
-    return sum;
-  });
+  for (int64_t row = 0; row < tiles.height(sums); ++row) {
+    for (int64_t column = 0; column < tiles.width(sums) / 4; ++column) {
+      float sum;
+      std::memcpy(&sum, &tiles.data[sums][row][4 * column], 4);
+      for (int64_t k = 0; k < tiles.width(a) / 4; ++k) {
+        const uint8_t* x = &tiles.data[a][row][4 * k];
+        const uint8_t* y = &tiles.data[b][k][4 * column];
+        sum += bfloat16(x) * bfloat16(y) + bfloat16(x + 2) * bfloat16(y + 2);
+      }
+      std::memcpy(&tiles.data[sums][row][4 * column], &sum, 4);
+    }
+  }
 }
 
 }  // namespace amx_emulation
@@ -73,13 +64,11 @@ inline void multiply_integers(int sums, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
 #define _tile_loadconfig amx_emulation::load_shapes
 #define _tile_release() static_cast<void>(0)
 #define _tile_loadd(tile, from, stride) amx_emulation::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) amx_emulation::store(tile, to, stride)
 #define _tile_zero(tile) std::memset(amx_emulation::tiles.data[tile], 0, 1024)
 #define _tile_dpbf16ps amx_emulation::multiply_bfloat16
-#define _tile_dpbsud amx_emulation::multiply_integers
 
 #endif

@@ -37,8 +37,7 @@ bool runs(const char* variant) {
   if (is("avx512_vnni")) return vnni;
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (is("avx512_bf16")) return bf16;
-  return bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         __builtin_cpu_supports("amx-int8") && request_tiles();
+  return bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && request_tiles();
 }
 
 #elif defined(__aarch64__)

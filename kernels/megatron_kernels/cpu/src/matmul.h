@@ -44,7 +44,7 @@ inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t ro
 inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
                      int64_t y_stride, bool add) {
 #if defined(__AMX_TILE__)
-  if (multiply_tiles(matrix, first, end, prepared, rows, y, y_stride, add)) return;
+  if (matrix.format == BFLOAT16) return multiply_bfloat16_tiles(matrix, first, end, prepared, rows, y, y_stride, add);
 #endif
   switch (matrix.format) {
     case FLOAT32:

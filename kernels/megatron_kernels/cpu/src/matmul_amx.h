@@ -1,5 +1,6 @@
-// Products by the tiles of AMX, which hold 16 rows of 64 bytes. They read panels as all other instruction sets do: a tile of
-// weights is 16 pairs of bfloat16 inputs, or 8 words of int8 inputs, of 16 outputs.
+// Products of bfloat16 by the tiles of AMX, which hold 16 rows of 64 bytes. They read panels as all other instruction sets do:
+// a tile of weights is 16 pairs of inputs of 16 outputs. Integers are multiplied by VNNI: each block of 32 inputs has a scale,
+// and the sums of a tile pass through memory to be scaled, which takes longer than the products of VNNI.
 
 #if defined(__AMX_TILE__)
 
@@ -78,88 +79,6 @@ inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t
     }
   }
   _tile_release();
-}
-
-// Eight, five and four bits: up to 16 rows and one panel. The integer sums of a block are exact and everything else is computed
-// as for fewer rows, with the same result.
-// Tiles 0: sums of a block; 1: activations; 2: weights.
-template <class W>
-inline void multiply_integer_tiles(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows,
-                                   float* y, int64_t y_stride, bool add) {
-  const int64_t panel_bytes = W::panel_bytes(matrix.inputs), row_bytes = W::row_bytes(matrix.inputs);
-  for (int64_t number = first; number < end; ++number, y += PANEL) {
-    const uint8_t* panel = matrix.panels + number * panel_bytes;
-    for (int64_t row = 0; row < rows; row += TILE_HEIGHT) {
-      const int64_t height = rows - row < TILE_HEIGHT ? rows - row : TILE_HEIGHT;
-      const uint8_t* x = prepared + row * row_bytes;
-      TileShapes shapes;
-      shapes.set(0, height, 64);
-      shapes.set(1, height, BLOCK);
-      shapes.set(2, BLOCK / 4, 64);
-      _tile_loadconfig(&shapes);
-      alignas(64) float sums[TILE_HEIGHT][PANEL] = {};
-      for (int64_t block = 0; block < matrix.inputs / BLOCK; ++block) {
-        alignas(64) uint8_t unpacked[BLOCK / 4][64];
-        const uint8_t* weights = unpacked[0];
-        if constexpr (W::HAS_OFFSET) {
-          for (int word = 0; word < 4; ++word) {
-            const auto [low, high] = W::words(panel + W::nibbles(block), word, 0);
-            _mm512_store_si512(unpacked[word], low.v);
-            _mm512_store_si512(unpacked[4 + word], high.v);
-          }
-        } else {
-          weights = panel + block * W::BLOCK_BYTES;
-        }
-        alignas(64) uint8_t dots[TILE_HEIGHT][64];
-        _tile_zero(0);
-        _tile_loadd(1, activations(x, block).values, row_bytes);
-        _tile_loadd(2, weights, 64);
-        _tile_dpbsud(0, 1, 2);
-        _tile_stored(0, dots, 64);
-        const Floats scale = W::scale(panel, block, 0);
-        for (int64_t r = 0; r < height; ++r) {
-          const ActivationBlock& values = activations(x + r * row_bytes, block);
-          Integers dot = load_bytes(dots[r]);
-          if constexpr (!W::HAS_OFFSET) dot = dot + broadcast_word(&values.correction);
-          Floats sum = fma(to_floats(dot), scale * broadcast(values.scale), load(sums[r]));
-          if constexpr (W::HAS_OFFSET) sum = fma(W::offset(panel, block, 0), broadcast(values.scaled_sum), sum);
-          store(sums[r], sum);
-        }
-      }
-      store_tile(sums, height, y + row * y_stride, y_stride, add);
-    }
-  }
-  _tile_release();
-}
-
-// Whether tiles computed the product: they do not for formats without tiles, nor for few rows of integers.
-inline bool multiply_tiles(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
-                           int64_t y_stride, bool add) {
-  constexpr int64_t LEAST_ROWS = 8;
-  if (matrix.format == BFLOAT16) {
-    multiply_bfloat16_tiles(matrix, first, end, prepared, rows, y, y_stride, add);
-    return true;
-  }
-  if (rows < LEAST_ROWS) return false;
-  switch (matrix.format) {
-    case INT8:
-      multiply_integer_tiles<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
-      return true;
-    case INT5:
-      multiply_integer_tiles<Int5Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
-      return true;
-    case INT4:
-      multiply_integer_tiles<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
-      return true;
-    case Q4_K:
-      multiply_integer_tiles<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
-      return true;
-    case Q5_K:
-      multiply_integer_tiles<Q5KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
-      return true;
-    default:
-      return false;
-  }
 }
 
 #endif

@@ -62,7 +62,6 @@ struct IntegerWeights {
 };
 
 struct Int8Weights : IntegerWeights {
-  static constexpr bool HAS_OFFSET = false;
   static constexpr int64_t BLOCK_BYTES = BLOCK * PANEL + 2 * PANEL;
   static int64_t panel_bytes(int64_t inputs) { return inputs / BLOCK * BLOCK_BYTES; }
   static Floats scale(const uint8_t* panel, int64_t block, int64_t lane) {
@@ -108,7 +107,6 @@ struct Int8Weights : IntegerWeights {
 //   W::scale(panel, block, lane), W::offset(panel, block, lane)    of LANES outputs
 template <class W>
 struct NibbleWeights : IntegerWeights {
-  static constexpr bool HAS_OFFSET = true;
   static constexpr int64_t NIBBLES = BLOCK * PANEL / 2, BITS = BLOCK * PANEL / 8;
 
   // Four inputs of LANES outputs, 4 · word … 4 · word + 3 of a block and those 16 later.
