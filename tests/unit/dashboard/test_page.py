@@ -186,8 +186,11 @@ async def test_a_denied_list_is_reported_and_read_again(page: Page, settings: An
     fake.denied.add("GET /megatroninferences")
     await page.goto(settings.url)
     await expect(page.get_by_role("alert")).to_contain_text('User "jane" cannot get')
+    connection = page.get_by_role("status").first
+    await expect(connection).to_have_text("not live; retrying")
     fake.denied.clear()
     await expect(page.get_by_role("row").filter(has_text="demo")).to_contain_text("Running")
+    await expect(connection).to_have_text("live")
     await expect(page.get_by_role("alert")).to_be_hidden()
 
 
