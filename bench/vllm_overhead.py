@@ -272,7 +272,10 @@ def main(
                 "first_token_requests": first_token_requests,
                 "threads": threads,
                 "environment": shared,
-                "commands": {name: server.engine.command[1:] for name, server in servers.items()},
+                "commands": {
+                    name: [part.replace(str(directory), dtype) for part in server.engine.command[1:]]
+                    for name, server in servers.items()
+                },
             },
             "tokens_per_second": {str(clients): row for clients, row in tokens.items()},
             "first_token_ms": first,
@@ -281,7 +284,7 @@ def main(
                 name: sum(one.retries for runs in found.values() for one in runs) for name, found in answers.items()
             },
         }
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        json_file.write_text(json.dumps(document, indent=2).replace(f"{sys.prefix}/", "") + "\n")
 
 
 if __name__ == "__main__":

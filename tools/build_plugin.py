@@ -30,9 +30,12 @@ MAIN = f"""import sys
 if sys.version_info < (3, 11):
     sys.exit("kubectl megatron needs Python 3.11 or newer; this is %s" % sys.version.split()[0])
 
-from {PROGRAM} import main
+from {PROGRAM} import complete, main
 
-main(prog_name="kubectl megatron")
+if sys.argv[0].endswith("kubectl_complete-megatron"):  # a link to this file
+    complete()
+else:
+    main(prog_name="kubectl megatron")
 """
 SHEBANG = b"#!/usr/bin/env python3\n"
 TIME = (1980, 1, 1, 0, 0, 0)

@@ -21,7 +21,7 @@ from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
 from megatron_operator.resource_view import age, rollout, summary, table
-from megatron_operator.terminal import clear, fail, say, say_json, say_lines, say_part
+from megatron_operator.terminal import clear, fail, say, say_candidates, say_json, say_lines, say_part
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -42,8 +42,19 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     return click.option("--context", help="Context of the kubeconfig.")(command)
 
 
+def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a resource. Without a cluster there is nothing to complete."""
+    where = {key: context.params.get(key) for key in ("namespace", "context")}
+    try:
+        with ResourceClient(**where) as client:
+            names = [each["metadata"]["name"] for each in client.resources(all_namespaces=False)]
+    except (ClusterError, OSError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    return _connection(click.argument("name")(command))
+    return _connection(click.argument("name", shell_complete=_names)(command))
 
 
 _output = click.option("-o", "--output", type=click.Choice(["json"]), help="Print JSON, for programs.")
@@ -437,6 +448,18 @@ def _verb(verb: str) -> None:
 
 for _name in VERBS:
     _verb(_name)
+
+
+def complete() -> None:
+    """Complete the last argument of a command: the program `kubectl_complete-megatron`, which kubectl's own completion
+    runs. Writes one candidate a line, with its help after a tab, and a line that excludes file names.
+    """
+    from click.shell_completion import ShellComplete
+
+    words = sys.argv[1:] or [""]
+    found = ShellComplete(main, {}, "kubectl megatron", "").get_completions(words[:-1], words[-1])
+    say_candidates([(str(item.value), item.help or "") for item in found])
+
 
 if __name__ == "__main__":
     main()

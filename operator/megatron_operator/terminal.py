@@ -29,6 +29,13 @@ def document(text: str) -> None:
     click.echo(text, nl=False)
 
 
+def say_candidates(candidates: list[tuple[str, str]]) -> None:
+    """Write candidates of a shell completion and their help, as kubectl reads them."""
+    for value, text in candidates:
+        click.echo(f"{printable(value)}\t{printable(text)}" if text else printable(value))
+    click.echo(":4")  # no names of files
+
+
 def say_part(text: str, *, dim: bool = False) -> None:
     """Write a part of a text of several lines. Control characters but tab and line feed are escaped."""
     shown = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

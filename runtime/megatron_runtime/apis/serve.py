@@ -79,7 +79,7 @@ class FrontEnd:
             drain_seconds=DRAIN_SECONDS,
             allowed_hosts=LOOPBACK_HOSTS if is_loopback(config.host) else (),
         )
-        self._client = InferenceClient(coordinator, deserialize=False)
+        self._client = InferenceClient(coordinator, deserialize=False, libzmq=False)
         try:
             self._app = create_app(self._settings, backend=self._client, tokenizer=tokenizer)
             self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)

@@ -180,7 +180,7 @@ class ApiClient:
 
 def echo_text(text: str, *, dim: bool = False) -> None:
     """Print a part of an answer, for a terminal without its control sequences."""
-    click.secho(terminal_text(text) if sys.stdout.isatty() else text, nl=False, dim=dim)
+    click.secho(terminal_text(text) if sys.stdout.isatty() else text, nl=False, dim=dim or None)
 
 
 def _content(reply: httpx.Response) -> bytes:

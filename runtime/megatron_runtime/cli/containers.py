@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from megatron_runtime.cli.devices import Device, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADDRESS,
     COUNT,
@@ -18,21 +19,23 @@ from megatron_runtime.cli.options import (
     FILE,
     MEMORY,
     OPTIONAL_PORT,
+    PARALLEL,
     PORT,
     POSITIVE_SECONDS,
     ROUTING_POLICIES,
     SECONDS,
+    config_option,
     engine_options,
     log_options,
     sequence_length,
     server_options,
+    tensor_parallel,
 )
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.settings import EngineSettings
 
 _AT_LEAST_A_SECOND = click.FloatRange(min=1)
-_PARALLEL = click.IntRange(1, 64)
 
 
 @click.command()
@@ -49,6 +52,7 @@ _PARALLEL = click.IntRange(1, 64)
 @click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
+@config_option()
 @log_options
 def coordinator(*, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
@@ -69,12 +73,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     default="Auto",
     help="Reject a model of another format.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    help="Where the model runs; auto: on a GPU if there is one.",
-)
+@device_option
 @click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
 @click.option(
@@ -93,21 +92,19 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
-@click.option(
-    "--tensor-parallel", type=_PARALLEL, default=1, envvar="TENSOR_PARALLEL_SIZE", help="Ranks that share each layer."
-)
+@tensor_parallel
 @click.option(
     "--pipeline-parallel",
-    type=_PARALLEL,
+    type=PARALLEL,
     default=1,
-    envvar="PIPELINE_PARALLEL_SIZE",
+    envvar="PIPELINEPARALLEL_SIZE",
     help="Stages with a part of the layers.",
 )
 @click.option(
     "--expert-parallel",
-    type=_PARALLEL,
+    type=PARALLEL,
     default=1,
-    envvar="EXPERT_PARALLEL_SIZE",
+    envvar="EXPERTPARALLEL_SIZE",
     help="Ranks that share the experts of each layer.",
 )
 @click.option(
@@ -139,9 +136,16 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     is_flag=True,
     help="Validate the settings and the model's metadata, without weights and GPU, and exit.",
 )
+@config_option()
 @log_options
 def engine(
-    *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, is_check: bool, **options: Any
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: int,
+    device: Device,
+    is_check: bool,
+    **options: Any,
 ) -> None:
     """Run one data-parallel engine until SIGTERM.
 
@@ -154,15 +158,19 @@ def engine(
     later; 1 or 2 trying again does not help.
     """
     from megatron_runtime.backends.registry import build_backend, link_for
-    from megatron_runtime.distributed.shard import ParallelSizes, node_identity
+    from megatron_runtime.distributed.shard import ParallelSizes, node_identity, rank_identity
     from megatron_runtime.engine import worker
     from megatron_runtime.engine.settings import EngineSettings
 
     sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
-    settings = EngineSettings(parallel=sizes, **options)
+    settings = EngineSettings(parallel=sizes, device=device.kind, **options)
     if is_check:
         _check(settings)
         return
+    is_launcher = settings.backend != "vllm" and sizes.world > 1 and rank_identity(sizes) is None
+    if device.gpus is not None and not is_launcher:  # once: the launcher's ranks have its environment
+        assign_gpus(device, engines=1, ranks=len(device.gpus), gpus=count_gpus())
+        show_only(device.gpus)
 
     def run_worker() -> None:
         worker.run(settings, build_backend, link=link_for(settings))
@@ -277,6 +285,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 )
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
+@config_option()
 @log_options
 def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +28,8 @@ class LazyGroup(click.Group):
 
     An OSError or ValueError of a command is reported as one line; with MEGATRON_DEBUG=1 the traceback is printed.
 
-    commands: by name, the module in `package` that has the command under this name, and the line of the help page.
+    commands: by name, the module in `package` that has the command under this name (or with `_` after it), and the
+              line of the help page.
     """
 
     def __init__(
@@ -42,8 +45,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        module, _ = self._lazy[cmd_name]
-        command: click.Command = getattr(import_module(f"{self._package}.{module}"), cmd_name)
+        found = vars(import_module(f"{self._package}.{self._lazy[cmd_name][0]}"))
+        command: click.Command = found.get(cmd_name) or found[f"{cmd_name}_"]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -176,6 +179,17 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return add
 
 
+json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="json: for programs.")
+
+
+def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as their longest cell."""
+    lines = [headers, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    for line in lines:
+        click.echo("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
 model = click.option(
     "--model",
     default="builtin:smollm2-135m",
@@ -187,6 +201,25 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 def model_reference(name: str) -> str:
     """Return the reference of a model that a user named: ORG/NAME is a repository of the hub, unless it is a path."""
     return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
+
+
+PARALLEL = click.IntRange(1, 64)
+tensor_parallel = click.option(
+    "--tensor-parallel",
+    type=PARALLEL,
+    default=1,
+    envvar="TENSOR_PARALLEL_SIZE",
+    help="Ranks of an engine that share each layer.",
+)
+
+
+def cached_references(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a model of the local cache."""
+    from megatron_runtime.checkpoints.hub.cache import cached_models
+
+    found = [model.reference for model in cached_models()]
+    short = [name.removeprefix("hf:") for name in found]
+    return [name for name in (*found, *short) if name.startswith(incomplete)]
 
 
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
@@ -258,6 +291,92 @@ server_options = together(
     ),
 )
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
+
+
+def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
+    """Return a decorator that adds `--config FILE`: TOML, whose keys are long names of options without `--`.
+
+    The command line and environment variables have precedence over the file.
+
+    passes_on: the command that gets the arguments which the decorated one does not know. The keys of its options are
+               appended to these arguments, unless the command line has the option.
+    """
+
+    def read(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+        if path is None:
+            return
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise click.BadParameter(f"{str(path)!r} is not TOML: {error}; write lines such as port = 8000.") from error
+        own = _long_options(context.command)
+        others = _long_options(passes_on) if passes_on is not None else {}
+        defaults: dict[str, Any] = {}
+        arguments: list[tuple[click.Option, list[str]]] = []
+        for key, value in content.items():
+            option = own.get(key) or others.get(key)
+            if option is None:
+                near = get_close_matches(key, [*own, *others], 1)
+                remedy = f"use {near[0]}" if near else f"see {context.command_path} --help"
+                raise click.UsageError(f"{path}: {key} = {value!r}: no such option; {remedy}.")
+            try:
+                text = _option_value(option, value)
+                option.type_cast_value(context, text)
+            except click.BadParameter as error:
+                raise click.UsageError(f"{path}: {key} = {value!r}: {error.message}") from error
+            if key in own:
+                defaults[str(option.name)] = text
+            else:
+                arguments.append((option, _arguments(option, text)))
+        context.default_map = defaults
+        context.meta[PASSED_ON] = arguments
+
+    return click.option(
+        "--config",
+        type=FILE,
+        is_eager=True,
+        expose_value=False,
+        callback=read,
+        help="A TOML file with options by their long names, such as port = 8000. The command line has precedence.",
+    )
+
+
+PASSED_ON = "megatron.config"
+"""Key of a click context's meta: options of the file and their arguments for the command that gets them."""
+
+
+def _long_options(command: click.Command) -> dict[str, click.Option]:
+    """Return the options of a command by their names in a file."""
+    return {
+        name.removeprefix("--"): option
+        for option in command.params
+        if isinstance(option, click.Option)
+        for name in option.opts
+        if name.startswith("--") and name != "--config"
+    }
+
+
+def _option_value(option: click.Option, value: Any) -> Any:
+    """Return a value of a file as the command line has it: text, or a list of texts, or whether a flag is set."""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise click.BadParameter("use true or false.")
+        return value
+    if option.multiple:
+        if not isinstance(value, list):
+            raise click.BadParameter("use a list, [...].")
+        return [str(each) for each in value]
+    if isinstance(value, bool | list):
+        raise click.BadParameter("use one value, a text or a number.")
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _arguments(option: click.Option, value: Any) -> list[str]:
+    """Return the command line arguments of a value that _option_value() has returned."""
+    if option.is_flag:
+        return [option.opts[0]] if value else option.secondary_opts[:1]
+    name = max(option.opts, key=len)
+    return [argument for each in (value if option.multiple else [value]) for argument in (name, each)]
 
 
 def log_options(command: _F) -> _F:

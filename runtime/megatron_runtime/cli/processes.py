@@ -60,11 +60,13 @@ class Child:
 
     arguments: of `megatron`.
     pass_fds:  file descriptors that it inherits.
+    variables: environment variables that differ from those of the supervisor.
     """
 
     name: str
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS + 1))
@@ -125,7 +127,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **child.variables, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             pass_fds=child.pass_fds,
             start_new_session=True,
         )

@@ -13,22 +13,29 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import click
 
+from megatron_runtime.cli.devices import VISIBLE, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADAPTER,
+    PASSED_ON,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
+    cached_references,
+    config_option,
     engine_options,
     model_reference,
     server_options,
+    tensor_parallel,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
-from megatron_runtime.cli.terminal import chat
+from megatron_runtime.cli.servers import Server, listed
+from megatron_runtime.cli.terminal import chat, chat_options
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
@@ -46,7 +53,7 @@ _ADAPTER_SECONDS = 3600.0
 
 
 @click.command()
-@click.argument("reference", required=False, metavar="[MODEL]")
+@click.argument("reference", required=False, metavar="[MODEL]", shell_complete=cached_references)
 @engine_options
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option(
@@ -60,6 +67,8 @@ _ADAPTER_SECONDS = 3600.0
 @click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
+@tensor_parallel
+@device_option
 @click.option(
     "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
 )
@@ -72,6 +81,7 @@ _ADAPTER_SECONDS = 3600.0
     "name than localhost get a 403.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
+@config_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 def serve(**options: Any) -> None:
     """Serve MODEL with everything on this machine, and report when it is ready.
@@ -96,6 +106,13 @@ def serve(**options: Any) -> None:
     if is_loopback(options["host"]) or options["allowed_hosts"]:
         # On loopback, a web page must not reach the server under another name (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
+    ranks, uses_gpus = options["tensor_parallel"], options["backend"] != "echo"
+    if ranks > 1 and not uses_gpus:
+        raise click.UsageError("--tensor-parallel: the echo backend has no layers to share; use --backend native.")
+    options["gpus"] = assign_gpus(
+        options["device"], engines=options["engines"], ranks=ranks, gpus=count_gpus() if uses_gpus else 0
+    )
+    options["device"] = options["device"].kind  # the GPUs are in the environment of the engines
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
@@ -104,14 +121,22 @@ def serve(**options: Any) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.argument("reference", metavar="MODEL")
+@click.argument("reference", metavar="MODEL", shell_complete=cached_references)
+@chat_options
+@config_option(passes_on=serve)
 @click.pass_context
-def run(context: click.Context, reference: str) -> None:
+def run(context: click.Context, reference: str, **conversation: Any) -> None:
     """Serve MODEL on this machine, and talk to it until the end of the input.
 
-    It takes the options of `megatron serve` too. The server uses a free port of this machine unless --port is given.
+    It takes the options of `megatron serve` too, except --max-tokens of that command. The server uses a free port of
+    this machine unless --port is given.
     """
-    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *context.args]
+    given = {argument.partition("=")[0] for argument in context.args}
+    configured: list[str] = []
+    for option, values in context.meta.get(PASSED_ON, []):
+        if given.isdisjoint((*option.opts, *option.secondary_opts)):
+            configured += values
+    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_runtime.cli", *arguments],
         stdin=subprocess.DEVNULL,
@@ -130,7 +155,7 @@ def run(context: click.Context, reference: str) -> None:
             else:
                 raise click.ClickException(f"the server ended with status {server.wait()}")
             threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
-            context.invoke(chat, url=ready[1], model=None, api_key=None, system=None, temperature=0.7)
+            context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
             server.terminate()
 
@@ -150,7 +175,7 @@ async def _serve(options: SimpleNamespace) -> None:
         elif options.verbose:
             click.echo(f"{click.style(name, dim=True)}: {line}", err=True)
 
-    with listen(host=options.host, port=options.port) as listener:
+    with listen(host=options.host, port=options.port) as listener, ExitStack() as stack:
         url = url_of(listener)
         client_port, engine_port, admin_port = free_ports(3)
         supervisor = Supervisor(say=say)
@@ -164,10 +189,23 @@ async def _serve(options: SimpleNamespace) -> None:
             loop.add_signal_handler(number, on_signal)
         engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
         say(None, f"starting a coordinator, {engines} and a server for {options.model}")
+        server = Server(
+            pid=os.getpid(),
+            url=url,
+            model=options.model,
+            name=options.model_name,
+            engines=options.engines,
+            coordinator=f"tcp://{_LOOPBACK}:{client_port}",
+            started=time.time(),
+        )
         try:
+            try:
+                stack.enter_context(listed(server))
+            except OSError as error:  # such as a cache folder that cannot be written
+                say(None, f"'megatron status' does not show this server: {error}")
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
-            addresses = {"coordinator": f"tcp://{_LOOPBACK}:{client_port}", "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
+            addresses = {"coordinator": server.coordinator, "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
             ready = _until_ready(options, url=url, **addresses, say=say)
             if await _unless(stop, supervisor.failed, ready):
                 supervisor.are_ready = True
@@ -204,6 +242,7 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     engine = arguments(
         *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
         *("batch_invariant", "prefix_caching", "threads", "vllm_allow_code", "drain_seconds"),
+        *("tensor_parallel", "device"),
         vllm_arguments=json.dumps(options.vllm_arguments),
         coordinator=f"{_LOOPBACK}:{engine_port}",
         health_port="off",
@@ -217,9 +256,16 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
         health_port="off",
     )
     hosts = [argument for host in options.allowed_hosts for argument in ("--allowed-host", host)]
+    engines = []
+    for index, gpus in enumerate(options.gpus):
+        variables = {name: value for name, value in os.environ.items() if name == VISIBLE}
+        if gpus is not None:
+            show_only(gpus, variables)
+        name = f"engine-{index}"
+        engines.append(Child(name, ["engine", *engine, "--name", name], variables=variables))
     return [
         Child("coordinator", ["coordinator", *coordinator]),
-        *(Child(f"engine-{i}", ["engine", *engine, "--name", f"engine-{i}"]) for i in range(options.engines)),
+        *engines,
         Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
     ]
 
@@ -232,7 +278,7 @@ async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, 
 
     from megatron_runtime.client.inference_client import InferenceClient
 
-    client = InferenceClient(coordinator, deserialize=False)
+    client = InferenceClient(coordinator, deserialize=False, libzmq=False)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
     try:
         serving: set[str] = set()

@@ -3,59 +3,182 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
-from megatron_runtime.cli.options import COUNT, FILE, SECONDS
+from megatron_runtime.cli.options import COUNT, FILE, SECONDS, config_option, together
 
-HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer."
+HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
+_QUOTES = '"""'
+_COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
+"""A path such as /etc/hosts is no command."""
+SETTINGS: Mapping[str, click.ParamType] = {
+    "temperature": click.FloatRange(0, 2),
+    "max-tokens": COUNT,
+    "top-p": click.FloatRange(0, 1),
+    "seed": click.INT,
+}
+"""Names of /set, and their values."""
+
+chat_options = together(
+    click.option("--system", help="Instructions that precede the conversation."),
+    click.option("--max-tokens", type=COUNT, help="Of one answer."),
+    click.option("--temperature", type=SETTINGS["temperature"], default=0.7, help="0 is greedy."),
+    click.option("--seed", type=int, help="Makes sampled answers repeatable."),
+)
+"""Of a conversation, as `megatron chat` and `megatron run` have them."""
+
+
+class _LeaveError(Exception):
+    """The user leaves the chat."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A conversation with one model, and the commands that change it.
+
+    messages: with their roles, as the server takes them. The system message is the first one, if there is any.
+    settings: of the requests, by their names in SETTINGS with `_` for `-`.
+    """
+
+    client: ApiClient
+    model: str
+    settings: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """Send a message and print the answer. If the server rejects it, the conversation stays as it was."""
+        self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def command(self, name: str, argument: str) -> None:
+        """Run a command. Raises click.UsageError for a wrong one, and _LeaveError."""
+        if name not in _COMMANDS:
+            raise click.UsageError(f"unknown command '/{name}': /help lists the commands")
+        _COMMANDS[name][2](self, argument)
+
+    def system(self, text: str) -> None:
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+        _note("The system message is set." if text else "The system message is removed.")
+
+    def set(self, argument: str) -> None:
+        name, _, text = argument.partition(" ")
+        if name not in SETTINGS:
+            raise click.UsageError(f"/set {name}: no such setting: use {', '.join(SETTINGS)}")
+        key = name.replace("-", "_")
+        if not text.strip():
+            self.settings.pop(key, None)
+            _note(f"{name} is that of the server.")
+            return
+        try:
+            self.settings[key] = SETTINGS[name].convert(text.strip(), None, None)
+        except click.BadParameter as error:
+            raise click.UsageError(f"/set {name}: {error.message}") from error
+        _note(f"{name} is {self.settings[key]}.")
+
+    def regenerate(self, argument: str) -> None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise click.UsageError("/regenerate: there is no answer yet")
+        self._answer(self.messages[:-1])
+
+    def clear(self, argument: str) -> None:
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        _note("A new conversation.")
+
+    def save(self, argument: str) -> None:
+        path = _path(argument, "save")
+        try:
+            path.write_text(json.dumps({"model": self.model, "messages": self.messages}, indent=2) + "\n")
+        except OSError as error:
+            raise click.UsageError(f"/save {argument}: {error.strerror}: name another file") from error
+        _note(f"{len(self.messages)} messages are in {path}.")
+
+    def load(self, argument: str) -> None:
+        path = _path(argument, "load")
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            if not all(isinstance(message["role"] + message["content"], str) for message in messages):
+                raise TypeError("role and content must be text")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise click.UsageError(f"/load {argument}: {error!r}: name a file that /save has written") from error
+        self.messages = messages
+        _note(f"{len(messages)} messages.")
+
+    def help(self, argument: str) -> None:
+        for name, (arguments, text, _) in _COMMANDS.items():
+            _note(f"{f'/{name} {arguments}':<22} {text}")
+        _note(f"{_QUOTES} begins and ends a message of several lines. {HELP}")
+
+    def leave(self, argument: str) -> None:
+        raise _LeaveError
+
+    def _answer(self, messages: list[dict[str, str]]) -> None:
+        """Print the answer to `messages`, which become the conversation."""
+        body = {"model": self.model, "messages": messages, **self.settings}
+        self.messages = [*messages, _answer(self.client, body)]
+
+
+_COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
+    "help": ("", "Show the commands.", Conversation.help),
+    "system": ("TEXT", "Set the system message; without TEXT remove it.", Conversation.system),
+    "set": ("NAME VALUE", f"Set {', '.join(SETTINGS)}; without VALUE that of the server.", Conversation.set),
+    "regenerate": ("", "Replace the last answer.", Conversation.regenerate),
+    "clear": ("", "Begin a new conversation, with the same system message.", Conversation.clear),
+    "save": ("FILE", "Write the conversation to FILE.", Conversation.save),
+    "load": ("FILE", "Continue the conversation in FILE.", Conversation.load),
+    "exit": ("", "End the chat, as does Ctrl-D.", Conversation.leave),
+}
+"""By name: arguments, help, action."""
 
 
 @click.command()
 @connection_options
-@click.option("--system", help="Instructions that precede the conversation.")
-@click.option("--max-tokens", type=COUNT, help="Of one answer.")
-@click.option("--temperature", type=SECONDS, default=0.7, help="0 is greedy.")
-@click.option("--seed", type=int, help="Makes sampled answers repeatable.")
+@chat_options
+@config_option()
 def chat(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
-    """Talk to a model. Each line of a piped standard input is one message."""
+    """Talk to a model. Each line of a piped standard input is one message, or a command such as /help."""
     client = ApiClient(url, api_key=api_key)
-    name = model or client.first_model()
     opening = [{"role": "system", "content": system}] if system else []
-    messages: list[dict[str, str]] = list(opening)
+    settings = {name: value for name, value in sampling.items() if value is not None}
+    conversation = Conversation(client, model or client.first_model(), settings, opening)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401 - line editing and history for input()
 
-        click.secho(f"{name} at {url}. {HELP}", dim=True)
-    while (line := _read_line(is_terminal=is_terminal)) is not None:
-        if line in ("/exit", "/quit"):
+        _note(f"{conversation.model} at {url}. {HELP}")
+    while (text := _read_message(is_terminal=is_terminal)) is not None:
+        command = _COMMAND.fullmatch(text)
+        try:
+            if command is not None:
+                conversation.command(command[1], (command[2] or "").strip())
+            elif text:
+                conversation.say(text)
+        except _LeaveError:
             return
-        if line == "/help":
-            click.secho(HELP, dim=True)
-        elif line == "/reset":
-            messages = list(opening)
-            click.secho("A new conversation.", dim=True)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            try:
-                messages.append(_answer(client, {"model": name, "messages": messages, **sampling}))
-            except click.ClickException as error:
-                if not is_terminal:
-                    raise
-                error.show()
-                messages.pop()
+        except click.ClickException as error:
+            if not is_terminal:
+                raise
+            click.echo(f"Error: {error.format_message()}", err=True)
 
 
-def _read_line(*, is_terminal: bool) -> str | None:
-    """Return the next line, "" after Ctrl-C, None at the end of the input."""
+def _read_message(*, is_terminal: bool) -> str | None:
+    """Return the next line, or the lines between two triple quotes; "" after Ctrl-C, None at the end of the input."""
     try:
-        return input("\n> " if is_terminal else "").strip()
+        text = input("\n> " if is_terminal else "")
+        before, quotes, rest = text.partition(_QUOTES)
+        if not quotes or not (not before.strip() or _COMMAND.fullmatch(before.strip())):
+            return text.strip()
+        while _QUOTES not in rest:
+            rest += "\n" + input("... " if is_terminal else "")
+        return before + rest.partition(_QUOTES)[0].strip("\n")
     except EOFError:
         if is_terminal:
             click.echo()
@@ -63,6 +186,17 @@ def _read_line(*, is_terminal: bool) -> str | None:
     except KeyboardInterrupt:
         click.echo()
         return ""
+
+
+def _note(text: str) -> None:
+    """Print a line of the program, apart from the answers."""
+    click.secho(text, dim=True, err=True)
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise click.UsageError(f"/{command}: name a file")
+    return Path(argument).expanduser()
 
 
 def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:

@@ -85,6 +85,8 @@ class InferenceClient:
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
     model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
+    libzmq:      connect in the constructor, by libzmq. False: at start(), in the event loop itself, which passes no
+                 message to another thread. `socket` is then None.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class InferenceClient:
         keys: PeerKeys | None = None,
         name: str | None = None,
         model: str = "",
+        libzmq: bool = True,
     ) -> None:
         self.next_request_id = 0
         self.listener_task: asyncio.Task[None] | None = None
@@ -115,7 +118,8 @@ class InferenceClient:
         )
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
-        self._link.connect_early()
+        if libzmq:
+            self._link.connect_early()
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()

@@ -164,7 +164,9 @@ async def _quiet(service: Service) -> None:
 
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
     keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
-    client = InferenceClient(settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash)
+    client = InferenceClient(
+        settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash, libzmq=False
+    )
     tracer = tracer_from_environment("megatron-server")
     app = create_app(settings, backend=client, tokenizer=tokenizer, tracer=tracer)
     service: Service = app.state.service

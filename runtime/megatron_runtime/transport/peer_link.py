@@ -58,6 +58,9 @@ class HandshakeRejectedError(AssertionError):
     """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
 
 
+SEND_BUFFER_BYTES = 1 << 30
+"""Unsent bytes of a connection: no bound in practice, because the messages of open requests must not be dropped."""
+
 PeerSocket: TypeAlias = EventSocket | Dealer
 """A DEALER of libzmq or of transport/zmtp that is connecting or connected."""
 
@@ -110,7 +113,7 @@ class PeerLink:
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    connect:      opens the socket; None: a DEALER of libzmq, whose buffers are unbounded.
+    connect:      opens the socket; None: a DEALER of transport/zmtp, or of libzmq after connect_early().
     tick_seconds: interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
     silence_seconds: time without any message after which a new socket is opened; None: SILENCE_SECONDS.
     other_key_seconds: the same before the registration, if the coordinator may have another key or address.
@@ -164,7 +167,7 @@ class PeerLink:
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The context of libzmq's socket."""
+        """The context of libzmq's sockets."""
         if self._context is None:
             self._context = zmq.Context()
         return self._context
@@ -175,7 +178,10 @@ class PeerLink:
         return self._socket.socket if isinstance(self._socket, EventSocket) else self._early
 
     def connect_early(self) -> None:
-        """Connect a DEALER of libzmq now, without an event loop. open() uses this connection, and close() ends it."""
+        """Connect a DEALER of libzmq now, without an event loop. open() uses this connection, and close() ends it.
+
+        The link uses libzmq from then on, whose thread passes each message to that of the event loop.
+        """
         self._early = self._dealer(self._next_keys())
         # A context that is collected before its open socket waits for ever.
         self._close_early = weakref.finalize(self, self._early.close, 0)
@@ -312,9 +318,21 @@ class PeerLink:
             self._close_early.detach()
             self._socket = EventSocket(early, self.receive)
         else:
-            keys = self._next_keys()
-            self._socket = self.connect(keys) if self.connect else EventSocket(self._dealer(keys), self.receive)
+            self._socket = (self.connect or self._connect)(self._next_keys())
         self.say_hello()
+
+    def _connect(self, keys: PeerKeys | None) -> PeerSocket:
+        if self._context is not None:
+            return EventSocket(self._dealer(keys), self.receive)
+        return Dealer(
+            self.address,
+            self.receive,
+            on_open=self.say_hello,
+            on_lost=self._lose,
+            keys=keys,
+            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
+            send_buffer_bytes=SEND_BUFFER_BYTES,
+        )
 
     def _next_keys(self) -> PeerKeys | None:
         """Return the keys of the next attempt to connect. The last one may have failed because the keys changed."""

@@ -226,14 +226,18 @@ class FakeApi:
         await response.prepare(request)
         self._open.append(request)
         version = int(request.query["resourceVersion"])
+        seconds = request.query.get("timeoutSeconds")
         try:
-            while True:
-                for found, of, change, stored in self._log[version:]:
-                    version = found
-                    if of == collection and _selected(stored, request.query):
-                        await response.write(json.dumps({"type": change, "object": stored}).encode() + b"\n")
-                async with self._changed:
-                    await self._changed.wait()
+            async with asyncio.timeout(None if seconds is None else float(seconds)):
+                while True:
+                    for found, of, change, stored in self._log[version:]:
+                        version = found
+                        if of == collection and _selected(stored, request.query):
+                            await response.write(json.dumps({"type": change, "object": stored}).encode() + b"\n")
+                    async with self._changed:
+                        await self._changed.wait()
+        except TimeoutError:
+            return response
         finally:
             self._open.remove(request)
 

@@ -228,6 +228,28 @@ async def test_an_empty_message_is_rejected(run: Command) -> None:
     assert (code, errors) == (1, "Error: standard input is empty; give a message\n")
 
 
+async def test_a_link_to_the_file_completes_commands_options_and_names_for_kubectl(
+    environment: dict[str, str], program: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "kubectl_complete-megatron"
+    link.symlink_to(program)
+
+    async def complete(*words: str, **variables: str) -> list[str]:
+        process = await start({**environment, "PLUGIN": str(link), **variables}, *words)
+        output, errors = await process.communicate()
+        assert (process.returncode, errors) == (0, b"")
+        *candidates, directive = output.decode().splitlines()
+        assert directive == ":4", "kubectl offers no names of files"
+        return [candidate.partition("\t")[0] for candidate in candidates]
+
+    assert await complete("pa") == ["pause"]
+    assert await complete("rollout", "") == ["status"]
+    assert await complete("pause", "--no-w") == ["--no-wait"]
+    assert await complete("pause", "de") == ["demo"]
+    assert sorted(await complete("logs", "--component", "")) == ["coordinator", "engine", "server"]
+    assert await complete("pause", "de", KUBECONFIG="/nonexistent") == []
+
+
 def test_the_file_is_the_same_for_the_same_sources(program: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "build_plugin.py", tmp_path / "again"], check=True)
     assert (tmp_path / "again").read_bytes() == program.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -128,12 +129,101 @@ async def test_generate_asks_for_a_structured_output(running: Any, tmp_path: Pat
 
 
 async def test_chat_keeps_the_conversation(running: Any, tokenizer: Any, answer: str) -> None:
-    code, out, _ = await run("chat", "--url", running.url, "--temperature", "0", stdin="Hi\nAnd?\n/reset\nNew\n")
+    code, out, _ = await run("chat", "--url", running.url, "--temperature", "0", stdin="Hi\nAnd?\n/clear\nNew\n")
     assert code == 0
     assert out.count(answer) == 3
     sent = [tokenizer.decode(prompt, skip_special=False) for prompt, _ in running.backend.requests]
     assert answer in sent[1]
     assert answer not in sent[2]
+
+
+async def test_commands_change_the_conversation(running: Any, tokenizer: Any, answer: str, tmp_path: Path) -> None:
+    file = tmp_path / "saved.json"
+    lines = [
+        '"""First line',
+        'second line"""',
+        "/set temperature 1.5",
+        "/set max-tokens 7",
+        "/system Be brief.",
+        "/regenerate",
+        f"/save {file}",
+        "/set max-tokens",
+        "/clear",
+        "/etc/hosts?",
+        f"/load {file}",
+        "Go on",
+        "/exit",
+        "Never sent",
+    ]
+    options = ("--url", running.url, "--temperature", "0", "--system", "Be long.")
+    code, _, err = await run("chat", *options, stdin="\n".join(lines))
+    assert code == 0, err
+    sent = [tokenizer.decode(prompt, skip_special=False) for prompt, _ in running.backend.requests]
+    params = [parameters for _, parameters in running.backend.requests]
+    assert len(sent) == 4
+    assert "First line\nsecond line" in sent[0]
+    assert "Be long." in sent[0]
+    assert "First line\nsecond line" in sent[1]
+    assert "Be brief." in sent[1]
+    assert answer not in sent[1], "the answer is generated again"
+    assert (params[0].temperature, params[1].temperature, params[1].num_tokens_to_generate) == (0, 1.5, 7)
+    assert params[2].num_tokens_to_generate != 7
+    assert "/etc/hosts?" in sent[2]
+    assert "Be brief." in sent[2]
+    assert "First line" not in sent[2]
+    assert sent[3].startswith(sent[1])
+    assert "Go on" in sent[3]
+    assert "/etc/hosts?" not in sent[3]
+    assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/sing", "unknown command '/sing': /help lists"),
+        ("/set warmth 1", "/set warmth: no such setting: use temperature"),
+        ("/set temperature 3", "/set temperature: 3.0 is not in the range"),
+        ("/regenerate", "there is no answer yet"),
+        ("/load /no/such", "name a file that /save has written"),
+        ("/save", "/save: name a file"),
+    ],
+)
+async def test_a_wrong_command_names_the_remedy(running: Any, line: str, words: str) -> None:
+    code, _, err = await run("chat", "--url", running.url, stdin=line + "\n")
+    assert code == 2
+    assert words in " ".join(err.split())
+
+
+async def test_ctrl_c_stops_an_answer_only_and_ctrl_d_ends_the_chat(running: Any) -> None:
+    terminal, end = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(*MEGATRON, "chat", "--url", running.url), stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    shown = b""
+
+    async def until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += await asyncio.to_thread(os.read, terminal, 4096)
+        shown = shown.partition(text)[2]
+
+    running.backend.gate.clear()
+    await until(b"> ")
+    os.write(terminal, b'"""one\n')
+    await until(b"... ")
+    os.write(terminal, b'two"""\n')
+    await running.backend.until(open_requests=1)
+    process.send_signal(signal.SIGINT)
+    await until(b"(stopped)")
+    await running.backend.until(open_requests=0, aborted=1)
+    await until(b"> ")
+    os.write(terminal, b"/sing\n")
+    await until(b"unknown command '/sing'")
+    await until(b"> ")
+    os.write(terminal, b"\x04")
+    assert await process.wait() == 0
+    os.close(terminal)
 
 
 async def test_terminal_clients_report_that_no_server_answers() -> None:

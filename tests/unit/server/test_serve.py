@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -89,10 +90,12 @@ async def test_a_port_in_use_is_reported_at_once(running: Any) -> None:
     )
 
 
-async def test_run_serves_a_model_answers_and_leaves_no_process() -> None:
+async def test_run_serves_a_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "megatron.toml"
+    file.write_text('backend = "native"\nkv-cache-memory = "16Mi"\ntemperature = 0\n')
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "run", "builtin:smollm2-135m"),
-        *("--backend", "echo", "--kv-cache-memory", "16Mi"),
+        *("--config", str(file), "--backend", "echo"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -105,6 +108,9 @@ async def test_run_serves_a_model_answers_and_leaves_no_process() -> None:
     (server,) = psutil.Process(process.pid).children()
     children = {str(child.pid): child for child in [server, *server.children()]}
     assert len(children) == 4
+    arguments = server.cmdline()
+    assert arguments[arguments.index("--kv-cache-memory") + 1] == "16Mi"
+    assert arguments.count("--backend") == 1, "the command line has precedence over the file"
     process.stdin.close()
     assert await process.wait() == 0
     await _gone(children)

@@ -1,4 +1,4 @@
-"""The DEALER of the operator's link, with ROUTERs of this runtime and of ZeroMQ. Its memory is bounded."""
+"""The DEALER of engines, servers and the operator, with ROUTERs of this runtime and of ZeroMQ. Its memory is bounded."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ async def test_a_router_with_another_key_gets_nothing(make_port, keys, dealer) -
 
 async def test_it_comes_back_when_its_connection_ends(make_port, dealer) -> None:
     port = make_port()
-    one, _ = dealer(port.address)
+    reasons: list[str] = []
+    one, _ = dealer(port.address, on_lost=reasons.append)
     await say(one, [b"first"])
     peer, _ = await asyncio.wait_for(port.received.get(), LONG_SECONDS)
     port.router.cut(peer)
@@ -104,6 +105,11 @@ async def test_it_comes_back_when_its_connection_ends(make_port, dealer) -> None
             one.send([b"again"])  # lost, while it has not heard of the end
             await asyncio.sleep(0.01)
     assert (await port.received.get())[0] != peer
+    ended = [f"the connection to {port.address} ended"]
+    assert reasons == ended
+    one.close()
+    await asyncio.sleep(0.05)
+    assert reasons == ended, "close() is no loss"
 
 
 async def test_close_sends_the_pending_messages(make_port, dealer) -> None:

@@ -7,6 +7,7 @@ the engine does not have, too, so it may be ended at any time.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -164,6 +165,8 @@ class Service:
             following = follow_cache_events(self._endpoint, config.cache_config.block_size, self._report_cache)
             self._background.append(asyncio.create_task(following))
         await llm.pause_generation(mode="keep", clear_cache=False)
+        gc.collect()
+        gc.freeze()  # a collection with the objects of all imports stalls every stream
 
     async def run_workers(self) -> None:
         """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""

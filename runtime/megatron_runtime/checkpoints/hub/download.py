@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = ".megatron-"
 _PARTIAL_DIRECTORY = ".megatron-partial"
-_LOCK_FILE = ".megatron-lock"
+LOCK_FILE = ".megatron-lock"
 _CONCURRENT_FILES = 4
 """One connection seldom saturates the network."""
 _LEAST_BYTES, _PACE_SECONDS = 1 << 16, 60.0
@@ -576,7 +576,7 @@ def _open_own(path: Path, flags: int) -> int:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory; other processes wait and then find the files."""
-    with os.fdopen(_open_own(directory / _LOCK_FILE, 0), "w") as file:
+    with os.fdopen(_open_own(directory / LOCK_FILE, 0), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

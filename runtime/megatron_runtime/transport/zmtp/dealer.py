@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 3.0
 HANDSHAKE_SECONDS = 3.0
-RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 2.0
-_SEND_BUFFER_BYTES = 4 << 20
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
 
 
@@ -52,16 +51,20 @@ class Dealer:
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake: send() works from then on.
+    on_lost:    called with the reason when an open connection ends other than by close().
     keys:       its own pair and the ROUTER's key; None: no encryption.
     max_message_bytes: a larger message ends the connection.
+    send_buffer_bytes: with more unsent bytes, send() returns False.
     """
 
     address: str
     on_message: Callable[[Frames], None]
     _: KW_ONLY
     on_open: Callable[[], None] = lambda: None
+    on_lost: Callable[[str], None] = lambda reason: None
     keys: PeerKeys | None = None
     max_message_bytes: int
+    send_buffer_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
         self.handler_errors = 0
@@ -112,7 +115,7 @@ class Dealer:
 
     def _make_connection(self) -> Connection:
         return Connection(
-            self, self._handshake(), max_message_bytes=self.max_message_bytes, send_buffer_bytes=_SEND_BUFFER_BYTES
+            self, self._handshake(), max_message_bytes=self.max_message_bytes, send_buffer_bytes=self.send_buffer_bytes
         )
 
     def _handshake(self) -> Handshake:
@@ -146,11 +149,17 @@ class Dealer:
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         self._stop_timer()
+        was_open = bool(connection.peer[1])
+        if violation is not None:
+            # A handshake with wrong keys fails at each attempt.
+            logger.log(
+                logging.WARNING if was_open else logging.INFO, "connection to %s ended: %s", self.address, violation
+            )
+        self._ended.set()
         if self._connection is connection:
             self._connection = None
-        if violation is not None:
-            logger.warning("connection to %s ended: %s", self.address, violation)
-        self._ended.set()
+            if was_open:
+                self.on_lost(f"the connection to {self.address} ended")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -1,0 +1,101 @@
+"""The GPUs of engines on one machine: the option `--device`, and the assignment of GPUs to engines. No torch.
+
+An engine sees its GPUs only (CUDA_VISIBLE_DEVICES), and its ranks take them in order. This works for every backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+import click
+
+from megatron_runtime.cli.options import Parsed
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPUS = re.compile(r"cuda:\d+(,cuda:\d+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The value of `--device`.
+
+    kind: "auto" is a GPU if there is one.
+    gpus: numbers of the GPUs to use, in this order, as CUDA counts those that the process sees. None: from 0 on.
+    """
+
+    kind: Literal["auto", "cpu", "cuda"]
+    gpus: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.gpus is None else ",".join(f"cuda:{number}" for number in self.gpus)
+
+
+def _device(text: str) -> Device:
+    if text in ("auto", "cpu", "cuda"):
+        return Device(text)  # type: ignore[arg-type]  # one of its literals
+    if not _GPUS.fullmatch(text):
+        raise click.BadParameter(
+            f"{text!r} is not a device: use auto, cpu, cuda or GPUs by number, such as cuda:1 or cuda:0,cuda:1."
+        )
+    gpus = tuple(int(part.removeprefix("cuda:")) for part in text.split(","))
+    if len(set(gpus)) < len(gpus):
+        raise click.BadParameter(f"{text!r} lists a GPU twice: list each GPU once.")
+    return Device("cuda", gpus)
+
+
+device_option = click.option(
+    "--device",
+    type=Parsed("auto|cpu|cuda|cuda:N,…", _device),
+    default="auto",
+    help="Where the model runs; auto: on GPUs if there are any; cuda:1,cuda:3: on these GPUs. Each rank of each engine "
+    "gets a GPU of its own.",
+)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that the CUDA driver lets this process see; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[tuple[int, ...] | None]:
+    """Return the numbers of the GPUs of each engine, in order; None for an engine that needs no assignment.
+
+    ranks: of each engine.
+    gpus:  that this machine has.
+
+    Raises click.UsageError: there are fewer than that; the message has the options, the numbers and the remedy.
+    """
+    if device.kind == "cpu" or (device.kind == "auto" and gpus == 0):
+        return [None] * engines
+    usable = tuple(range(gpus)) if device.gpus is None else device.gpus
+    absent = [f"cuda:{number}" for number in usable if number >= gpus]
+    machine = f"this machine has {gpus or 'no'} GPU{'s' * (gpus != 1)} that CUDA can use"
+    if absent:
+        allowed = {0: "", 1: "cuda:0 or "}.get(gpus, f"cuda:0 to cuda:{gpus - 1}, or ")
+        raise click.UsageError(f"--device {device}: {machine}, so there is no {absent[0]}: use {allowed}--device cpu.")
+    needed = engines * ranks
+    if len(usable) < needed:
+        found = machine if device.gpus is None else f"--device lists {len(usable)}"
+        raise click.UsageError(
+            f"--engines {engines} with --tensor-parallel {ranks} need {needed} GPU{'s' * (needed != 1)}, "
+            f"{found}: use fewer engines or ranks, or --device cpu."
+        )
+    return [usable[index * ranks : (index + 1) * ranks] for index in range(engines)]
+
+
+def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the programs of `environment` see these GPUs only, of those that they can see now."""
+    visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)

@@ -1,0 +1,141 @@
+"""`megatron status`: the servers that `megatron serve` and `megatron run` have started on this machine.
+
+Each writes a file about itself, and holds a lock on it until it ends for any reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megatron_runtime.cli.options import json_output, say_table
+
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running `megatron serve`.
+
+    url:         of the OpenAI API, without /v1.
+    model:       the reference that the engines load.
+    name:        of the model in /v1/models.
+    coordinator: address of its client port.
+    started:     seconds since 1970.
+    """
+
+    pid: int
+    url: str
+    model: str
+    name: str
+    engines: int
+    coordinator: str
+    started: float
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "servers"
+
+
+@contextmanager
+def listed(server: Server) -> Iterator[None]:
+    """List the server until the block ends."""
+    directory = _directory()
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = directory / f"{server.pid}.json"
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(asdict(server), file)
+        file.flush()
+        fresh.replace(path)  # complete and locked when others see it
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def running_servers() -> list[Server]:
+    """Return the servers of this user that run, by their start. Files of those that were killed are deleted."""
+    found = []
+    for path in _directory().glob("*.json"):
+        with suppress(FileNotFoundError), path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with suppress(ValueError, TypeError):  # of another release
+                    found.append(Server(**json.load(file)))
+            else:
+                path.unlink(missing_ok=True)
+    return sorted(found, key=lambda server: server.started)
+
+
+@click.command()
+@json_output
+def status(*, output: str | None) -> None:
+    """Show the servers of this user that `megatron serve` and `megatron run` have started on this machine."""
+    servers = running_servers()
+    engines = asyncio.run(_all_engines(servers))
+    if output == "json":
+        found = [{**asdict(server), "engines": each} for server, each in zip(servers, engines, strict=True)]
+        click.echo(json.dumps(found, indent=2))
+        return
+    if not servers:
+        click.echo("no server runs: start one with 'megatron serve MODEL'", err=True)
+        return
+    say_table(
+        ["ADDRESS", "MODEL", "PID", "AGE", "ENGINES"],
+        [
+            [
+                server.url,
+                server.name,
+                str(server.pid),
+                f"{max(0, time.time() - server.started):.0f}s",
+                ", ".join(f"{engine['name']} {engine['state']}" for engine in each),
+            ]
+            for server, each in zip(servers, engines, strict=True)
+        ],
+    )
+
+
+async def _all_engines(servers: list[Server]) -> list[list[dict[str, Any]]]:
+    return await asyncio.gather(*map(_engines, servers))
+
+
+async def _engines(server: Server) -> list[dict[str, Any]]:
+    """Return the engines of a server as its coordinator reports them. One that has not registered is STARTING, and
+    UNKNOWN if the coordinator does not answer.
+    """
+    from megatron_runtime.client.inference_client import InferenceClient
+
+    found: dict[str, dict[str, Any]] = {}
+    absent = "STARTING"
+    client = InferenceClient(server.coordinator, deserialize=False)
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await client.start(connect_timeout_seconds=_ANSWER_SECONDS)
+            for engine in (await client.status()).engines:
+                found[engine.name] = {
+                    "name": engine.name,
+                    "state": engine.state,
+                    "serving": engine.serving,
+                    "ranks": engine.ranks,
+                    "requests": engine.in_flight,
+                }
+    except OSError:
+        absent = "UNKNOWN"
+    finally:
+        client.stop()
+    for name in (f"engine-{index}" for index in range(server.engines)):
+        found.setdefault(name, {"name": name, "state": absent, "serving": False, "ranks": 0, "requests": 0})
+    return sorted(found.values(), key=lambda engine: engine["name"])
