@@ -98,7 +98,7 @@ async def test_a_viewer_and_an_editor(page: Page, kube: Kubectl, platform: Platf
         await page.goto(url)
         await page.get_by_role("link", name="demo", exact=True).click()
         await sees_the_load(page, demo)
-        await previews_a_change_and_reads_a_log(page)
+        await previews_a_change_and_reads_a_log(page, kube)
         await requests_every_action(page, demo, relay)
 
 
@@ -131,7 +131,7 @@ async def sees_the_load(page: Page, demo: Deployed) -> None:
         await screenshot(page, "dashboard-resource", after_seconds=90)
 
 
-async def previews_a_change_and_reads_a_log(page: Page) -> None:
+async def previews_a_change_and_reads_a_log(page: Page, kube: Kubectl) -> None:
     preview = page.get_by_role("region", name="Preview")
     await preview.get_by_text("Preview a change of the spec").click()
     editor = preview.get_by_label("Spec in YAML")
@@ -141,7 +141,9 @@ async def previews_a_change_and_reads_a_log(page: Page) -> None:
     await preview.get_by_role("button", name="Preview").click()
     await expect(preview).to_contain_text("Engines that restart: demo-engine-0")
     logs = page.get_by_role("region", name="Logs")
-    await logs.get_by_label("Container").select_option("demo-coordinator-0/coordinator")
+    labels = "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator"
+    (pod,) = kube("get", "pods", "-l", labels, "-o", "name").split()
+    await logs.get_by_label("Container").select_option(f"{pod.removeprefix('pod/')}/coordinator")
     await logs.get_by_role("button", name="Follow").click()
     await expect(logs.get_by_label("Log")).to_contain_text("engine demo-engine-0 registered")
 
@@ -164,6 +166,7 @@ async def requests_every_action(page: Page, demo: Deployed, relay: TcpRelay) -> 
     assert not story.finished.is_set()
     await relay.stop()
     await expect(connection).to_have_text("not live; retrying")
+    await expect(page.get_by_role("region", name="Logs").get_by_label("Log")).to_contain_text("The log broke off: ")
     demo.kube.patch_spec("demo", desiredState="Running")
     await asyncio.to_thread(story.wait)
     await expect(shown).to_contain_text("desired Paused")
