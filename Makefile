@@ -96,7 +96,7 @@ soak-processes: setup build/chromium.stamp build/test-weights.stamp
 soak-cluster: setup build/chromium.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 
-soak-e2e: setup
+soak-e2e: setup build/chromium.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
 
 soak-vllm:
@@ -130,7 +130,7 @@ test-cluster: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/cluster
 
-test-e2e: setup
+test-e2e: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/e2e
 

@@ -28,8 +28,7 @@ pytestmark = pytest.mark.cluster
 READ = ["get", "list", "watch"]
 VIEW = [
     *VIEW_RULES,
-    {"apiGroups": [""], "resources": ["pods"], "verbs": READ},
-    {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": READ},
+    {"apiGroups": [""], "resources": ["pods", "events"], "verbs": READ},
 ]
 
 

@@ -15,18 +15,18 @@ class TcpRelay:
         self._pipes: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self.port = 0
+        """The listening port; it stays the same after `stop`."""
         self.held = 0
         """Number of delayed bytes."""
 
-    @property
-    def port(self) -> int:
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> None:
+        """Listen, on any free port by default."""
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
+        """Close the listening port and all connections."""
         if self._server is not None:
             self._server.close()
         for pipe in self._pipes:
@@ -53,11 +53,10 @@ class TcpRelay:
             task.add_done_callback(self._pipes.discard)
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, held: bool) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             while chunk := await reader.read(1 << 16):
                 if held and not self._flowing.is_set():
                     self.held += len(chunk)
                     await self._flowing.wait()
                 writer.write(chunk)
                 await writer.drain()
-        writer.close()

@@ -40,6 +40,8 @@ NODE = Kind("Node", "", "v1", "nodes")
 SERVICE = Kind("Service", "", "v1", "services")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = Kind("Event", "events.k8s.io", "v1", "events")
+CORE_EVENT = Kind("Event", "", "v1", "events")
+"""The same objects as EVENT. The ClusterRoles view, edit and admin of Kubernetes allow to read this API only."""
 HTTP_ROUTE = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
 INFERENCE_POOL = Kind("InferencePool", "inference.networking.k8s.io", "v1", "inferencepools")
 OPTIONAL_KINDS = (HTTP_ROUTE, INFERENCE_POOL)

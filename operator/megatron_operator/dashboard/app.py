@@ -39,6 +39,7 @@ from megatron_operator.dashboard.watching import Observers, ResourceObserver, su
 from megatron_operator.manifest_file import ResourceFileError, resource_of
 from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, Settings
 from megatron_operator.model.states import DesiredState
+from megatron_operator.model.text import printable
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import ANNOTATION_RESTARTED, InvalidPodTemplate
@@ -208,9 +209,12 @@ class Dashboard:
         )
 
         async def text() -> AsyncGenerator[bytes]:
-            async with stack:
-                async for chunk in answer.content.iter_any():
-                    yield chunk
+            try:
+                async with stack:
+                    async for chunk in answer.content.iter_any():
+                        yield chunk
+            except ApiError as error:
+                yield f"\nThe log broke off: {printable(str(error))}\n".encode()
 
         return StreamingResponse(self._until_closing(text()), media_type="text/plain; charset=utf-8")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import aiohttp
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
-from megatron_operator.cluster.kinds import EVENT, LEASE, POD, RESOURCE
+from megatron_operator.cluster.kinds import CORE_EVENT, LEASE, POD, RESOURCE
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.dashboard.samples import (
     INTERVAL_SECONDS,
@@ -117,13 +117,13 @@ def detail(resource: Mapping[str, Any]) -> Object:
 
 def _event(event: Mapping[str, Any]) -> Object:
     series = event.get("series") or {}
-    at = series.get("lastObservedTime") or event.get("eventTime") or event.get("deprecatedLastTimestamp")
+    at = series.get("lastObservedTime") or event.get("eventTime") or event.get("lastTimestamp")
     return {
         "at": at or event["metadata"].get("creationTimestamp"),
         "type": event.get("type", "Normal"),
         "reason": event.get("reason", ""),
-        "note": event.get("note", ""),
-        "count": series.get("count") or event.get("deprecatedCount") or 1,
+        "note": event.get("message", ""),
+        "count": series.get("count") or event.get("count") or 1,
     }
 
 
@@ -165,13 +165,13 @@ class ResourceObserver:
         self._before: dict[str, PodMetrics] = {}
         self._before_at = 0.0
         own = f"metadata.name={name}"
-        about = f"regarding.kind={KIND},regarding.name={name}"
+        about = f"involvedObject.kind={KIND},involvedObject.name={name}"
         selector = f"{LABEL_INSTANCE}={name}"
         self._tasks = [
             asyncio.create_task(each)
             for each in (
                 self._follow("resource", RESOURCE.path(namespace), {"fieldSelector": own}, self._show_resource),
-                self._follow("events", EVENT.path(namespace), {"fieldSelector": about}, self._show_events),
+                self._follow("events", CORE_EVENT.path(namespace), {"fieldSelector": about}, self._show_events),
                 self._follow("pods", POD.path(namespace), {"labelSelector": selector}, self._show_pods),
                 self._explain(),
                 self._sample(),

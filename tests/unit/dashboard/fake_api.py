@@ -25,7 +25,6 @@ from megatron_operator.render.context import ANNOTATION_RESTARTED
 
 PASS_SECONDS = 0.15
 RESOURCES = f"/apis/{GROUP}/{VERSION}"
-EVENTS = "/apis/events.k8s.io/v1"
 PODS = "/api/v1"
 TTFT_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.25, 0.5)
 ITL_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04)
@@ -136,10 +135,10 @@ class FakeApi:
                     name,
                     {
                         "metadata": {"name": name, "namespace": "default"},
-                        "regarding": {"kind": KIND, "name": cluster.name},
+                        "involvedObject": {"kind": KIND, "name": cluster.name},
                         "type": event.type,
                         "reason": event.reason,
-                        "note": event.message,
+                        "message": event.message,
                         "eventTime": at,
                     },
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from browser import screenshot
 from playwright.async_api import Page, expect
 
 
@@ -32,7 +31,6 @@ async def test_the_list_is_live(page: Page, settings: Any, fake: Any) -> None:
     await expect(demo).to_contain_text("2/2")
     broken = page.get_by_role("row").filter(has_text="broken")
     await expect(broken).to_contain_text("CrashLooping")
-    await screenshot(page, "dashboard-list")
     fake.clusters["demo"].patch(desiredState="Paused")
     await expect(demo).to_contain_text("Paused")
     await fake.delete("broken")
@@ -78,7 +76,6 @@ async def test_a_resource_with_engines_charts_history_and_log(page: Page, settin
     for kind in ("Condition", "Event", "Transition"):
         await expect(history.get_by_role("cell", name=kind, exact=True).first).to_be_visible()
     await expect(page.get_by_label("Explanation", exact=True).last).to_contain_text("waits for nothing")
-    await screenshot(page, "dashboard-resource", after_seconds=60)
     logs = page.get_by_role("region", name="Logs")
     await logs.get_by_label("Container").select_option("demo-engine-1-0/engine")
     await logs.get_by_role("button", name="Follow").click()
@@ -186,8 +183,11 @@ async def test_a_denied_list_is_reported_and_read_again(page: Page, settings: An
     fake.denied.add("GET /megatroninferences")
     await page.goto(settings.url)
     await expect(page.get_by_role("alert")).to_contain_text('User "jane" cannot get')
+    connection = page.get_by_role("status").first
+    await expect(connection).to_have_text("not live; retrying")
     fake.denied.clear()
     await expect(page.get_by_role("row").filter(has_text="demo")).to_contain_text("Running")
+    await expect(connection).to_have_text("live")
     await expect(page.get_by_role("alert")).to_be_hidden()
 
 

@@ -156,16 +156,52 @@ async def test_reasoning_is_folded_when_the_answer_begins_and_sent_back(page: Pa
     assert prompt(running, 1) == ">Hello?;Hm.>Yes.;>And?;"
 
 
-async def test_a_question_stopped_before_its_answer_can_be_edited(page: Page, running: Any) -> None:
+async def test_a_question_stopped_before_its_answer_is_kept(page: Page, running: Any, answer: str) -> None:
     running.backend.free_tokens = 0
     running.backend.gate.clear()
     await opened(page, running)
     await send(page, "Hello?")
     await expect(page.locator("#send")).to_have_text("Stop")
+    await page.get_by_label("Message", exact=True).fill("a draft")
     await page.keyboard.press("Escape")
-    await expect(page.get_by_label("Message", exact=True)).to_have_value("Hello?")
-    await expect(page.locator(".turn")).to_have_count(0)
-    await expect(page.locator("#conversations li")).to_have_count(0)
+    await expect(page.locator(".assistant .error")).to_have_text("Stopped before the first token.")
+    await page.reload()
+    await page.get_by_role("button", name="Hello?", exact=True).click()
+    await expect(page.locator(".user .content")).to_have_text(["Hello?"])
+    running.backend.gate.set()
+    await page.get_by_role("button", name="Regenerate").click()
+    await expect(page.locator(".turn .content")).to_have_text(["Hello?", answer.strip()])
+    await send(page, "And then?")
+    await expect(page.locator(".figures")).to_have_count(2)
+    assert prompt(running, -1).count("Hello?") == 1
+
+
+async def test_an_edit_while_the_answer_streams_replaces_it(page: Page, running: Any, answer: str) -> None:
+    running.backend.free_tokens = 3
+    running.backend.gate.clear()
+    await opened(page, running)
+    await send(page, "First?")
+    await expect(page.locator(".assistant .content")).not_to_be_empty()
+    await page.get_by_role("button", name="Edit").click()
+    await page.get_by_label("Edit message").fill("Second?")
+    await page.get_by_role("button", name="Send", exact=True).click()
+    running.backend.gate.set()
+    await expect(page.locator(".figures")).to_have_count(1)
+    await page.reload()
+    await page.get_by_role("button", name="First?", exact=True).click()
+    await expect(page.locator(".turn .content")).to_have_text(["Second?", answer.strip()])
+
+
+async def test_a_question_without_a_connection_is_kept(page: Page, running: Any, answer: str) -> None:
+    await page.route("**/v1/models", lambda route: route.abort())
+    await page.add_init_script("localStorage['megatron.settings'] ??= JSON.stringify({temperature: 0})")
+    await page.goto(running.url)
+    await expect(page.locator("#state")).to_contain_text("no connection")
+    await send(page, "Hello?")
+    await expect(page.locator(".assistant .error")).to_contain_text("no connection")
+    await page.unroute("**/v1/models")
+    await page.get_by_role("button", name="Regenerate").click()
+    await expect(page.locator(".turn .content")).to_have_text(["Hello?", answer.strip()])
 
 
 async def test_a_stopped_answer_keeps_what_had_arrived(page: Page, running: Any, answer: str) -> None:

@@ -42,7 +42,7 @@ function showList(signal) {
   const namespace = $("namespace").value.trim();
   follow(`api/resources?namespace=${encodeURIComponent(namespace)}`, signal, frame => {
     error.hidden = frame.kind !== "error";
-    if (frame.kind === "error") { setText(error, frame.error); return; }
+    if (frame.kind === "error") { setText(error, frame.error); return false; }
     if (frame.kind === "set") {
       const present = new Set(frame.resources.map(keyOf));
       for (const key of [...rows.keys()]) if (!present.has(key)) remove(key);
@@ -54,6 +54,7 @@ function showList(signal) {
     table.hidden = rows.size === 0;
     empty.hidden = rows.size > 0;
     setText(empty, `There is no MegatronInference in ${namespace ? `namespace ${namespace}` : "any namespace"}.`);
+    return true;
   });
 }
 

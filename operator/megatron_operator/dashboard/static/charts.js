@@ -42,9 +42,11 @@ export class Chart {
   update(samples) {
     this.samples = samples;
     const last = samples.at(-1);
-    const values = this.series.filter(({ key }) => last && last[key] !== null);
-    const texts = values.map(({ label, key }) => `${label ? `${label} ` : ""}${this.format(last[key])}`);
-    setText(this.latest, texts.join(" · ") || "no requests");
+    const values = this.series.map(({ label, key }, index) => ({ label, value: last?.[key], colour: index ? "second" : "first" }));
+    const texts = values.filter(({ value }) => value !== null && value !== undefined).map(({ label, value, colour }) =>
+      h("span", { class: label && colour }, `${label ? `${label} ` : ""}${this.format(value)}`));
+    if (texts.length) this.latest.replaceChildren(...texts);
+    else setText(this.latest, "no requests");
     this.draw(false);
   }
 
@@ -74,7 +76,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, size: 26, values: (_, times) => times.map(clock) },
-        { ...axis, size: 62, values: (_, values) => values.map(value => this.format(value)) },
+        { ...axis, size: 62, values: (_, values) => values.map(value => value ? this.format(value) : "0") },
       ],
       series: [{}, ...this.series.map(({ label }, index) => ({
         label, stroke: resolved(index ? "--second" : "--first"), width: 1.5, spanGaps: true, points: { size: 3 },

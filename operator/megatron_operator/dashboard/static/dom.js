@@ -57,7 +57,10 @@ function connection(text, lost) {
   shown.classList.toggle("lost", lost);
 }
 
-/** Call onFrame with each object of a stream of JSON lines. A stream that ends is opened again. */
+/**
+ * Call onFrame with each object of a stream of JSON lines. A stream that ends is opened again.
+ * onFrame returns false while the API server does not report the shown state.
+ */
 export async function follow(path, signal, onFrame) {
   for (let failures = 0; !signal.aborted; failures++) {
     let rest = "";
@@ -67,8 +70,8 @@ export async function follow(path, signal, onFrame) {
         rest = lines.pop();
         for (const line of lines) {
           failures = 0;
-          connection("live", false);
-          onFrame(JSON.parse(line));
+          const live = onFrame(JSON.parse(line));
+          connection(live ? "live" : "not live; retrying", !live);
         }
       });
     } catch (error) {

@@ -120,12 +120,13 @@ class Actions {
   }
 }
 
-function rowsTable(label, titles, numbers) {
+/** Make a table. numbers, unbroken: the columns with numbers, and those whose text is not wrapped. */
+function rowsTable(label, titles, numbers, unbroken = new Set()) {
   const body = h("tbody");
   const head = titles.map((title, index) => h("th", { scope: "col", class: numbers.has(index) ? "number" : "nowrap" }, title));
   const table = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, ...head)), body);
   const fill = rows => body.replaceChildren(...rows.map(cells => h("tr", {}, ...cells.map((cell, index) =>
-    h("td", { class: numbers.has(index) ? "number" : "" }, cell)))));
+    h("td", { class: numbers.has(index) ? "number" : unbroken.has(index) ? "nowrap" : "" }, cell)))));
   return { element: h("div", { class: "scroll" }, table), fill };
 }
 
@@ -226,12 +227,12 @@ function preview(base) {
 export function showResource(main, namespace, name, signal) {
   const title = `${namespace}/${name}`, base = `api/resources/${encodeURIComponent(namespace)}/${encodeURIComponent(name)}`;
   document.title = `${title} – megatron dashboard`;
-  let resource = null, events = [], samples = [];
+  let resource = null, events = [], samples = [], live = true;
   const state = h("span", { class: "state soft" }, "…"), facts = h("span", { class: "soft" });
   const missing = h("p", { class: "soft", hidden: true }, "There is no such resource.");
   const actions = new Actions(base, title), log = logs(base, signal), plan = preview(base);
   const engines = rowsTable("Engines", ["Engine", "State", "Queue", "Running", "KV use", "Prefix hits", "Tokens/s", "Epoch", "Ranks"], new Set([2, 3, 4, 5, 6, 7, 8]));
-  const history = rowsTable("Conditions, Events and history", ["Time", "Kind", ""], new Set());
+  const history = rowsTable("Conditions, Events and history", ["Time", "Kind", "Message"], new Set(), new Set([0, 1]));
   const explain = h("pre", { "aria-label": "Explanation", tabindex: "0" });
   const errors = Object.fromEntries(["resource", "events", "pods", "explain", "metrics"].map(part => [part, h("p", { class: "error", hidden: true })]));
   const charts = [
@@ -274,11 +275,12 @@ export function showResource(main, namespace, name, signal) {
       showEngines();
     },
     errors(value) {
+      live = !("resource" in value);
       for (const [part, element] of Object.entries(errors)) {
         element.hidden = !(part in value);
         setText(element, value[part] ?? "");
       }
     },
   };
-  follow(base, signal, frame => show[frame.part](frame.value));
+  follow(base, signal, frame => { show[frame.part](frame.value); return live; });
 }

@@ -101,46 +101,42 @@ function askAgain(question, text = question.content) {
 }
 
 async function ask(text) {
-  if (!$("model").value) await connect();
-  if (!$("model").value) { $("text").value ||= text; return; }
-  const conversation = current, question = { role: "user", content: text };
-  conversation.turns.push(question);
+  const conversation = current, question = { role: "user", content: text }, answer = { role: "assistant", content: "" };
+  conversation.turns.push(question, answer);
   keep(conversation);
-  const asked = show(question), answer = { role: "assistant", content: "" };
+  show(question);
   const view = show(answer);
   view.update({ ended: false });
   const abort = running = new AbortController();
   $("send").textContent = "Stop";
   $("spoken").textContent = "The model answers.";
   try {
+    if (!$("model").value) await connect();
+    if (!$("model").value) throw new Error($("state").textContent);
     await receive(conversation, answer, view, abort.signal);
   } catch (error) {
     if (error.name !== "AbortError") {
       answer.error = error.message;
       connect();
+    } else if (!answer.content && !answer.reasoning) {
+      answer.error = "Stopped before the first token.";
     }
   }
   if (running === abort) {
     running = null;
     $("send").textContent = "Send";
   }
-  if (answer.content || answer.reasoning || answer.error) {
-    conversation.turns.push(answer);
-  } else {  // stopped before the first token: the question goes back to where it can be edited and sent again
-    conversation.turns.pop();
-    view.box.remove();
-    asked.box.remove();
-    if (conversation === current) $("text").value ||= text;
-  }
   view.update({ ended: true });
+  if (!conversation.turns.includes(answer)) return;  // asked again meanwhile
   if (conversation === current) $("spoken").textContent = answer.error ?? answer.content;
   keep(conversation);
 }
 
 async function receive(conversation, answer, view, signal) {
   const told = [];
-  for (const turn of conversation.turns) {  // a question without an answer is not repeated
-    if (turn.error && !turn.content && !turn.reasoning) told.pop(); else told.push(turn);
+  for (const turn of conversation.turns.slice(0, conversation.turns.indexOf(answer))) {
+    // A question without an answer is not repeated.
+    if (turn.role === "assistant" && !turn.content && !turn.reasoning) told.pop(); else told.push(turn);
   }
   const messages = told.map(({ role, content, reasoning }) => ({ role, content, ...(reasoning && { reasoning_content: reasoning }) }));
   if ($("system").value) messages.unshift({ role: "system", content: $("system").value });
