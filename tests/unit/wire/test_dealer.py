@@ -1,4 +1,4 @@
-"""The DEALER of engines, servers and the operator, with ROUTERs of this runtime and of ZeroMQ. Its memory is bounded."""
+"""The DEALER of engines, servers and the operator, with ROUTERs of this runtime and of ZeroMQ: bounded memory."""
 
 from __future__ import annotations
 
