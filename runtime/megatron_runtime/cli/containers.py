@@ -97,14 +97,14 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     "--pipeline-parallel",
     type=PARALLEL,
     default=1,
-    envvar="PIPELINEPARALLEL_SIZE",
+    envvar="PIPELINE_PARALLEL_SIZE",
     help="Stages with a part of the layers.",
 )
 @click.option(
     "--expert-parallel",
     type=PARALLEL,
     default=1,
-    envvar="EXPERTPARALLEL_SIZE",
+    envvar="EXPERT_PARALLEL_SIZE",
     help="Ranks that share the experts of each layer.",
 )
 @click.option(

@@ -21,6 +21,7 @@ from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.merge import merge_template
+from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.engine.settings import EngineSettings
 
 ROOT = Path(__file__).parents[3]
@@ -218,6 +219,17 @@ def test_an_engine_spans_as_many_pods_as_its_ranks_ask_for() -> None:
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert (env["WORLD_SIZE"], env["NNODES"], env["NPROC_PER_NODE"]) == ("8", "2", "4")
     assert env["MASTER_ADDR"] == "demo-engine-0-0.demo-engine-0.default.svc"
+
+
+def test_the_engine_reads_its_parallel_sizes_from_the_environment_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = _context(parallelism={"tensor": 2, "pipeline": 3, "expert": 4})
+    container = engine_statefulset(ctx, 0, pods=1)["spec"]["template"]["spec"]["containers"][0]
+    for entry in container["env"]:
+        if "value" in entry:
+            monkeypatch.setenv(entry["name"], entry["value"])
+    context = engine_command.make_context("engine", [], resilient_parsing=True)
+    sizes = {name: context.params[f"{name}_parallel"] for name in ("tensor", "pipeline", "expert")}
+    assert sizes == {"tensor": 2, "pipeline": 3, "expert": 4}
 
 
 def test_children_are_owned_without_blocking_deletion() -> None:
