@@ -6,8 +6,9 @@ struct ActivationBlock {
   float scale;             // max |x| / 127
   float scaled_sum;        // scale · sum of values
   int32_t correction;      // -128 · sum of values: what the offset of stored int8 weights adds to a sum, negated
-  int32_t corrections[2];  // -32 · sum of the first and of the last 16 values, for Q6_K
-  int32_t unused[3];
+  int32_t sums[2];         // of the first and of the last 16 values
+  float scaled_sums[2];    // scale · sums
+  int32_t unused;
 };
 static_assert(sizeof(ActivationBlock) == 64);
 
@@ -39,8 +40,10 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
     block->scale = greatest * (1.0f / 127.0f);
     block->scaled_sum = block->scale * static_cast<float>(sums[0] + sums[1]);
     block->correction = -128 * (sums[0] + sums[1]);
-    block->corrections[0] = -32 * sums[0];
-    block->corrections[1] = -32 * sums[1];
+    for (int64_t half = 0; half < 2; ++half) {
+      block->sums[half] = sums[half];
+      block->scaled_sums[half] = block->scale * static_cast<float>(sums[half]);
+    }
   }
 }
 
@@ -120,7 +123,7 @@ struct NibbleWeights : IntegerWeights {
     const Words four{low_nibbles(both), high_nibbles(both)};
     if constexpr (!W::FIFTH_BITS) return four;
     const Integers bits = load_bytes(nibbles + NIBBLES + lane * 4);
-    return {with_fifth_bit(four.low, bits, word), with_fifth_bit(four.high, bits, word + 4)};
+    return {with_bit(four.low, bits, word, 4), with_bit(four.high, bits, word + 4, 4)};
   }
 
   template <int ROWS, int PANELS>
