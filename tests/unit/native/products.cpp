@@ -21,6 +21,7 @@ struct Packing {
 };
 
 extern "C" {
+int64_t megatron_runs(const char* name);
 void megatron_select(const char* name);
 void* megatron_create_pool(int64_t threads);
 void megatron_destroy_pool(void* pool);
@@ -140,6 +141,7 @@ bool is_right(const char* isa, const Case& test, void* pool) {
 int main(int argc, char** argv) {
   bool right = true;
   for (int i = 1; i < argc; ++i) {
+    megatron_runs(argv[i]);  // also requests the tiles of AMX from Linux
     megatron_select(argv[i]);
     void* pool = megatron_create_pool(2);
     for (const Case& test : CASES) right = is_right(argv[i], test, pool) && right;

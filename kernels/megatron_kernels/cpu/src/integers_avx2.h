@@ -45,15 +45,21 @@ inline Integers with_pair(Integers low, Integers bits, int number, int to) {
   return {_mm256_or_si256(low.v, _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(3 << to))))};
 }
 
+// Added now: GCC would add all products of a block at its end, and store them in memory until then.
+inline Integers added_now(__m256i sums) {
+  asm("" : "+x"(sums));
+  return {sums};
+}
+
 // sums + the product of four bytes in each lane. Weights are 0 … 63, activations -127 … 127.
 inline Integers dot(Integers sums, Integers weights, Integers x) {
   const __m256i pairs = _mm256_maddubs_epi16(weights.v, x.v);
-  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+  return added_now(_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
 
 // As dot(), of at most eight products of weights 0 … 15, with totals() at the end: they fit into 16 bits.
 inline Integers dot_nibbles(Integers sums, Integers weights, Integers x) {
-  return {_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(weights.v, x.v))};
+  return added_now(_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(weights.v, x.v)));
 }
 inline Integers totals(Integers sums) { return {_mm256_madd_epi16(sums.v, _mm256_set1_epi16(1))}; }
 

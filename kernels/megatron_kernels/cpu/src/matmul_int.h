@@ -55,7 +55,7 @@ using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2>;
 #else
 using IntegerFew = Tiles<1, 1>;
-using IntegerMany = Tiles<1, 2, 3>;
+using IntegerMany = Tiles<1, 2, 3, 4>;
 #endif
 
 struct IntegerWeights {
@@ -86,12 +86,13 @@ struct Int8Weights : IntegerWeights {
       }
 #pragma GCC unroll 8
       for (int word = 0; word < 8; ++word) {
+        Integers weights[PANELS * PARTS];
         for (int i = 0; i < PANELS * PARTS; ++i) {
-          const Integers weights = load_weights(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
-          for (int r = 0; r < ROWS; ++r) {
-            const Integers values = broadcast_word(activations(x[r], block).values + 4 * word);
-            dots[r][i] = dot_stored(dots[r][i], weights, values);
-          }
+          weights[i] = load_weights(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+          const Integers values = broadcast_word(activations(x[r], block).values + 4 * word);
+          for (int i = 0; i < PANELS * PARTS; ++i) dots[r][i] = dot_stored(dots[r][i], weights[i], values);
         }
       }
       for (int i = 0; i < PANELS * PARTS; ++i) {
@@ -136,16 +137,17 @@ struct NibbleWeights : IntegerWeights {
       Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word) {
-        for (int i = 0; i < PANELS * PARTS; ++i) {
-          const auto [low, high] = words(at + i / PARTS * bytes, word, i % PARTS * LANES);
-          for (int r = 0; r < ROWS; ++r) {
-            const int8_t* values = activations(x[r], block).values + 4 * word;
-            if constexpr (W::FIFTH_BITS) {
-              dots[r][i] = dot(dot(dots[r][i], low, broadcast_word(values)), high, broadcast_word(values + 16));
-            } else {
-              dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
-              dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
-            }
+        Words weights[PANELS * PARTS];
+        for (int i = 0; i < PANELS * PARTS; ++i) weights[i] = words(at + i / PARTS * bytes, word, i % PARTS * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+          const int8_t* values = activations(x[r], block).values + 4 * word;
+          const Integers low = broadcast_word(values);
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            dots[r][i] = W::FIFTH_BITS ? dot(dots[r][i], weights[i].low, low) : dot_nibbles(dots[r][i], weights[i].low, low);
+          }
+          const Integers high = broadcast_word(values + 16);
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            dots[r][i] = W::FIFTH_BITS ? dot(dots[r][i], weights[i].high, high) : dot_nibbles(dots[r][i], weights[i].high, high);
           }
         }
       }

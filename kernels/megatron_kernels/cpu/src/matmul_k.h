@@ -39,6 +39,7 @@ using Q5KWeights = KWeights<true>;
 
 // Q2_K, Q3_K and Q6_K. W describes a block of 32 inputs at `at`, and the super block at `head`:
 //   W::ZERO                                      what is subtracted from its integers
+//   W::IS_NIBBLE                                 whether they are below 16
 //   W::HAS_OFFSET                                whether there are minima
 //   W::integers(at, half, word, lane)            those of inputs 16 · half + 4 · word … of LANES outputs
 //   W::scale(head, at, half, lane), W::offset    as those of NibbleWeights
@@ -49,7 +50,7 @@ struct PairWeights : IntegerWeights {
   using Many = Tiles<2, 4>;
 #else
   using Few = Tiles<1, 1>;
-  using Many = Tiles<1, 2>;
+  using Many = Tiles<1, 2, 4>;
 #endif
   static constexpr int64_t PAIRS = BLOCK * PANEL / 4, SCALES = 2 * PANEL;
   static int64_t panel_bytes(int64_t inputs) { return inputs / SUPER_BLOCK * super_block_bytes(); }
@@ -66,31 +67,35 @@ struct PairWeights : IntegerWeights {
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       prefetch<PANELS>(block_at(panels, block), bytes, W::BLOCK_BYTES);
       for (int half = 0; half < 2; ++half) {
+        Integers dots[ROWS][PANELS * PARTS] = {};
+#pragma GCC unroll 4
+        for (int word = 0; word < 4; ++word) {
+          Integers weights[PANELS * PARTS];
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            weights[i] = W::integers(block_at(panels + i / PARTS * bytes, block), half, word, i % PARTS * LANES);
+          }
+          for (int r = 0; r < ROWS; ++r) {
+            const Integers values = broadcast_word(activations(x[r], block).values + 16 * half + 4 * word);
+            for (int i = 0; i < PANELS * PARTS; ++i) {
+              dots[r][i] = W::IS_NIBBLE ? dot_nibbles(dots[r][i], weights[i], values) : dot(dots[r][i], weights[i], values);
+            }
+          }
+        }
+        Floats scales[PANELS * PARTS], offsets[PANELS * PARTS];
         for (int i = 0; i < PANELS * PARTS; ++i) {
           const uint8_t* panel = panels + i / PARTS * bytes;
-          const uint8_t* at = block_at(panel, block);
-          const int64_t lane = i % PARTS * LANES;
-          Integers dots[ROWS];
-          for (int r = 0; r < ROWS; ++r) {
-            const int32_t start = -W::ZERO * activations(x[r], block).sums[half];
-            dots[r] = broadcast_word(&start);
+          scales[i] = W::scale(head(panel, block), block_at(panel, block), half, i % PARTS * LANES);
+          if constexpr (W::HAS_OFFSET) {
+            offsets[i] = W::offset(head(panel, block), block_at(panel, block), half, i % PARTS * LANES);
           }
-#pragma GCC unroll 4
-          for (int word = 0; word < 4; ++word) {
-            const Integers weights = W::integers(at, half, word, lane);
-            for (int r = 0; r < ROWS; ++r) {
-              const Integers values = broadcast_word(activations(x[r], block).values + 16 * half + 4 * word);
-              dots[r] = dot(dots[r], weights, values);
-            }
-          }
-          const Floats scale = W::scale(head(panel, block), at, half, lane);
-          for (int r = 0; r < ROWS; ++r) {
-            const ActivationBlock& values = activations(x[r], block);
-            sums[r][i] = fma(to_floats(dots[r]), scale * broadcast(values.scale), sums[r][i]);
-            if constexpr (W::HAS_OFFSET) {
-              const Floats offset = W::offset(head(panel, block), at, half, lane);
-              sums[r][i] = fma(offset, broadcast(values.scaled_sums[half]), sums[r][i]);
-            }
+        }
+        for (int r = 0; r < ROWS; ++r) {
+          const ActivationBlock& values = activations(x[r], block);
+          const int32_t correction = -W::ZERO * values.sums[half];
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            const Integers total = (W::IS_NIBBLE ? totals(dots[r][i]) : dots[r][i]) + broadcast_word(&correction);
+            sums[r][i] = fma(to_floats(total), scales[i] * broadcast(values.scale), sums[r][i]);
+            if constexpr (W::HAS_OFFSET) sums[r][i] = fma(offsets[i], broadcast(values.scaled_sums[half]), sums[r][i]);
           }
         }
       }
@@ -99,7 +104,7 @@ struct PairWeights : IntegerWeights {
 };
 
 struct Q2KWeights : PairWeights<Q2KWeights> {
-  static constexpr bool HAS_OFFSET = true;
+  static constexpr bool IS_NIBBLE = true, HAS_OFFSET = true;
   static constexpr int ZERO = 0;
   static constexpr int64_t HEAD = 4 * PANEL, BLOCK_BYTES = PAIRS + SCALES;
   static Integers integers(const uint8_t* at, int half, int word, int64_t lane) {
@@ -127,6 +132,7 @@ struct ScaledPairs : PairWeights<W> {
 };
 
 struct Q3KWeights : ScaledPairs<Q3KWeights, BLOCK * PANEL * 3 / 8> {
+  static constexpr bool IS_NIBBLE = true;
   static constexpr int ZERO = 4;
   static Integers integers(const uint8_t* at, int half, int word, int64_t lane) {
     const Integers pairs = with_pair(Integers{}, load_bytes(at + half * 64 + lane * 4), word, 0);
@@ -135,6 +141,7 @@ struct Q3KWeights : ScaledPairs<Q3KWeights, BLOCK * PANEL * 3 / 8> {
 };
 
 struct Q6KWeights : ScaledPairs<Q6KWeights, BLOCK * PANEL * 6 / 8> {
+  static constexpr bool IS_NIBBLE = false;
   static constexpr int ZERO = 32;
   static constexpr int64_t NIBBLES = BLOCK * PANEL / 2;
   static Integers integers(const uint8_t* at, int half, int word, int64_t lane) {
