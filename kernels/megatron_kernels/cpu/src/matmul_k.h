@@ -45,13 +45,6 @@ using Q5KWeights = KWeights<true>;
 //   W::scale(head, at, half, lane), W::offset    as those of NibbleWeights
 template <class W>
 struct PairWeights : IntegerWeights {
-#if defined(__AVX512F__)
-  using Few = Tiles<1, 1, 2>;
-  using Many = Tiles<2, 4>;
-#else
-  using Few = Tiles<1, 1>;
-  using Many = Tiles<1, 2, 4>;
-#endif
   static constexpr int64_t PAIRS = BLOCK * PANEL / 4, SCALES = 2 * PANEL;
   static int64_t panel_bytes(int64_t inputs) { return inputs / SUPER_BLOCK * super_block_bytes(); }
   static constexpr int64_t super_block_bytes() { return W::HEAD + SUPER_BLOCK / BLOCK * W::BLOCK_BYTES; }
