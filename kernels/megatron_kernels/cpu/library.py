@@ -13,7 +13,7 @@ from megatron_kernels.cpu import build
 ISA_VARIABLE = "MEGATRON_CPU_ISA"
 """Environment variable that selects an instruction set instead of the best one of this CPU."""
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q4_K, Q5_K, Q6_K = range(9)
+FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(11)
 """Formats of a matrix."""
 
 PANEL = 16
@@ -60,7 +60,8 @@ class Layer(ctypes.Structure):
         ("qkv", POINTER(Matrix)),
         ("output", Matrix),
         ("num_experts", c_int64),
-        ("gate_up", POINTER(Matrix)),
+        ("gate", POINTER(Matrix)),
+        ("up", POINTER(Matrix)),
         ("down", POINTER(Matrix)),
         ("router", c_void_p),
     )

@@ -25,6 +25,7 @@ from megatron_kernels.quantized import (
     BF16,
     F16,
     F32,
+    Q2_K,
     Q3_K,
     Q4_0,
     Q4_1,
@@ -46,8 +47,8 @@ _KEPT = {
     Q5_0: INT5,
     Q5_1: INT5,
     Q8_0: INT8,
-    # Q6_K represents the values of Q3_K: the same scales of 16 values, integers of fewer bits.
-    Q3_K: abi.Q6_K,
+    Q2_K: abi.Q2_K,
+    Q3_K: abi.Q3_K,
     Q4_K: abi.Q4_K,
     Q5_K: abi.Q5_K,
     Q6_K: abi.Q6_K,

@@ -185,12 +185,12 @@ class NativeDecoder(DecoderModel):
         mlp = layer.mlp
         mlps, router_XD = (mlp.experts, mlp.router_XD.dense()) if isinstance(mlp, ExpertWeights) else ((mlp,), None)
         matrices = Matrix * len(mlps)
-        gate_up, down = (
-            matrices(*map(_matrix, each)) for each in zip(*((m.gate_up_FD, m.down_DF) for m in mlps), strict=True)
+        gate, up, down = (
+            matrices(*each) for each in zip(*((*_halves(m.gate_up_FD), _matrix(m.down_DF)) for m in mlps), strict=True)
         )
         assert isinstance(layer.qkv_QD, NativeLinear)
         qkv = (Matrix * len(layer.qkv_QD.matrices))(*(matrix.record for matrix in layer.qkv_QD.matrices))
-        self._kept += [gate_up, down, qkv]
+        self._kept += [gate, up, down, qkv]
         return Layer(
             is_local=is_local,
             attention_norm=self._address(layer.attention_norm_D),
@@ -204,7 +204,8 @@ class NativeDecoder(DecoderModel):
             qkv=qkv,
             output=_matrix(layer.output_DH),
             num_experts=len(mlps),
-            gate_up=gate_up,
+            gate=gate,
+            up=up,
             down=down,
             router=self._address(router_XD),
         )
@@ -221,6 +222,19 @@ def _matrix(linear: Linear) -> Matrix:
     assert isinstance(linear, NativeLinear)
     (matrix,) = linear.matrices
     return matrix.record
+
+
+def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
+    """Return the first and the second half of the outputs: parts of one matrix, or two of different formats."""
+    assert isinstance(linear, NativeLinear)
+    if len(linear.matrices) == 2:
+        first, second = (matrix.record for matrix in linear.matrices)
+        assert first.outputs == second.outputs
+        return first, second
+    (matrix,) = linear.matrices
+    half, address = matrix.outputs // 2, matrix.data.data_ptr()
+    later = address + matrix.data.nbytes // 2
+    return Matrix(matrix.format, matrix.inputs, half, address), Matrix(matrix.format, matrix.inputs, half, later)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

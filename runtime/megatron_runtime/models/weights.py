@@ -136,9 +136,7 @@ class _Loader:
             bias = torch.cat([self._dense(f"{at}{name}_bias", (part,)) for name, part in rows.items()])
         return LayerWeights(
             attention_norm_D=self._norm(f"{at}attention_norm"),
-            qkv_QD=self.linears.qkv(
-                self._weight(*((f"{at}{name}", (part,)) for name, part in rows.items()), mixed=True)
-            ),
+            qkv_QD=self._linear(*((f"{at}{name}", (part,)) for name, part in rows.items())),
             qkv_bias_Q=bias,
             q_norm_C=self._norm(f"{at}q_norm") if config.qk_norm else None,
             k_norm_C=self._norm(f"{at}k_norm") if config.qk_norm else None,
@@ -179,16 +177,13 @@ class _Loader:
     def _linear(self, *parts: NamedPart) -> Linear:
         return self.linears.linear(self._weight(*parts))
 
-    def _weight(self, *parts: NamedPart, mixed: bool = False) -> Weight:
-        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense.
-
-        mixed: quantized parts may be of different GGML types.
-        """
+    def _weight(self, *parts: NamedPart) -> Weight:
+        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense."""
         wanted = self.linears.quantized_kinds
         if wanted:
             found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
             blocks = [block for block in found if block is not None]
-            if len(blocks) == len(parts) and (mixed or len({block.kind for block in blocks}) == 1):
+            if len(blocks) == len(parts):
                 return blocks
         kinds = self.checkpoint.kinds
         shapes = [torch.empty(kinds[self._hf_name(name)].shape, device="meta")[part].shape for name, part in parts]

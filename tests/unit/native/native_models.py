@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
 from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.distributed.groups import Collectives
@@ -51,6 +52,21 @@ TRAITS: dict[str, dict[str, Any]] = {
     "experts": {"moe": EXPERTS},
     "experts, shares not normalized": {"moe": dataclasses.replace(EXPERTS, normalize=False, dense_layers=())},
 }
+
+
+def stored_blocks(kind: int, outputs: int = 32, inputs: int = 512, *, scale: float = 1.0) -> QuantizedTensor:
+    """Return a random weight as stored in a file, with padding between its rows.
+
+    scale: standard deviation of the scales of its blocks.
+    """
+    generator = np.random.default_rng(kind)
+    values, size = BLOCK_SIZES[kind]
+    blocks = generator.integers(0, 256, (outputs, inputs // values, size), dtype=np.uint8)
+    scales = blocks[..., SCALES[kind]]
+    halves = generator.normal(scale=scale, size=(*scales.shape[:2], scales.shape[2] // 2)).astype(np.float16)
+    blocks[..., SCALES[kind]] = halves.view(np.uint8)
+    rows = np.concatenate([blocks.reshape(outputs, -1), np.full((outputs, 6), 255, dtype=np.uint8)], axis=1)
+    return QuantizedTensor(kind, (outputs, inputs), torch.from_numpy(rows)[:, :-6])
 
 
 def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:

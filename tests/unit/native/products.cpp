@@ -21,6 +21,7 @@ struct Packing {
 };
 
 extern "C" {
+int64_t megatron_runs(const char* name);
 void megatron_select(const char* name);
 void* megatron_create_pool(int64_t threads);
 void megatron_destroy_pool(void* pool);
@@ -48,7 +49,8 @@ const Case CASES[] = {
     {"float32", FLOAT32, 0, 1024, {}, 4}, {"bfloat16", BFLOAT16, 0, 1024, {}, 4}, {"float16", FLOAT16, 0, 1024, {}, 4},
     {"int8", INT8, 0, 1024, {}, 4},       {"int4", INT4, 0, 1024, {}, 4},         {"q4_0", INT4, 2, 144, {0}, 18},
     {"q4_1", INT4, 3, 160, {0, 2}, 20},   {"q5_0", INT5, 6, 176, {0}, 22},        {"q5_1", INT5, 7, 192, {0, 2}, 24},
-    {"q8_0", INT8, 8, 272, {0}, 34},      {"q3_k", Q6_K, 11, 110, {108}, 110},    {"q4_k", Q4_K, 12, 144, {0, 2}, 144},
+    {"q8_0", INT8, 8, 272, {0}, 34},      {"q2_k", Q2_K, 10, 84, {80, 82}, 84},   {"q3_k", Q3_K, 11, 110, {108}, 110},
+    {"q4_k", Q4_K, 12, 144, {0, 2}, 144},
     {"q5_k", Q5_K, 13, 176, {0, 2}, 176}, {"q6_k", Q6_K, 14, 210, {208}, 210},
 };
 
@@ -139,6 +141,7 @@ bool is_right(const char* isa, const Case& test, void* pool) {
 int main(int argc, char** argv) {
   bool right = true;
   for (int i = 1; i < argc; ++i) {
+    megatron_runs(argv[i]);  // also requests the tiles of AMX from Linux
     megatron_select(argv[i]);
     void* pool = megatron_create_pool(2);
     for (const Case& test : CASES) right = is_right(argv[i], test, pool) && right;

@@ -38,7 +38,7 @@ def run(
     done = subprocess.run([*emulator, str(program), *instruction_sets], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 14 * len(instruction_sets)
+    assert len(lines) == 15 * len(instruction_sets)
     return {(isa, format): (panels, results) for isa, format, panels, results in lines}
 
 

@@ -1,6 +1,7 @@
 """Steps of the C++ kernels against the decoder in torch, on small models with every feature of the model families."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS
 from megatron_kernels.cpu.packing import pack
+from megatron_kernels.quantized import Q2_K, Q3_K, Q4_K, Q5_0, Q6_K
 from megatron_runtime.distributed.groups import Collectives
-from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.config import MoEConfig
+from megatron_runtime.models.decoder import DecoderModel, ExpertWeights, FeedForward
 from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 from .native_models import (
+    EXPERTS,
     PLAIN,
     STEPS,
     TRAITS,
@@ -22,6 +26,7 @@ from .native_models import (
     expected_logits,
     native,
     step,
+    stored_blocks,
     unpacked,
     weights_of,
 )
@@ -56,6 +61,40 @@ def test_steps_in_a_format_differ_by_the_rounding_of_activations(format: str, is
         expected = expected_logits(reference, plan, reference_cache)
         margin = 1e-4 if is_exact else MARGINS[format]
         assert (step(ours, plan, cache) - expected).abs().max() < margin * expected.abs().max()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])
+def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: MoEConfig | None, isa: str) -> None:
+    hidden, width = 256, 256
+    config = dataclasses.replace(PLAIN, hidden_size=hidden, intermediate_size=width, moe=moe)
+    if moe is not None:
+        config = dataclasses.replace(config, moe=dataclasses.replace(moe, intermediate_size=width))
+    linears, kinds = NativeLinears("int4"), itertools.cycle([(Q4_K, Q6_K), (Q2_K, Q3_K), (Q5_0, Q5_0)])
+
+    def mixed(mlp: FeedForward) -> FeedForward:
+        parts = [stored_blocks(kind, width, hidden, scale=1e-3) for kind in next(kinds)]
+        linear = linears.linear(parts)
+        assert torch.equal(linear.dense(), torch.cat([part.dequantize() for part in parts]))
+        return dataclasses.replace(mlp, gate_up_FD=linear)
+
+    weights = weights_of(config, linears)
+    mlps = [
+        dataclasses.replace(layer.mlp, experts=tuple(map(mixed, layer.mlp.experts)))
+        if isinstance(layer.mlp, ExpertWeights)
+        else mixed(layer.mlp)
+        for layer in weights.layers
+    ]
+    layers = tuple(dataclasses.replace(layer, mlp=mlp) for layer, mlp in zip(weights.layers, mlps, strict=True))
+    weights = dataclasses.replace(weights, layers=layers)
+    ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
+    assert isinstance(ours, NativeDecoder)
+    cache, reference_cache = caches(config)
+    sequences = Sequences(config)
+    for new in STEPS:
+        plan = sequences.plan(new)
+        expected = expected_logits(reference, plan, reference_cache)
+        assert (step(ours, plan, cache) - expected).abs().max() < MARGINS["int4"] * expected.abs().max()
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from megatron_kernels.cpu.library import instruction_set, instruction_sets, libr
 from megatron_kernels.cpu.packing import BLOCK, fits, pack
 from megatron_kernels.quantized import (
     BLOCK_SIZES,
+    Q2_K,
     Q3_K,
     Q4_0,
     Q4_1,
@@ -26,13 +27,13 @@ from megatron_kernels.quantized import (
     Q5_K,
     Q6_K,
     Q8_0,
-    SCALES,
-    QuantizedTensor,
 )
 from megatron_runtime.models.layers.cpu import BFLOAT16_INSTRUCTION_SETS, NativeLinear, NativeLinears
 
+from .native_models import stored_blocks
+
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
-KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q3_K, Q4_K, Q5_K, Q6_K)
+KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
 
 
 @pytest.fixture(params=sorted(VARIANTS.get(platform.machine(), {"portable": ()})))
@@ -55,18 +56,6 @@ def rounded(x_TK: torch.Tensor) -> torch.Tensor:
     blocks = x_TK.unflatten(1, (-1, 32))
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     return ((blocks / scale).nan_to_num().round() * scale).flatten(1)
-
-
-def stored_blocks(kind: int, outputs: int = 32, inputs: int = 512) -> QuantizedTensor:
-    """Return a random weight as stored in a file, with padding between its rows."""
-    generator = np.random.default_rng(kind)
-    values, size = BLOCK_SIZES[kind]
-    blocks = generator.integers(0, 256, (outputs, inputs // values, size), dtype=np.uint8)
-    scales = blocks[..., SCALES[kind]]
-    halves = generator.normal(size=(*scales.shape[:2], scales.shape[2] // 2)).astype(np.float16)
-    blocks[..., SCALES[kind]] = halves.view(np.uint8)
-    rows = np.concatenate([blocks.reshape(outputs, -1), np.full((outputs, 6), 255, dtype=np.uint8)], axis=1)
-    return QuantizedTensor(kind, (outputs, inputs), torch.from_numpy(rows)[:, :-6])
 
 
 def block_of(format: str | int) -> int:
@@ -185,14 +174,16 @@ def test_parts_of_one_kind_are_concatenated(kind: int) -> None:
     assert torch.equal(pack(parts, "int4").data, pack(whole, "int4").data)
 
 
-def test_queries_keys_and_values_of_different_kinds_keep_their_values(isa: str) -> None:
+def test_parts_of_different_kinds_keep_their_values(isa: str) -> None:
     parts = [stored_blocks(Q4_K, 64), stored_blocks(Q4_K), stored_blocks(Q6_K)]
-    linear = NativeLinears("int4").qkv(parts)
+    linear = NativeLinears("int4").linear(parts)
     assert isinstance(linear, NativeLinear)
     assert [matrix.outputs for matrix in linear.matrices] == [96, 32]
     assert torch.equal(linear.dense(), torch.cat([part.dequantize() for part in parts]))
     assert_is_product(linear, random(5, 512), "int4", isa)
-    (one,) = NativeLinears("bfloat16").qkv(parts).matrices
+    whole = NativeLinears("bfloat16").linear(parts)
+    assert isinstance(whole, NativeLinear)
+    (one,) = whole.matrices
     assert torch.equal(NativeLinear(one).dense(), linear.dense().bfloat16().float())
 
 

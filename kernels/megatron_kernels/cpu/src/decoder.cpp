@@ -49,7 +49,7 @@ Decoder::Decoder(const Model& model)
   for (const Layer& layer : layers_) {
     for (int64_t i = 0; i < layer.num_qkv; ++i) measure(layer.qkv[i]);
     measure(layer.output);
-    measure(layer.gate_up[0]);
+    measure(layer.gate[0]);
     measure(layer.down[0]);
     feed_forward_ = std::max(feed_forward_, layer.down[0].inputs);
   }
@@ -258,8 +258,8 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
 }
 
 void Decoder::feed_forward(Worker& worker, const Step& step, const Layer& layer) {
-  const Prepared x = prepare(worker, layer.gate_up[0], step.x, layer.mlp_norm, step.tokens);
-  gated(worker, layer.gate_up, token_blocks_, x);
+  const Prepared x = prepare(worker, layer.gate[0], step.x, layer.mlp_norm, step.tokens);
+  gated(worker, layer, token_blocks_, x);
   add_output(worker, step, layer.down[0], gated_.get(), layer.mlp_output_norm);
 }
 
@@ -278,8 +278,8 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
   const int64_t rows = static_cast<int64_t>(token_of_row_.size());
-  const Prepared x = prepare(worker, layer.gate_up[0], source, layer.mlp_norm, rows, token_of_row_.data());
-  gated(worker, layer.gate_up, expert_blocks_, x);
+  const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data());
+  gated(worker, layer, expert_blocks_, x);
   product(worker, layer.down, expert_blocks_, prepare(worker, layer.down[0], gated_.get(), nullptr, rows), added_.get(), hidden, false);
   worker.share(tokens, [&](int64_t token) {
     float* total = scratch(worker.number());
@@ -392,19 +392,18 @@ void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<
 }
 
 // gated = activation(x · gate) · (x · up)
-void Decoder::gated(Worker& worker, const Matrix* gate_up, const std::vector<RowBlock>& blocks, Prepared x) {
-  const int64_t width = gate_up[0].outputs / 2, panels = width / PANEL, count = static_cast<int64_t>(blocks.size());
-  const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(gate_up[0], panels, count, worker.threads()));
+void Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x) {
+  const int64_t width = layer.gate[0].outputs, panels = width / PANEL, count = static_cast<int64_t>(blocks.size());
+  const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(layer.gate[0], panels, count, worker.threads()));
   const int64_t parts = divide_up(panels, size);
   worker.share(parts * count, [&](int64_t part) {
     const RowBlock& block = blocks[part % count];
     const int64_t first = part / count * size, end = std::min(panels, first + size), outputs = (end - first) * PANEL;
-    const Matrix& matrix = gate_up[block.expert];
     const uint8_t* rows = x.rows + block.first * x.row_bytes;
     float* gate = scratch(worker.number());
     float* up = gate + block.rows * outputs;
-    operations_.multiply(matrix, first, end, rows, block.rows, gate, outputs, false);
-    operations_.multiply(matrix, panels + first, panels + end, rows, block.rows, up, outputs, false);
+    operations_.multiply(layer.gate[block.expert], first, end, rows, block.rows, gate, outputs, false);
+    operations_.multiply(layer.up[block.expert], first, end, rows, block.rows, up, outputs, false);
     for (int64_t row = 0; row < block.rows; ++row) {
       operations_.gate(model_.activation, gate + row * outputs, up + row * outputs,
                        gated_.get() + (block.first + row) * width + first * PANEL, outputs);

@@ -92,7 +92,7 @@ class Decoder {
   void group_by_expert(int64_t tokens, int64_t held);
   void logits(Worker& worker, const Step& step);
   void add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm);
-  void gated(Worker& worker, const Matrix* gate_up, const std::vector<RowBlock>& blocks, Prepared x);
+  void gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x);
   void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
                int64_t y_stride, bool add);
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,

@@ -25,34 +25,41 @@ inline int32_t sum(Integers a) {
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
 inline Floats to_floats(Integers a) { return {_mm256_cvtepi32_ps(a.v)}; }
-inline Floats widen_uint8(const uint8_t* x) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))))};
+inline Integers widen_uint8(const uint8_t* x) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)))};
 }
-inline Floats widen_int8(const uint8_t* x) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))))};
+inline Integers widen_int8(const uint8_t* x) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)))};
 }
 inline Integers low_nibbles(Integers a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
 inline Integers high_nibbles(Integers a) { return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))}; }
-// nibbles + 16 · (bit `number` of each byte of `bits`)
-inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
-  const __m256i moved = number < 4 ? _mm256_slli_epi16(bits.v, 4 - number) : _mm256_srli_epi16(bits.v, number - 4);
-  return {_mm256_or_si256(nibbles.v, _mm256_and_si256(moved, _mm256_set1_epi8(0x10)))};
+// low | (bit `number` of each byte of `bits`) << to
+inline Integers with_bit(Integers low, Integers bits, int number, int to) {
+  const __m256i moved = number < to ? _mm256_slli_epi16(bits.v, to - number) : _mm256_srli_epi16(bits.v, number - to);
+  return {_mm256_or_si256(low.v, _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(1 << to))))};
 }
-// nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
-inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
-  const __m256i moved = number < 2 ? _mm256_slli_epi16(bits.v, 4 - 2 * number) : _mm256_srli_epi16(bits.v, 2 * number - 4);
-  return {_mm256_or_si256(nibbles.v, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)))};
+// low | (pair `number` of the bits of each byte of `bits`) << to
+inline Integers with_pair(Integers low, Integers bits, int number, int to) {
+  const int from = 2 * number;
+  const __m256i moved = from < to ? _mm256_slli_epi16(bits.v, to - from) : _mm256_srli_epi16(bits.v, from - to);
+  return {_mm256_or_si256(low.v, _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(3 << to))))};
+}
+
+// Added now: GCC would add all products of a block at its end, and store them in memory until then.
+inline Integers added_now(__m256i sums) {
+  asm("" : "+x"(sums));
+  return {sums};
 }
 
 // sums + the product of four bytes in each lane. Weights are 0 … 63, activations -127 … 127.
 inline Integers dot(Integers sums, Integers weights, Integers x) {
   const __m256i pairs = _mm256_maddubs_epi16(weights.v, x.v);
-  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+  return added_now(_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
 
 // As dot(), of at most eight products of weights 0 … 15, with totals() at the end: they fit into 16 bits.
 inline Integers dot_nibbles(Integers sums, Integers weights, Integers x) {
-  return {_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(weights.v, x.v))};
+  return added_now(_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(weights.v, x.v)));
 }
 inline Integers totals(Integers sums) { return {_mm256_madd_epi16(sums.v, _mm256_set1_epi16(1))}; }
 

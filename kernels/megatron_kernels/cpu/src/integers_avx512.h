@@ -20,23 +20,24 @@ inline Integers narrow_int8(Floats x, int8_t* y) {
 inline Integers operator+(Integers a, Integers b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline int32_t sum(Integers a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Integers a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline Floats widen_uint8(const uint8_t* x) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))))};
+inline Integers widen_uint8(const uint8_t* x) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)))};
 }
-inline Floats widen_int8(const uint8_t* x) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))))};
+inline Integers widen_int8(const uint8_t* x) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)))};
 }
 inline Integers low_nibbles(Integers a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Integers high_nibbles(Integers a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
-// nibbles + 16 · (bit `number` of each byte of `bits`)
-inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
-  const __m512i moved = number < 4 ? _mm512_slli_epi16(bits.v, 4 - number) : _mm512_srli_epi16(bits.v, number - 4);
-  return {_mm512_or_si512(nibbles.v, _mm512_and_si512(moved, _mm512_set1_epi8(0x10)))};
+// low | (bit `number` of each byte of `bits`) << to
+inline Integers with_bit(Integers low, Integers bits, int number, int to) {
+  const __m512i moved = number < to ? _mm512_slli_epi16(bits.v, to - number) : _mm512_srli_epi16(bits.v, number - to);
+  return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(1 << to))))};
 }
-// nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
-inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
-  const __m512i moved = number < 2 ? _mm512_slli_epi16(bits.v, 4 - 2 * number) : _mm512_srli_epi16(bits.v, 2 * number - 4);
-  return {_mm512_or_si512(nibbles.v, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)))};
+// low | (pair `number` of the bits of each byte of `bits`) << to
+inline Integers with_pair(Integers low, Integers bits, int number, int to) {
+  const int from = 2 * number;
+  const __m512i moved = from < to ? _mm512_slli_epi16(bits.v, to - from) : _mm512_srli_epi16(bits.v, from - to);
+  return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(3 << to))))};
 }
 
 // sums + the product of four bytes in each lane. Weights are 0 … 63, activations -127 … 127.

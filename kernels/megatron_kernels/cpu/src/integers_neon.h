@@ -27,27 +27,27 @@ inline Integers narrow_int8(Floats x, int8_t* y) {
 inline Integers operator+(Integers a, Integers b) { return {vaddq_s32(a.v, b.v)}; }
 inline int32_t sum(Integers a) { return vaddvq_s32(a.v); }
 inline Floats to_floats(Integers a) { return {vcvtq_f32_s32(a.v)}; }
-inline Floats widen_uint8(const uint8_t* x) {
+inline Integers widen_uint8(const uint8_t* x) {
   uint32_t word;
   __builtin_memcpy(&word, x, sizeof word);
-  return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word)))))};
+  return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word)))))};
 }
-inline Floats widen_int8(const uint8_t* x) {
+inline Integers widen_int8(const uint8_t* x) {
   uint32_t word;
   __builtin_memcpy(&word, x, sizeof word);
-  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(word)))))};
+  return {vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(word))))};
 }
 inline Integers low_nibbles(Integers a) { return integers(vandq_u8(unsigned_bytes(a), vdupq_n_u8(15))); }
 inline Integers high_nibbles(Integers a) { return integers(vshrq_n_u8(unsigned_bytes(a), 4)); }
-// nibbles + 16 · (bit `number` of each byte of `bits`)
-inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
-  const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(4 - number)));
-  return integers(vorrq_u8(unsigned_bytes(nibbles), vandq_u8(moved, vdupq_n_u8(0x10))));
+// low | (bit `number` of each byte of `bits`) << to
+inline Integers with_bit(Integers low, Integers bits, int number, int to) {
+  const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(to - number)));
+  return integers(vorrq_u8(unsigned_bytes(low), vandq_u8(moved, vdupq_n_u8(static_cast<uint8_t>(1 << to)))));
 }
-// nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
-inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
-  const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(4 - 2 * number)));
-  return integers(vorrq_u8(unsigned_bytes(nibbles), vandq_u8(moved, vdupq_n_u8(0x30))));
+// low | (pair `number` of the bits of each byte of `bits`) << to
+inline Integers with_pair(Integers low, Integers bits, int number, int to) {
+  const uint8x16_t moved = vshlq_u8(unsigned_bytes(bits), vdupq_n_s8(static_cast<int8_t>(to - 2 * number)));
+  return integers(vorrq_u8(unsigned_bytes(low), vandq_u8(moved, vdupq_n_u8(static_cast<uint8_t>(3 << to)))));
 }
 
 // sums + the product of four signed bytes in each lane.

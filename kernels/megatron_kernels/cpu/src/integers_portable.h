@@ -24,20 +24,20 @@ inline Integers narrow_int8(Floats x, int8_t* y) {
 inline Integers operator+(Integers a, Integers b) { return {a.v + b.v}; }
 inline int32_t sum(Integers a) { return a.v[0] + a.v[1] + a.v[2] + a.v[3]; }
 inline Floats to_floats(Integers a) { return {__builtin_convertvector(a.v, Vector)}; }
-inline Floats widen_uint8(const uint8_t* x) { return to_floats({Bits{x[0], x[1], x[2], x[3]}}); }
-inline Floats widen_int8(const uint8_t* x) {
+inline Integers widen_uint8(const uint8_t* x) { return {Bits{x[0], x[1], x[2], x[3]}}; }
+inline Integers widen_int8(const uint8_t* x) {
   const auto* y = reinterpret_cast<const int8_t*>(x);
-  return to_floats({Bits{y[0], y[1], y[2], y[3]}});
+  return {Bits{y[0], y[1], y[2], y[3]}};
 }
 inline Integers low_nibbles(Integers a) { return {a.v & 0x0F0F0F0F}; }
 inline Integers high_nibbles(Integers a) { return {a.v >> 4 & 0x0F0F0F0F}; }
-// nibbles + 16 · (bit `number` of each byte of `bits`)
-inline Integers with_fifth_bit(Integers nibbles, Integers bits, int number) {
-  return {nibbles.v | ((bits.v >> number & 0x01010101) << 4)};
+// low | (bit `number` of each byte of `bits`) << to
+inline Integers with_bit(Integers low, Integers bits, int number, int to) {
+  return {low.v | ((bits.v >> number & 0x01010101) << to)};
 }
-// nibbles + 16 · (two bits of each byte of `bits`, from bit 2 · number on)
-inline Integers with_high_bits(Integers nibbles, Integers bits, int number) {
-  return {nibbles.v | ((bits.v >> 2 * number & 0x03030303) << 4)};
+// low | (pair `number` of the bits of each byte of `bits`) << to
+inline Integers with_pair(Integers low, Integers bits, int number, int to) {
+  return {low.v | ((bits.v >> 2 * number & 0x03030303) << to)};
 }
 
 // sums + the product of four signed bytes in each lane.

@@ -14,7 +14,7 @@
 //             then half scales[16], half offsets[16]; value = nibble · scale + offset
 //   INT5      as INT4, with uint8 [16][4] of fifth bits before the scales: bit i of part j belongs to input 4 i + j;
 //             value = (nibble + 16 · bit) · scale + offset
-//   Q4_K, Q5_K, Q6_K  see matmul_k.h
+//   Q2_K … Q6_K  see matmul_k.h
 //
 // The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float or bfloat16. A
 // page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.
@@ -27,7 +27,7 @@
 
 namespace megatron {
 
-enum Format : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q4_K, Q5_K, Q6_K };
+enum Format : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
 
 // Outputs of a panel.
 constexpr int64_t PANEL = 16;
@@ -54,8 +54,9 @@ struct Layer {
   int64_t num_qkv;  // matrices whose outputs together are queries, keys and values; several are all of integer formats
   const Matrix* qkv;
   Matrix output;
-  int64_t num_experts;  // in gate_up and down; 1 without a mixture
-  const Matrix* gate_up;
+  int64_t num_experts;  // in gate, up and down; 1 without a mixture
+  const Matrix* gate;
+  const Matrix* up;  // of an integer format if the gate is, otherwise of its format
   const Matrix* down;
   const float* router;  // [routed][hidden]; null without a mixture
 };
@@ -71,7 +72,7 @@ struct Model {
   int64_t activation;
   int64_t window;
   int64_t routed;          // experts of a mixture, on all ranks
-  int64_t routed_first;    // number of the first one in gate_up
+  int64_t routed_first;    // number of the first one in gate
   int64_t routed_per_token;
   int64_t routed_normalize;  // the shares of a token's experts sum to one
   const float* norm;

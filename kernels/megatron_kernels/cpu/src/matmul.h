@@ -59,6 +59,10 @@ inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uin
       return multiply_by<Int5Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case INT4:
       return multiply_by<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q2_K:
+      return multiply_by<Q2KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+    case Q3_K:
+      return multiply_by<Q3KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case Q4_K:
       return multiply_by<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case Q5_K:

@@ -6,8 +6,9 @@ struct ActivationBlock {
   float scale;             // max |x| / 127
   float scaled_sum;        // scale · sum of values
   int32_t correction;      // -128 · sum of values: what the offset of stored int8 weights adds to a sum, negated
-  int32_t corrections[2];  // -32 · sum of the first and of the last 16 values, for Q6_K
-  int32_t unused[3];
+  int32_t sums[2];         // of the first and of the last 16 values
+  float scaled_sums[2];    // scale · sums
+  int32_t unused;
 };
 static_assert(sizeof(ActivationBlock) == 64);
 
@@ -39,8 +40,10 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
     block->scale = greatest * (1.0f / 127.0f);
     block->scaled_sum = block->scale * static_cast<float>(sums[0] + sums[1]);
     block->correction = -128 * (sums[0] + sums[1]);
-    block->corrections[0] = -32 * sums[0];
-    block->corrections[1] = -32 * sums[1];
+    for (int64_t half = 0; half < 2; ++half) {
+      block->sums[half] = sums[half];
+      block->scaled_sums[half] = block->scale * static_cast<float>(sums[half]);
+    }
   }
 }
 
@@ -52,7 +55,7 @@ using IntegerFew = Tiles<1, 1>;
 using IntegerMany = Tiles<1, 2>;
 #else
 using IntegerFew = Tiles<1, 1>;
-using IntegerMany = Tiles<1, 2, 3>;
+using IntegerMany = Tiles<1, 2, 3, 4>;
 #endif
 
 struct IntegerWeights {
@@ -82,12 +85,13 @@ struct Int8Weights : IntegerWeights {
       }
 #pragma GCC unroll 8
       for (int word = 0; word < 8; ++word) {
+        Integers weights[PANELS * PARTS];
         for (int i = 0; i < PANELS * PARTS; ++i) {
-          const Integers weights = load_weights(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
-          for (int r = 0; r < ROWS; ++r) {
-            const Integers values = broadcast_word(activations(x[r], block).values + 4 * word);
-            dots[r][i] = dot_stored(dots[r][i], weights, values);
-          }
+          weights[i] = load_weights(at + i / PARTS * bytes + word * 64 + i % PARTS * LANES * 4);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+          const Integers values = broadcast_word(activations(x[r], block).values + 4 * word);
+          for (int i = 0; i < PANELS * PARTS; ++i) dots[r][i] = dot_stored(dots[r][i], weights[i], values);
         }
       }
       for (int i = 0; i < PANELS * PARTS; ++i) {
@@ -118,7 +122,7 @@ struct NibbleWeights : IntegerWeights {
     const Words four{low_nibbles(both), high_nibbles(both)};
     if constexpr (!W::FIFTH_BITS) return four;
     const Integers bits = load_bytes(nibbles + NIBBLES + lane * 4);
-    return {with_fifth_bit(four.low, bits, word), with_fifth_bit(four.high, bits, word + 4)};
+    return {with_bit(four.low, bits, word, 4), with_bit(four.high, bits, word + 4, 4)};
   }
 
   template <int ROWS, int PANELS>
@@ -131,16 +135,17 @@ struct NibbleWeights : IntegerWeights {
       Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word) {
-        for (int i = 0; i < PANELS * PARTS; ++i) {
-          const auto [low, high] = words(at + i / PARTS * bytes, word, i % PARTS * LANES);
-          for (int r = 0; r < ROWS; ++r) {
-            const int8_t* values = activations(x[r], block).values + 4 * word;
-            if constexpr (W::FIFTH_BITS) {
-              dots[r][i] = dot(dot(dots[r][i], low, broadcast_word(values)), high, broadcast_word(values + 16));
-            } else {
-              dots[r][i] = dot_nibbles(dots[r][i], low, broadcast_word(values));
-              dots[r][i] = dot_nibbles(dots[r][i], high, broadcast_word(values + 16));
-            }
+        Words weights[PANELS * PARTS];
+        for (int i = 0; i < PANELS * PARTS; ++i) weights[i] = words(at + i / PARTS * bytes, word, i % PARTS * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+          const int8_t* values = activations(x[r], block).values + 4 * word;
+          const Integers low = broadcast_word(values);
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            dots[r][i] = W::FIFTH_BITS ? dot(dots[r][i], weights[i].low, low) : dot_nibbles(dots[r][i], weights[i].low, low);
+          }
+          const Integers high = broadcast_word(values + 16);
+          for (int i = 0; i < PANELS * PARTS; ++i) {
+            dots[r][i] = W::FIFTH_BITS ? dot(dots[r][i], weights[i].high, high) : dot_nibbles(dots[r][i], weights[i].high, high);
           }
         }
       }

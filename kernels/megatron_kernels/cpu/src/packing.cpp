@@ -13,7 +13,7 @@ namespace {
 
 // Types of weights in files, numbered as in GGML.
 enum Source : int64_t {
-  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, K3 = 11, K4 = 12, K5 = 13, K6 = 14, BF16 = 30
+  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, K2 = 10, K3 = 11, K4 = 12, K5 = 13, K6 = 14, BF16 = 30
 };
 
 constexpr int64_t BLOCK = 32, SUPER_BLOCK = 256;
@@ -38,6 +38,8 @@ int64_t source_bytes(int64_t source, int64_t count) {
       return count / BLOCK * 24;
     case Q8_0:
       return count / BLOCK * 34;
+    case K2:
+      return count / SUPER_BLOCK * 84;
     case K3:
       return count / SUPER_BLOCK * 110;
     case K4:
@@ -63,6 +65,10 @@ int64_t target_bytes(int64_t format, int64_t count) {
       return count / BLOCK * (NIBBLES + FIFTH_BITS + 4 * PANEL);
     case INT4:
       return count / BLOCK * (NIBBLES + 4 * PANEL);
+    case Q2_K:
+      return count / SUPER_BLOCK * (4 * PANEL + 8 * (BIT_PAIRS + 2 * PANEL));
+    case Q3_K:
+      return count / SUPER_BLOCK * (2 * PANEL + 8 * (BIT_PAIRS + FIFTH_BITS + 2 * PANEL));
     case Q4_K:
       return count / SUPER_BLOCK * (4 * PANEL + 8 * (NIBBLES + 2 * PANEL));
     case Q5_K:
@@ -121,12 +127,13 @@ void integers_of_k45(int64_t source, const uint8_t* block, uint8_t* q) {
   }
 }
 
-// The 256 integers of a super block of Q3_K as those of Q6_K: 28 … 35.
-void integers_of_k3(const uint8_t* block, uint8_t* q) {
-  const uint8_t* pairs = block + 32;
+// The 256 integers of a super block of Q2_K, 0 … 3, or Q3_K, 0 … 7.
+void integers_of_k23(int64_t source, const uint8_t* block, uint8_t* q) {
+  const uint8_t* pairs = block + (source == K3 ? 32 : 16);
   for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
-    const int low = pairs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3, bit = block[k % 32] >> (k / 32) & 1;
-    q[k] = static_cast<uint8_t>((low | bit << 2) + 28);
+    const int low = pairs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3;
+    const int bit = source == K3 ? block[k % 32] >> (k / 32) & 1 : 0;
+    q[k] = static_cast<uint8_t>(low | bit << 2);
   }
 }
 
@@ -144,16 +151,19 @@ void integers_of_k6(const uint8_t* block, uint8_t* q) {
   }
 }
 
-// The scale of 16 values of Q3_K, of six bits, or of Q6_K.
-int scale_of_k36(int64_t source, const uint8_t* block, int64_t number) {
-  if (source == K6) return static_cast<int8_t>(block[192 + number]);
+// The byte of scales of 16 values of Q2_K, Q3_K or Q6_K: the scale and the minimum of Q2_K, a signed scale of the others.
+uint8_t scale_of_pairs(int64_t source, const uint8_t* block, int64_t number) {
+  if (source == K2) return block[number];
+  if (source == K6) return block[192 + number];
   const uint8_t* packed = block + 96;
   const int low = packed[number % 8] >> (number / 8 * 4) & 15, high = packed[8 + number % 4] >> (number / 4 * 2) & 3;
-  return (low | high << 4) - 32;
+  return static_cast<uint8_t>((low | high << 4) - 32);
 }
 
-// The bits of the factor of all scales of Q3_K or Q6_K, after everything else.
-uint16_t factor_of_k36(int64_t source, const uint8_t* block) { return half_at(block + (source == K3 ? 108 : 208)); }
+// The bits of the factor of all scales of Q2_K, Q3_K or Q6_K, after everything else but the factor of the minima.
+uint16_t factor_of_pairs(int64_t source, const uint8_t* block) {
+  return half_at(block + (source == K2 ? 80 : source == K3 ? 108 : 208));
+}
 
 // x[count] = the values at `row`.
 void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
@@ -204,12 +214,24 @@ void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
       }
       return;
     }
+    case K2: {
+      uint8_t q[SUPER_BLOCK];
+      integers_of_k23(source, row, q);
+      for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
+        const uint8_t both = scale_of_pairs(source, row, k / 16);
+        const float scale = float_of_half(factor_of_pairs(source, row)) * static_cast<float>(both & 15);
+        x[k] = scale * q[k] - float_of_half(half_at(row + 82)) * static_cast<float>(both >> 4);
+      }
+      return;
+    }
     default: {
       uint8_t q[SUPER_BLOCK];
-      source == K3 ? integers_of_k3(row, q) : integers_of_k6(row, q);
-      const float d = float_of_half(factor_of_k36(source, row));
+      source == K3 ? integers_of_k23(source, row, q) : integers_of_k6(row, q);
+      const int zero = source == K3 ? 4 : 32;
+      const float d = float_of_half(factor_of_pairs(source, row));
       for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
-        x[k] = d * static_cast<float>(scale_of_k36(source, row, k / 16)) * static_cast<float>(q[k] - 32);
+        const auto scale = static_cast<int8_t>(scale_of_pairs(source, row, k / 16));
+        x[k] = d * static_cast<float>(scale) * static_cast<float>(q[k] - zero);
       }
     }
   }
@@ -330,12 +352,12 @@ void put_nibbles(const uint8_t* q, int64_t stride, uint8_t* to) {
   put_words(bytes[0], 4, to);
 }
 
-// The fifth bits of one block of 16 rows, q[row][stride].
-void put_fifth_bits(const uint8_t* q, int64_t stride, uint8_t* to) {
+// Bit `from` of the integers of one block of 16 rows, q[row][stride], in the layout of fifth bits.
+void put_bits(const uint8_t* q, int64_t stride, int from, uint8_t* to) {
   for (int64_t lane = 0; lane < PANEL; ++lane, q += stride) {
     for (int64_t j = 0; j < 4; ++j) {
       int bits = 0;
-      for (int64_t i = 0; i < 8; ++i) bits |= (q[4 * i + j] >> 4) << i;
+      for (int64_t i = 0; i < 8; ++i) bits |= (q[4 * i + j] >> from & 1) << i;
       to[lane * 4 + j] = static_cast<uint8_t>(bits);
     }
   }
@@ -355,7 +377,7 @@ void move_q5(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to
     put_half(scales + 2 * PANEL, lane, offset);
   }
   put_nibbles(q[0], BLOCK, to);
-  put_fifth_bits(q[0], BLOCK, to + NIBBLES);
+  put_bits(q[0], BLOCK, 4, to + NIBBLES);
 }
 
 // One super block of 16 rows of Q4_K or Q5_K.
@@ -372,7 +394,7 @@ void move_k45(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* t
     put_nibbles(q[0] + number * BLOCK, SUPER_BLOCK, to);
     to += NIBBLES;
     if (source == K5) {
-      put_fifth_bits(q[0] + number * BLOCK, SUPER_BLOCK, to);
+      put_bits(q[0] + number * BLOCK, SUPER_BLOCK, 4, to);
       to += FIFTH_BITS;
     }
     for (int64_t lane = 0; lane < PANEL; ++lane) {
@@ -381,27 +403,43 @@ void move_k45(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* t
   }
 }
 
-// One super block of 16 rows of Q3_K or Q6_K.
-void move_k36(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
+// The pairs of bits from bit `from` on of one block of 16 rows, q[row][stride].
+void put_pairs(const uint8_t* q, int64_t stride, int from, uint8_t* to) {
+  for (int64_t lane = 0; lane < PANEL; ++lane, q += stride) {
+    for (int64_t half = 0; half < 2; ++half) {
+      for (int64_t j = 0; j < 4; ++j) {
+        int pairs = 0;
+        for (int64_t i = 0; i < 4; ++i) pairs |= (q[16 * half + 4 * i + j] >> from & 3) << 2 * i;
+        to[half * 64 + lane * 4 + j] = static_cast<uint8_t>(pairs);
+      }
+    }
+  }
+}
+
+// One super block of 16 rows of Q2_K, Q3_K or Q6_K.
+void move_pairs(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
   uint8_t q[PANEL][SUPER_BLOCK];
   for (int64_t lane = 0; lane < PANEL; ++lane) {
     const uint8_t* block = rows + lane * row_bytes;
-    source == K3 ? integers_of_k3(block, q[lane]) : integers_of_k6(block, q[lane]);
-    put_half(to, lane, factor_of_k36(source, block));
+    source == K6 ? integers_of_k6(block, q[lane]) : integers_of_k23(source, block, q[lane]);
+    put_half(to, lane, factor_of_pairs(source, block));
+    if (source == K2) put_half(to + 2 * PANEL, lane, half_at(block + 82));
   }
-  to += 2 * PANEL;
-  for (int64_t number = 0; number < 8; ++number, to += NIBBLES + BIT_PAIRS + 2 * PANEL) {
-    put_nibbles(q[0] + number * BLOCK, SUPER_BLOCK, to);
+  to += (source == K2 ? 4 : 2) * PANEL;
+  for (int64_t number = 0; number < 8; ++number) {
+    const uint8_t* block = q[0] + number * BLOCK;
+    if (source == K6) {
+      put_nibbles(block, SUPER_BLOCK, to);
+      to += NIBBLES;
+    }
+    put_pairs(block, SUPER_BLOCK, source == K6 ? 4 : 0, to);
+    to += BIT_PAIRS;
+    if (source == K3) {
+      put_bits(block, SUPER_BLOCK, 2, to);
+      to += FIFTH_BITS;
+    }
     for (int64_t half = 0; half < 2; ++half) {
-      for (int64_t lane = 0; lane < PANEL; ++lane) {
-        const uint8_t* at = q[lane] + number * BLOCK + half * 16;
-        uint8_t* bits = to + NIBBLES + half * 64 + lane * 4;
-        for (int64_t k = 0; k < 4; ++k) {
-          bits[k] = static_cast<uint8_t>(at[k] >> 4 | at[4 + k] >> 4 << 2 | at[8 + k] >> 4 << 4 | at[12 + k] >> 4 << 6);
-        }
-        const int scale = scale_of_k36(source, rows + lane * row_bytes, number * 2 + half);
-        to[NIBBLES + BIT_PAIRS + half * PANEL + lane] = static_cast<uint8_t>(scale);
-      }
+      for (int64_t lane = 0; lane < PANEL; ++lane) *to++ = scale_of_pairs(source, rows + lane * row_bytes, number * 2 + half);
     }
   }
 }
@@ -421,7 +459,10 @@ int64_t kept_format(int64_t source) {
       return Q4_K;
     case K5:
       return Q5_K;
+    case K2:
+      return Q2_K;
     case K3:
+      return Q3_K;
     case K6:
       return Q6_K;
     default:
@@ -430,7 +471,7 @@ int64_t kept_format(int64_t source) {
 }
 
 // Inputs that are packed at once, so that the cache holds them: whole blocks of the source.
-int64_t chunk_of(int64_t source) { return source >= K3 && source <= K6 ? SUPER_BLOCK : BLOCK; }
+int64_t chunk_of(int64_t source) { return source >= K2 && source <= K6 ? SUPER_BLOCK : BLOCK; }
 
 // One chunk of 16 rows in the format that keeps its values.
 void move_chunk(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
@@ -441,9 +482,10 @@ void move_chunk(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
     case K4:
     case K5:
       return move_k45(source, rows, row_bytes, to);
+    case K2:
     case K3:
     case K6:
-      return move_k36(source, rows, row_bytes, to);
+      return move_pairs(source, rows, row_bytes, to);
     default:
       return move_block(source, rows, row_bytes, to);
   }

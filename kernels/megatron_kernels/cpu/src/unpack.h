@@ -38,6 +38,28 @@ inline void unpack_k(const uint8_t* panel, int64_t block, int64_t lane, float* x
   for (int64_t k = 0; k < BLOCK; ++k) x[k] = integer_at<W>(at, lane, k) * scale - least;
 }
 
+// x[32] = one block of an output in Q2_K, Q3_K or Q6_K.
+template <class W>
+inline void unpack_pairs(const uint8_t* panel, int64_t block, int64_t lane, float* x) {
+  const int64_t vector = lane / LANES * LANES;
+  const uint8_t* head = W::head(panel, block);
+  const uint8_t* at = W::block_at(panel, block);
+  for (int half = 0; half < 2; ++half) {
+    float scales[LANES], offsets[LANES] = {};
+    store(scales, W::scale(head, at, half, vector));
+    if constexpr (W::HAS_OFFSET) store(offsets, W::offset(head, at, half, vector));
+    for (int word = 0; word < 4; ++word) {
+      const Integers integers = W::integers(at, half, word, vector);
+      uint8_t bytes[4 * LANES];
+      __builtin_memcpy(bytes, &integers, sizeof bytes);
+      for (int k = 0; k < 4; ++k) {
+        const int value = bytes[4 * (lane - vector) + k] - W::ZERO;
+        *x++ = static_cast<float>(value) * scales[lane - vector] + offsets[lane - vector];
+      }
+    }
+  }
+}
+
 // x[32] = one block of an output.
 inline void unpack_block(int64_t format, const uint8_t* panel, int64_t block, int64_t lane, float* x) {
   switch (format) {
@@ -66,18 +88,12 @@ inline void unpack_block(int64_t format, const uint8_t* panel, int64_t block, in
       return unpack_k<Q4KWeights>(panel, block, lane, x);
     case Q5_K:
       return unpack_k<Q5KWeights>(panel, block, lane, x);
-    case Q6_K: {
-      const uint8_t* head = panel + block / 8 * Q6KWeights::SUPER_BLOCK_BYTES;
-      const uint8_t* at = head + Q6KWeights::HEAD + block % 8 * Q6KWeights::BLOCK_BYTES;
-      const uint8_t* bits = at + Q6KWeights::NIBBLES + lane * 4;
-      const uint8_t* scales = at + Q6KWeights::NIBBLES + Q6KWeights::BITS + lane;
-      for (int64_t k = 0; k < BLOCK; ++k) {
-        const float scale = half_at(head, lane) * static_cast<int8_t>(scales[k / 16 * PANEL]);
-        const int high = bits[k / 16 * 64 + k % 4] >> (k % 16 / 4 * 2) & 3;
-        x[k] = static_cast<float>(nibble_at(at, lane, k) + 16 * high - 32) * scale;
-      }
-      return;
-    }
+    case Q2_K:
+      return unpack_pairs<Q2KWeights>(panel, block, lane, x);
+    case Q3_K:
+      return unpack_pairs<Q3KWeights>(panel, block, lane, x);
+    case Q6_K:
+      return unpack_pairs<Q6KWeights>(panel, block, lane, x);
   }
 }
 
@@ -95,6 +111,10 @@ inline int64_t panel_bytes(int64_t format, int64_t inputs) {
       return Int5Weights::panel_bytes(inputs);
     case INT4:
       return Int4Weights::panel_bytes(inputs);
+    case Q2_K:
+      return Q2KWeights::panel_bytes(inputs);
+    case Q3_K:
+      return Q3KWeights::panel_bytes(inputs);
     case Q4_K:
       return Q4KWeights::panel_bytes(inputs);
     case Q5_K:

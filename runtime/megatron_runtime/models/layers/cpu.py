@@ -5,7 +5,6 @@ The instruction sets of a CPU determine the kernels, never its name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -17,7 +16,7 @@ from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS, instruction_
 from megatron_kernels.cpu.memory import WeightMemory
 from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
-from megatron_kernels.quantized import BLOCK_SIZES, QuantizedTensor
+from megatron_kernels.quantized import BLOCK_SIZES
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint
 
@@ -84,23 +83,19 @@ class NativeLinears(LinearFactory):
         self._memory.join_pages()
 
     def linear(self, weight_NK: Weight) -> Linear:
-        matrix = self._pack(weight_NK, self._format)
-        return super().linear(weight_NK) if matrix is None else NativeLinear(matrix)
-
-    def qkv(self, weight_QD: Weight) -> Linear:
-        if isinstance(weight_QD, torch.Tensor) or not all(fits(*part.shape) for part in weight_QD):
-            return self.linear(weight_QD)
-        # Parts of different GGML types become several matrices if they keep their blocks.
-        groups = groupby(weight_QD, key=lambda part: packed_format(part, self._format))
-        return NativeLinear(*(pack(list(parts), self._format, self._memory) for _, parts in groups))
+        return self._pack(weight_NK, self._format) or super().linear(weight_NK)
 
     def embedding(self, weight_VD: Weight) -> Linear:
-        matrix = self._pack(weight_VD, self._table_format)
-        return super().embedding(weight_VD) if matrix is None else NativeLinear(matrix)
+        return self._pack(weight_VD, self._table_format) or super().embedding(weight_VD)
 
-    def _pack(self, weight: Weight, format: str) -> PackedMatrix | None:
-        parts: Sequence[torch.Tensor | QuantizedTensor] = [weight] if isinstance(weight, torch.Tensor) else weight
-        return pack(weight, format, self._memory) if all(fits(*part.shape) for part in parts) else None
+    def _pack(self, weight: Weight, format: str) -> NativeLinear | None:
+        if isinstance(weight, torch.Tensor):
+            return NativeLinear(pack(weight, format, self._memory)) if fits(*weight.shape) else None
+        if not all(fits(*part.shape) for part in weight):
+            return None
+        # Parts of different GGML types become several matrices if they keep their blocks.
+        groups = groupby(weight, key=lambda part: packed_format(part, format))
+        return NativeLinear(*(pack(list(parts), format, self._memory) for _, parts in groups))
 
 
 @dataclass(frozen=True, slots=True)

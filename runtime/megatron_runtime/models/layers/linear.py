@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor]
-"""A dense matrix, or quantized matrices whose rows form one matrix. They are of one GGML type except for qkv()."""
+"""A dense matrix, or quantized matrices whose rows form one matrix. Their GGML types may differ."""
 
 
 class Linear:
@@ -60,10 +60,6 @@ class LinearFactory:
 
     def linear(self, weight_NK: Weight) -> Linear:
         return Linear(self.dense(weight_NK))
-
-    def qkv(self, weight_QD: Weight) -> Linear:
-        """Return the matrix of queries, keys and values, whose quantized parts may be of different GGML types."""
-        return self.linear(weight_QD)
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         """Return `count` matrices of one shape, the experts of a layer, which a device may keep in one tensor."""

@@ -1,0 +1,147 @@
+"""Decode speed of the number formats on this CPU, by instruction set: what `dtype: auto` is chosen by.
+
+    python bench/formats.py --instruction-sets amx,avx512,avx2 --json build/formats.json
+
+One process loads all formats and instruction sets. Each round measures every cell, so that a change of the machine's
+speed affects all of them. A cell is the best step of all rounds. A table (.md) is written next to the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from megatron_kernels.cpu.library import instruction_sets, library
+from megatron_runtime.backends.native.executor import StepPlan
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.cli.bench.report import machine
+from megatron_runtime.cli.options import COUNTS
+from megatron_runtime.models.layers.cpu import FORMATS, NativeLinears, select_numbers
+from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
+from megatron_runtime.models.weights import load_weights
+
+_PAGE = 16
+KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
+"""Type of a checkpoint -> formats that keep its values."""
+
+
+def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
+    """Return a step of one token for each sequence, the last of its context."""
+    pages = -(-context // _PAGE)
+    tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+    return StepPlan(
+        token_ids=np.random.default_rng(batch).integers(1, vocabulary, batch).astype(np.int32),
+        positions=np.full(batch, context - 1, dtype=np.int32),
+        query_lengths=np.ones(batch, dtype=np.int32),
+        context_lengths=np.full(batch, context, dtype=np.int32),
+        block_tables=tables,
+        slot_mapping=tables[:, -1].astype(np.int64) * _PAGE + (context - 1) % _PAGE,
+        needs_sample=np.ones(batch, dtype=bool),
+        sampling=SimpleNamespace(prompt_targets={}),  # type: ignore[arg-type]
+    )
+
+
+def load(model: str, names: list[str]) -> dict[tuple[str, str], NativeDecoder]:
+    """Return a decoder for each format and instruction set; those of a format share its weights."""
+    checkpoint, decoders = open_checkpoint(resolve(model)), {}
+    for format in FORMATS:
+        linears = NativeLinears(format)  # type: ignore[arg-type]
+        if format == "int8":
+            # Convert a file's blocks to int8 instead of using them.
+            linears.quantized_kinds = frozenset()
+        weights = load_weights(checkpoint, torch.float32, linears=linears)
+        for name in names:
+            library().megatron_select(name.encode())
+            decoder = build_decoder(checkpoint.config, weights)
+            assert isinstance(decoder, NativeDecoder)
+            decoders[format, name] = decoder
+    return decoders
+
+
+@torch.inference_mode()
+def measure(
+    decoders: dict[tuple[str, str], NativeDecoder], batches: list[int], *, context: int, rounds: int, steps: int
+) -> dict[tuple[str, str, int], float]:
+    """Return the seconds of the best step by format, instruction set and batch."""
+    config = next(iter(decoders.values())).config
+    pages = max(batches) * -(-context // _PAGE)
+    shape = (config.num_layers, pages, _PAGE, 2 * config.num_kv_heads * config.head_dim)
+    caches = {dtype: torch.randn(shape).to(dtype) for dtype in {numbers.cache for numbers in FORMATS.values()}}
+    plans = {batch: decode_plan(batch, context, config.vocab_size) for batch in batches}
+    best: dict[tuple[str, str, int], float] = {}
+    for _ in range(rounds):
+        for (format, name), decoder in decoders.items():
+            for batch, plan in plans.items():
+                rows = np.arange(batch)
+                for _ in range(steps):
+                    begun = time.perf_counter()
+                    decoder.run_plan(plan, caches[FORMATS[format].cache], rows)
+                    took = time.perf_counter() - begun
+                    best[format, name, batch] = min(took, best.get((format, name, batch), took))
+    return best
+
+
+def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: list[int]) -> dict[str, dict[str, Any]]:
+    """Return what `auto` chooses by type of the checkpoint, and its speed relative to the best format of KEEPS."""
+    found: dict[str, dict[str, Any]] = {}
+    for stored, formats in KEEPS.items():
+        chosen = select_numbers("auto", getattr(torch, stored)).weights
+        ratios = {
+            str(batch): round(rates[chosen, name, batch] / max(rates[format, name, batch] for format in formats), 3)
+            for batch in batches
+        }
+        found[stored] = {"chosen": chosen, "ratio": ratios}
+    return found
+
+
+def table(rates: dict[tuple[str, str, int], float], names: list[str], batches: list[int]) -> str:
+    head = "".join(f" {name}, batch {batch} |" for name in names for batch in batches)
+    lines = [f"| format |{head}", "|---|" + "---|" * (len(names) * len(batches))]
+    for format in FORMATS:
+        cells = "".join(f" {rates[format, name, batch]:.1f} |" for name in names for batch in batches)
+        lines.append(f"| `{format}` |{cells}")
+    return "\n".join(lines) + "\n"
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.option("--model", default="builtin:smollm2-135m", show_default=True)
+@click.option("--instruction-sets", "chosen", default="", help="Default: all that this CPU has.")
+@click.option("--batches", type=COUNTS, default="1,8,32", show_default=True)
+@click.option("--context", type=int, default=128, show_default=True, help="Tokens in the cache of each sequence.")
+@click.option("--rounds", type=int, default=20, show_default=True)
+@click.option("--steps", type=int, default=3, show_default=True, help="Of each cell in a round.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), required=True)
+def main(model: str, chosen: str, batches: list[int], context: int, rounds: int, steps: int, json_path: Path) -> None:
+    names = chosen.split(",") if chosen else list(instruction_sets())
+    best = measure(load(model, names), batches, context=context, rounds=rounds, steps=steps)
+    rates = {cell: cell[2] / seconds for cell, seconds in best.items()}
+    document = {
+        "machine": machine(),
+        "model": model,
+        "context": context,
+        "rounds": rounds,
+        "tokens_per_second": {
+            name: {
+                format: {str(batch): round(rates[format, name, batch], 1) for batch in batches} for format in FORMATS
+            }
+            for name in names
+        },
+        "auto": {name: auto_ratios(rates, name, batches) for name in names},
+    }
+    json_path.write_text(json.dumps(document, indent=2) + "\n")
+    written = table(rates, names, batches)
+    json_path.with_suffix(".md").write_text(written)
+    click.echo(written)
+    click.echo(json.dumps(document["auto"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
