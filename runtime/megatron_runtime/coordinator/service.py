@@ -50,6 +50,7 @@ DRAIN_SECONDS = 5.0
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
 OnGone: TypeAlias = Callable[[PeerId, bool], None]
+MayBeSilent: TypeAlias = Callable[[PeerId], bool]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
@@ -67,14 +68,18 @@ class Transport(Access):
     gatekeeper: checks keys; None without encryption.
     on_gone:    called with each peer whose connection ended, and whether its side ended it. The peer's system does when
                 the process ends. This side ends a connection without heartbeats or with a protocol violation.
+    may_be_silent: whether a peer has announced that it is busy, so that its silent connection is kept.
     """
 
-    def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone, may_be_silent: MayBeSilent
+    ) -> None:
         self.addresses: dict[Role, str] = {}
         self.gatekeeper = Gatekeeper(settings.keys_dir) if settings.keys_dir is not None else None
         self._settings = settings
         self._on_message = on_message
         self._on_gone = on_gone
+        self._may_be_silent = may_be_silent
         self._routers: dict[int, Router] = {}
         self._connections: dict[PeerId, Connection] = {}
 
@@ -160,6 +165,7 @@ class Transport(Access):
             ),
             send_buffer_bytes=_ENGINE_SEND_BYTES if port == Role.ENGINE else _CLIENT_SEND_BYTES,
             check_seconds=settings.timing.connection_check,
+            may_be_silent=self._may_be_silent,
         )
         try:
             address = router.bind(settings.listen, number)
@@ -204,7 +210,7 @@ class Coordinator:
         self.settings = settings
         self._tracer = tracer
         self.ended = asyncio.Event()
-        self.transport = Transport(settings, self._received, self._gone)
+        self.transport = Transport(settings, self._received, self._gone, self._may_be_silent)
         self._loop = asyncio.get_running_loop()
         self._on_bound = on_bound
         self._tokenizer = tokenizer
@@ -333,6 +339,9 @@ class Coordinator:
             self.core.received(self._time(), peer, frames)
         finally:
             self._perform()
+
+    def _may_be_silent(self, peer: PeerId) -> bool:
+        return self.core.may_be_silent(self._time(), peer)
 
     def _gone(self, peer: PeerId, by_peer: bool) -> None:
         self.core.connection_lost(self._time(), peer, by_peer=by_peer)

@@ -1,8 +1,11 @@
 """No request is lost when engines, clients or coordinators end, send no heartbeats, or return."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
@@ -13,6 +16,7 @@ from megatron_runtime.protocol.messages import (
     Disconnect,
     Final,
     Heartbeat,
+    Hello,
     Partial,
     PartialEntry,
     pack,
@@ -20,6 +24,9 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.transport.peer_link import PeerLink
+
+from .conftest import PATIENT
 
 
 async def start_streams(client, params, count, *, tokens=12):
@@ -244,6 +251,37 @@ async def test_an_engine_that_said_it_is_busy_may_be_silent(stage) -> None:
     (reported,) = coordinator.core.status().engines
     assert not reported.suspect, "a long step that was announced is no error"
     await stage.until(lambda: coordinator.core.engines.named("engine-0") is None)
+
+
+async def test_the_connection_of_a_busy_engine_whose_event_loop_is_blocked_is_kept(stage) -> None:
+    coordinator = stage.coordinator(timing=replace(PATIENT, connection_check=0.1))
+    address, unblock = stage.address(Role.ENGINE), threading.Event()
+
+    async def engine() -> None:
+        link = PeerLink(
+            address,
+            keys=None,
+            hello=lambda incarnation: Hello(role=Role.ENGINE, name="engine-0", incarnation=incarnation, max_requests=1),
+            heartbeat=lambda incarnation: Heartbeat(incarnation=incarnation, busy_for=600.0),
+            on_ack=lambda ack, forgotten: None,
+            on_message=lambda message: None,
+        )
+        await link.start(connect_timeout_seconds=LONG_SECONDS)
+        link.beat()
+        await asyncio.sleep(0.05)  # it leaves
+        unblock.wait()  # as a load does that holds the interpreter's lock
+        link.close()
+
+    running = asyncio.create_task(asyncio.to_thread(asyncio.run, engine()))
+    try:
+        await stage.until(lambda: (found := coordinator.core.engines.named("engine-0")) and found.busy_until)
+        before = coordinator.core.engines.named("engine-0")
+        await asyncio.sleep(1.0)
+        assert coordinator.core.engines.named("engine-0") is before
+        assert coordinator.transport.is_connected(before.peer)
+    finally:
+        unblock.set()
+        await running
 
 
 async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage, params) -> None:

@@ -160,6 +160,11 @@ class CoordinatorCore:
         if self.context.needs_pump or self.verbs.current is not None:  # see _settle()
             self._settle()
 
+    def may_be_silent(self, now: float, peer: PeerId) -> bool:
+        """Whether the peer is an engine that has announced a busy time, such as that of loading, which is not over."""
+        engine = self.engines.at(peer)
+        return engine is not None and now <= engine.busy_until + self.context.settings.timing.dead
+
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
         """A connection ended. by_peer: the other side ended it, as the system does when a process ends."""
         self.context.now = now

@@ -151,10 +151,9 @@ class Dealer:
         self._stop_timer()
         was_open = bool(connection.peer[1])
         if violation is not None:
-            # A handshake with wrong keys fails at each attempt.
-            logger.log(
-                logging.WARNING if was_open else logging.INFO, "connection to %s ended: %s", self.address, violation
-            )
+            # With wrong keys, the handshake fails at each attempt.
+            level = logging.WARNING if was_open else logging.DEBUG
+            logger.log(level, "connection to %s ended: %s", self.address, violation)
         self._ended.set()
         if self._connection is connection:
             self._connection = None

@@ -43,6 +43,7 @@ class Router:
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
                   peer ended it, by a FIN or RST, as the system sends for a process that ends.
     check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
+    may_be_silent: whether such a connection is kept, because its process has announced that it is busy.
     type, last_endpoint: as those of a zmq.Socket.
     rejected:     number of connections that ended because their keys do not open the port.
     """
@@ -56,6 +57,7 @@ class Router:
     max_message_bytes: int
     send_buffer_bytes: int
     check_seconds: float
+    may_be_silent: Callable[[PeerId], bool] = lambda peer: False
 
     def __post_init__(self) -> None:
         self.type = zmq.ROUTER
@@ -138,7 +140,7 @@ class Router:
         for connection in [connection for connection in self._all if connection.is_open]:
             if connection.heard:
                 connection.heard = False
-            elif connection in silent:
+            elif connection in silent and not self.may_be_silent(connection.peer):
                 logger.info("connection %s ended: no answer to PING", connection.peer)
                 connection.abort()
                 continue
