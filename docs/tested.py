@@ -70,7 +70,7 @@ def runs(records: list[Record]) -> list[str]:
             f"{each['minutes']} min",
             each["date"],
             f"`{each['commit'][:12]}`",
-            f"`{each['cpu']['model']}` ({each['cpu']['architecture']})",
+            f"{each['cpu']['model']} ({each['cpu']['architecture']})",
         )
         for each in records
     ]
@@ -93,7 +93,7 @@ def instruction_sets(records: list[Record]) -> list[str]:
     for architecture, variants in VARIANTS.items():
         for name in variants:
             where = [
-                f"`{_command(each)}` on `{each['cpu']['model']}`"
+                f"`{_command(each)}` on {each['cpu']['model']}"
                 for each in records
                 if each["cpu"]["architecture"] == architecture and name in each["used"].get(ISA, ())
             ]
