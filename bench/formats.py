@@ -3,7 +3,7 @@
     python bench/formats.py --instruction-sets amx,avx512,avx2 --json build/formats.json
 
 One process loads all formats and instruction sets. Each round measures every cell, so that a change of the machine's
-speed affects all of them. A cell is the best step of all rounds. A table (.md) is written next to the figures.
+speed affects all of them. A cell is the best step of all rounds.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ def main(model: str, chosen: str, batches: list[int], context: int, rounds: int,
         "auto": {name: auto_ratios(rates, name, batches) for name in names},
     }
     json_path.write_text(json.dumps(document, indent=2) + "\n")
-    written = table(rates, names, batches)
-    json_path.with_suffix(".md").write_text(written)
-    click.echo(written)
+    click.echo(table(rates, names, batches))
     click.echo(json.dumps(document["auto"], indent=1))
 
 

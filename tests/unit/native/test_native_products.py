@@ -13,7 +13,7 @@ import torch
 from run_record import used
 
 from megatron_kernels.cpu.build import VARIANTS
-from megatron_kernels.cpu.library import instruction_set, instruction_sets, library
+from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS, instruction_set, instruction_sets, library
 from megatron_kernels.cpu.packing import BLOCK, fits, pack
 from megatron_kernels.quantized import (
     BLOCK_SIZES,
@@ -28,7 +28,7 @@ from megatron_kernels.quantized import (
     Q6_K,
     Q8_0,
 )
-from megatron_runtime.models.layers.cpu import BFLOAT16_INSTRUCTION_SETS, NativeLinear, NativeLinears
+from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 
 from .native_models import stored_blocks
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_runtime.models.layers.cpu import computes_in_bfloat16, select_numbers
+from megatron_runtime.models.layers.cpu import select_numbers
 
 
 def test_float32_is_exact_everywhere() -> None:
@@ -16,8 +16,8 @@ def test_auto_keeps_the_precision_of_the_checkpoint(format: str) -> None:
     assert select_numbers("auto", getattr(torch, format)).weights == format
 
 
-def test_auto_rounds_quantized_weights_to_bfloat16_where_the_cpu_multiplies_it() -> None:
-    assert select_numbers("auto", is_quantized=True).weights == ("bfloat16" if computes_in_bfloat16() else "float32")
+def test_auto_rounds_quantized_weights_to_bfloat16() -> None:
+    assert select_numbers("auto", is_quantized=True).weights == "bfloat16"
 
 
 def test_integer_weights_have_a_bfloat16_cache() -> None:

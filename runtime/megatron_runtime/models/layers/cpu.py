@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS, instruction_set, library
+from megatron_kernels.cpu.library import library
 from megatron_kernels.cpu.memory import WeightMemory
 from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
@@ -124,24 +124,18 @@ FORMATS: dict[str, Numbers] = {
 }
 
 
-def computes_in_bfloat16() -> bool:
-    """Return whether the selected instruction set multiplies bfloat16."""
-    return instruction_set() in BFLOAT16_INSTRUCTION_SETS
-
-
 def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantized: bool = False) -> Numbers:
     """Return the number formats to compute with.
 
     name:         "auto" or a Format.
     stored:       type of the checkpoint's matrices, for "auto": float16 and bfloat16 are kept, any other is float32.
-    is_quantized: the checkpoint's matrices are quantized, for "auto": their error is larger than that of bfloat16,
-                  which is used if the CPU multiplies it.
+    is_quantized: the checkpoint's matrices are quantized, for "auto": bfloat16, whose error is smaller than theirs.
 
-    Raises ValueError naming the formats.
+    docs/measurements compares the speed of the formats by instruction set. Raises ValueError naming the formats.
     """
     if name == "auto":
         keeps = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-        name = "bfloat16" if is_quantized and computes_in_bfloat16() else keeps.get(stored, "float32")
+        name = "bfloat16" if is_quantized else keeps.get(stored, "float32")
     if name not in FORMATS:
         raise ValueError(f"dtype={name!r} is not supported on a CPU: use auto, {', '.join(FORMATS)}")
     return FORMATS[name]
