@@ -1,6 +1,7 @@
 """Model references, GGUF and safetensors: exact values, and errors that name the cause."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ import pytest
 import torch
 from random_checkpoint import all_tensors
 
+from megatron_kernels.cpu.library import INT4, INT5, INT8
 from megatron_runtime.checkpoints import builtin
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
@@ -16,6 +18,8 @@ from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.checkpoints.source import ModelSourceError, StoredModel, resolve
 from megatron_runtime.models.config import UnsupportedModelError
+from megatron_runtime.models.decoder import FeedForward
+from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 from megatron_runtime.models.weights import load_weights
 
 HIDDEN, FEED, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 32
@@ -35,10 +39,14 @@ def write_gguf(
     *,
     architecture: str = "llama",
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     extra_tensor: str | None = None,
     left_out: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write a one-layer model and return the dequantized values of its matrices."""
+    """Write a one-layer model and return the dequantized values of its matrices.
+
+    kinds: GGML types of single matrices, instead of `kind`.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -55,9 +63,10 @@ def write_gguf(
     for name, shape in names.items():
         if name == left_out:
             continue
-        packed = gguf.quants.quantize(generator.standard_normal(shape, dtype=np.float32), kind)
-        values[name] = gguf.quants.dequantize(packed, kind)
-        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+        own = (kinds or {}).get(name, kind)
+        packed = gguf.quants.quantize(generator.standard_normal(shape, dtype=np.float32), own)
+        values[name] = gguf.quants.dequantize(packed, own)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=own)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
     writer.write_header_to_file()
@@ -80,6 +89,23 @@ def test_values_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None
         ("model.layers.0.mlp.down_proj", values["blk.0.ffn_down"]),
     ):
         assert np.array_equal(loaded[f"{name}.weight"].float().numpy(), theirs), name
+
+
+def test_matrices_of_different_types_stay_as_stored_in_one_layer(tmp_path: Path) -> None:
+    types = gguf.GGMLQuantizationType
+    kinds = {"blk.0.attn_v": types.Q8_0, "blk.0.ffn_up": types.Q5_1}
+    values = write_gguf(tmp_path / "m.gguf", kind=types.Q4_1, kinds=kinds)
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    weights = load_weights(checkpoint, torch.float32, linears=NativeLinears("int4"))
+    (layer,) = weights.layers
+    assert isinstance(layer.mlp, FeedForward)
+    gate_up, qkv = layer.mlp.gate_up_FD, layer.qkv_QD
+    assert isinstance(gate_up, NativeLinear)
+    assert isinstance(qkv, NativeLinear)
+    assert [matrix.format for matrix in gate_up.matrices] == [INT4, INT5]
+    assert [matrix.format for matrix in qkv.matrices] == [INT4, INT8]
+    assert np.array_equal(gate_up.dense(), np.concatenate([values["blk.0.ffn_gate"], values["blk.0.ffn_up"]]))
+    assert np.array_equal(qkv.dense()[-len(values["blk.0.attn_v"]) :], values["blk.0.attn_v"])
 
 
 def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None:
