@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
 import torch
+from scaling import PAGE, decode_plan
 
 from megatron_kernels.cpu.library import instruction_sets, library
-from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli.bench.report import machine
@@ -28,25 +27,8 @@ from megatron_runtime.models.layers.cpu import FORMATS, NativeLinears, select_nu
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 from megatron_runtime.models.weights import load_weights
 
-_PAGE = 16
 KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
 """Type of a checkpoint -> formats that keep its values."""
-
-
-def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
-    """Return a step of one token for each sequence, the last of its context."""
-    pages = -(-context // _PAGE)
-    tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
-    return StepPlan(
-        token_ids=np.random.default_rng(batch).integers(1, vocabulary, batch).astype(np.int32),
-        positions=np.full(batch, context - 1, dtype=np.int32),
-        query_lengths=np.ones(batch, dtype=np.int32),
-        context_lengths=np.full(batch, context, dtype=np.int32),
-        block_tables=tables,
-        slot_mapping=tables[:, -1].astype(np.int64) * _PAGE + (context - 1) % _PAGE,
-        needs_sample=np.ones(batch, dtype=bool),
-        sampling=SimpleNamespace(prompt_targets={}),  # type: ignore[arg-type]
-    )
 
 
 def load(model: str, names: list[str]) -> dict[tuple[str, str], NativeDecoder]:
@@ -72,8 +54,8 @@ def measure(
 ) -> dict[tuple[str, str, int], float]:
     """Return the seconds of the best step by format, instruction set and batch."""
     config = next(iter(decoders.values())).config
-    pages = max(batches) * -(-context // _PAGE)
-    shape = (config.num_layers, pages, _PAGE, 2 * config.num_kv_heads * config.head_dim)
+    pages = max(batches) * -(-context // PAGE)
+    shape = (config.num_layers, pages, PAGE, 2 * config.num_kv_heads * config.head_dim)
     caches = {dtype: torch.randn(shape).to(dtype) for dtype in {numbers.cache for numbers in FORMATS.values()}}
     plans = {batch: decode_plan(batch, context, config.vocab_size) for batch in batches}
     best: dict[tuple[str, str, int], float] = {}

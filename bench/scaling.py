@@ -33,7 +33,7 @@ from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.models.layers.cpu import select_numbers
 
-_PAGE = 16
+PAGE = 16
 _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600
 
 
@@ -69,9 +69,9 @@ class Bench:
         self.executor = CpuExecutor(
             source,
             dtype=dtype,
-            kv_cache_memory=(most_tokens + _PAGE) * self.token_bytes,
+            kv_cache_memory=(most_tokens + PAGE) * self.token_bytes,
             threads=threads,
-            page_size=_PAGE,
+            page_size=PAGE,
         )
         self.executor.load()
         self._written = 0
@@ -79,7 +79,7 @@ class Bench:
     @torch.inference_mode()
     def write_cache(self, tokens: int) -> None:
         """Write the pages of `tokens` tokens: reads of memory that was never written all hit one page of zeros."""
-        pages = -(-tokens // _PAGE)
+        pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
         if not self._written:
             cache_LPXE[:, :1].normal_()
@@ -90,7 +90,7 @@ class Bench:
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
         """Return the median time of a step for one token of each of `batch` sequences of `context` tokens."""
-        plan = _plan(batch, context, self.executor.vocab_size)
+        plan = decode_plan(batch, context, self.executor.vocab_size)
         taken = []
         for _ in range(steps + 1):
             begun = time.perf_counter()
@@ -105,8 +105,9 @@ def _rss_mib() -> float:
     return psutil.Process().memory_info().rss / (1 << 20)
 
 
-def _plan(batch: int, context: int, vocabulary: int) -> StepPlan:
-    pages = -(-context // _PAGE)
+def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
+    """Return a step of one token for each sequence, the last of its context."""
+    pages = -(-context // PAGE)
     tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
     return StepPlan(
         token_ids=np.random.default_rng(batch).integers(0, vocabulary, batch).astype(np.int32),
@@ -114,7 +115,7 @@ def _plan(batch: int, context: int, vocabulary: int) -> StepPlan:
         query_lengths=np.ones(batch, dtype=np.int32),
         context_lengths=np.full(batch, context, dtype=np.int32),
         block_tables=tables,
-        slot_mapping=tables[:, -1].astype(np.int64) * _PAGE + (context - 1) % _PAGE,
+        slot_mapping=tables[:, -1].astype(np.int64) * PAGE + (context - 1) % PAGE,
         needs_sample=np.ones(batch, dtype=bool),
         sampling=SimpleNamespace(prompt_targets={}),  # type: ignore[arg-type]
     )
@@ -255,11 +256,11 @@ def main(
     sizes = sorted(itertools.product(batches, contexts), key=lambda size: size[0] * size[1])
     sizes = [(batch, context) for batch, context in sizes if batch * context <= most_tokens]
     # One page more for each sequence, because a context may not be a multiple of a page.
-    capacity = max(batch * (context + _PAGE) for batch, context in sizes)
+    capacity = max(batch * (context + PAGE) for batch, context in sizes)
     bench = Bench(model, dtype=dtype, threads=threads, most_tokens=capacity)
     cells = []
     for batch, context in sizes:
-        bench.write_cache(batch * (context + _PAGE))
+        bench.write_cache(batch * (context + PAGE))
         bound = (bench.executor.weight_bytes + batch * context * bench.token_bytes) / bandwidth * 1000
         taken = bench.milliseconds(batch, context, steps=steps)
         memory = _rss_mib()

@@ -11,8 +11,8 @@ from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS
 from megatron_kernels.cpu.packing import pack
 from megatron_kernels.quantized import Q2_K, Q3_K, Q4_K, Q5_0, Q6_K
 from megatron_runtime.distributed.groups import Collectives
-from megatron_runtime.models.config import MoEConfig
-from megatron_runtime.models.decoder import DecoderModel, ExpertWeights, FeedForward
+from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, ExpertWeights, FeedForward
 from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
@@ -33,6 +33,18 @@ from .native_models import (
 
 MARGINS = {"bfloat16": 0.02, "int8": 0.05, "int4": 0.05}
 """Largest difference that the rounding of activations causes, relative to the largest logit."""
+
+
+def check_steps(config: ModelConfig, weights: DecoderWeights) -> None:
+    """Compare steps with those in torch of the same matrices, whose activations are not rounded."""
+    ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
+    assert isinstance(ours, NativeDecoder)
+    cache, reference_cache = caches(config)
+    sequences = Sequences(config)
+    for new in STEPS:
+        plan = sequences.plan(new)
+        expected = expected_logits(reference, plan, reference_cache)
+        assert (step(ours, plan, cache) - expected).abs().max() < MARGINS["int4"] * expected.abs().max()
 
 
 @torch.inference_mode()
@@ -87,14 +99,7 @@ def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: Mo
     ]
     layers = tuple(dataclasses.replace(layer, mlp=mlp) for layer, mlp in zip(weights.layers, mlps, strict=True))
     weights = dataclasses.replace(weights, layers=layers)
-    ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
-    assert isinstance(ours, NativeDecoder)
-    cache, reference_cache = caches(config)
-    sequences = Sequences(config)
-    for new in STEPS:
-        plan = sequences.plan(new)
-        expected = expected_logits(reference, plan, reference_cache)
-        assert (step(ours, plan, cache) - expected).abs().max() < MARGINS["int4"] * expected.abs().max()
+    check_steps(config, weights)
 
 
 @torch.inference_mode()
@@ -152,14 +157,7 @@ def test_queries_keys_and_values_in_different_formats(isa: str) -> None:
         queries_and_keys, values = pack(rows[:128], "int8"), pack(rows[128:], "int4")
         layers.append(dataclasses.replace(layer, qkv_QD=NativeLinear(queries_and_keys, values)))
     weights = dataclasses.replace(weights, layers=tuple(layers))
-    ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
-    assert isinstance(ours, NativeDecoder)
-    cache, reference_cache = caches(config)
-    sequences = Sequences(config)
-    for new in STEPS:
-        plan = sequences.plan(new)
-        expected = expected_logits(reference, plan, reference_cache)
-        assert (step(ours, plan, cache) - expected).abs().max() < MARGINS["int4"] * expected.abs().max()
+    check_steps(config, weights)
 
 
 class Doubled(Collectives):

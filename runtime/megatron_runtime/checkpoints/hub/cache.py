@@ -17,7 +17,7 @@ _HUB_DIRECTORY = "models--"
 
 
 class ModelInUseError(ValueError):
-    """A model cannot be removed now. The message has the process and the remedy."""
+    """A model cannot be removed now. The message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
