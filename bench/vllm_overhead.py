@@ -122,18 +122,32 @@ def model_directory(folder: Path, dtype: str) -> Path:
     return directory
 
 
-def idle_cpu_percent(server: Server) -> float:
-    """Return the CPU time of an idle server and its children, in percent of one CPU."""
+def process_name(process: psutil.Process) -> str:
+    """Return what a process of a server runs: the module of a Python program, or the title that vLLM sets."""
+    match process.cmdline():
+        case [title]:
+            return title
+        case [_, *arguments] if "-m" in arguments[:-1]:
+            return arguments[arguments.index("-m") + 1]
+    return process.name()
+
+
+def cpu_seconds(server: Server) -> dict[str, float]:
+    """Return the CPU time so far of each process of a server, by what it runs."""
     assert server.process is not None
     root = psutil.Process(server.process.pid)
-    processes = [root, *root.children(recursive=True)]
+    found: dict[str, float] = {}
+    for process in [root, *root.children(recursive=True)]:
+        name = process_name(process)
+        found[name] = found.get(name, 0.0) + sum(process.cpu_times()[:2])
+    return found
 
-    def seconds() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    before, begun = seconds(), time.perf_counter()
+def idle_cpu_percent(server: Server) -> float:
+    """Return the CPU time of an idle server and its children, in percent of one CPU."""
+    before, begun = sum(cpu_seconds(server).values()), time.perf_counter()
     time.sleep(_IDLE_SECONDS)  # the load of the other processes is what is measured
-    return 100 * (seconds() - before) / (time.perf_counter() - begun)
+    return 100 * (sum(cpu_seconds(server).values()) - before) / (time.perf_counter() - begun)
 
 
 def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
@@ -166,11 +180,25 @@ def installed() -> dict[str, str]:
     return versions
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one round measured of a server: its answers, and the CPU seconds of each of its processes."""
+
+    answers: Answers
+    cpu_seconds: Mapping[str, float]
+
+
+def cpu_us_per_token(rounds: Sequence[Loaded]) -> dict[str, int]:
+    """Return the CPU time of each process per generated token, in microseconds."""
+    tokens = sum(one.answers.tokens for one in rounds)
+    return {name: round(1e6 * sum(one.cpu_seconds[name] for one in rounds) / tokens) for name in rounds[0].cpu_seconds}
+
+
 def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
-) -> dict[str, dict[int, list[Answers]]]:
-    """Return the answers by server and number of clients, one entry per round."""
-    found: dict[str, dict[int, list[Answers]]] = {name: {} for name in servers}
+) -> dict[str, dict[int, list[Loaded]]]:
+    """Return what was measured by server and number of clients, one entry per round."""
+    found: dict[str, dict[int, list[Loaded]]] = {name: {} for name in servers}
     sizes = {
         1: (first_token_requests, 8),
         **{clients: (requests_each * clients, new_tokens) for clients in CONCURRENCY},
@@ -180,6 +208,7 @@ def measure_rounds(
             # Each server is the first one in every second round.
             for name in sorted(servers, reverse=number % 2 == 1):
                 server = servers[name]
+                before = cpu_seconds(server)
                 answers = measure(
                     clients,
                     url=server.url,
@@ -190,7 +219,8 @@ def measure_rounds(
                     new_tokens=tokens,
                     seed=number + 1,
                 )
-                found[name].setdefault(clients, []).append(answers)
+                spent = {process: seconds - before[process] for process, seconds in cpu_seconds(server).items()}
+                found[name].setdefault(clients, []).append(Loaded(answers, spent))
                 click.echo(
                     f"round {number + 1}, {clients:2} clients, {name:8}: {answers.tokens_per_second:7.1f} tokens/s"
                 )
@@ -237,7 +267,7 @@ def main(
         for server in servers.values():
             measure(32, url=server.url, model=server.model, **options)
         idle = {name: round(idle_cpu_percent(server), 1) for name, server in servers.items()}
-        answers = measure_rounds(
+        measured = measure_rounds(
             servers,
             rounds=rounds,
             requests_each=requests_each,
@@ -248,10 +278,17 @@ def main(
         for server in servers.values():
             server.close()
     tokens = {
-        clients: throughput(*([one.tokens_per_second for one in answers[name][clients]] for name in (OURS, VLLM)))
+        clients: throughput(
+            *([one.answers.tokens_per_second for one in measured[name][clients]] for name in (OURS, VLLM))
+        )
         for clients in CONCURRENCY
     }
-    first = first_token(*([second for one in answers[name][1] for second in one.first] for name in (OURS, VLLM)))
+    first = first_token(
+        *([second for one in measured[name][1] for second in one.answers.first] for name in (OURS, VLLM))
+    )
+    cpu = {
+        clients: {name: cpu_us_per_token(measured[name][clients]) for name in (OURS, VLLM)} for clients in CONCURRENCY
+    }
     for clients, row in tokens.items():
         click.echo(
             f"{clients} clients: {row[OURS]} and {row[VLLM]} tokens/s, ratio {row['ratio']} (goal {LEAST_RATIO})"
@@ -259,6 +296,9 @@ def main(
     for name in ("median", "p90"):
         row = first[name]
         click.echo(f"first token, {name}: {row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})")
+    for clients, row in cpu.items():
+        for name, processes in row.items():
+            click.echo(f"{clients} clients, {name}: CPU time per token, us: {processes}")
     click.echo(f"CPU time while idle, percent of one CPU: {idle}")
     if json_file is not None:
         document = {
@@ -279,9 +319,11 @@ def main(
             },
             "tokens_per_second": {str(clients): row for clients, row in tokens.items()},
             "first_token_ms": first,
+            "cpu_us_per_token": {str(clients): row for clients, row in cpu.items()},
             "idle_cpu_percent": idle,
             "retries": {
-                name: sum(one.retries for runs in found.values() for one in runs) for name, found in answers.items()
+                name: sum(one.answers.retries for runs in found.values() for one in runs)
+                for name, found in measured.items()
             },
         }
         json_file.write_text(json.dumps(document, indent=2).replace(f"{sys.prefix}/", "") + "\n")
