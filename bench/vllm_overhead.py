@@ -123,12 +123,13 @@ def model_directory(folder: Path, dtype: str) -> Path:
 
 
 def process_name(process: psutil.Process) -> str:
-    """Return what a process of a server runs: the module of a Python program, or the title that vLLM sets."""
+    """Return what a process of a server runs: a Python module with its command, or the title that vLLM sets."""
     match process.cmdline():
         case [title]:
             return title
-        case [_, *arguments] if "-m" in arguments[:-1]:
-            return arguments[arguments.index("-m") + 1]
+        case [_, "-m" | "-P", *rest] if rest:
+            module, command, *_ = (*(part for part in rest if part != "-m"), "-")
+            return f"{module} {command}" if command.isalpha() else module
     return process.name()
 
 
