@@ -15,8 +15,8 @@ constexpr int64_t SPLIT_KEYS = 512;
 constexpr int64_t PROMPT_ROWS = 96;
 // Bytes of inputs that stay in the L2 cache while panels use them, and of weights while row blocks use them.
 constexpr int64_t CACHED_BYTES = 384 << 10;
-constexpr int64_t LEAST_BLOCK_ROWS = 24;
-constexpr int64_t MOST_BLOCK_ROWS = 144;
+constexpr int64_t LEAST_BLOCK_ROWS = 32;
+constexpr int64_t MOST_BLOCK_ROWS = 192;
 // Panels of the gate that one work item multiplies.
 constexpr int64_t MOST_GATE_PANELS = 8;
 // Work items of a product per thread: enough for a thread that is delayed to leave its share to others.
