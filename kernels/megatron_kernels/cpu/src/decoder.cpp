@@ -93,7 +93,7 @@ void Decoder::plan(const Step& step, int64_t threads) {
   prepared_.reserve(std::max(rows, threads) * row_bytes_);
   const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
   const int64_t attention_floats =
-      2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + ATTENTION_BLOCK * (2 * model_.head_dim + 16);
+      2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + attention_scratch(attention_rows, model_.head_dim);
   const int64_t gate_floats = 2 * block_rows_ * MOST_GATE_PANELS * PANEL;
   scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries, feed_forward_}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);

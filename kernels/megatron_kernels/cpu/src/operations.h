@@ -52,7 +52,7 @@ struct Operations {
 
   // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK. Each row of `partial`
   // [groups][tokens][heads][head_dim + 16] is set to the sum of weighted values, the maximum of the scores and the sum of
-  // the weights. scratch: float [ATTENTION_BLOCK · (2 · head_dim + 16)].
+  // the weights. scratch: float [attention_scratch(rows, head_dim)], with all rows of the item.
   void (*attend)(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch);
   // Merge the partial results of a later range of keys into those of an earlier one.
   void (*merge)(const float* later, float* into, int64_t rows, int64_t head_dim);
@@ -64,6 +64,11 @@ struct Operations {
 constexpr int64_t ATTENTION_BLOCK = 64;
 // Floats of a row of partial results beyond its values.
 constexpr int64_t PARTIAL_EXTRA = 16;
+// Floats of the memory that attend() uses: a block of keys and of values, 16 rows of scores in float32 and in bfloat16, and
+// queries in bfloat16.
+constexpr int64_t attention_scratch(int64_t rows, int64_t head_dim) {
+  return ATTENTION_BLOCK * (2 * head_dim + 24) + rows * head_dim / 2;
+}
 
 // The table of this CPU's best instruction set, or of the one that MEGATRON_CPU_ISA names. Selected once.
 const Operations& operations();
