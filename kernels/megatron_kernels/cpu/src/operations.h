@@ -35,6 +35,8 @@ struct Operations {
   // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them. y: of the first
   // panel's outputs; `add`: y += . A row of y depends neither on the other rows nor on the range of panels.
   int64_t (*activation_bytes)(int64_t format, int64_t inputs);  // of one prepared row, a multiple of 64
+  // Bytes of a prepared row before an input, a multiple of 32. The inputs from there on may be prepared by themselves.
+  int64_t (*activation_offset)(int64_t format, int64_t input);
   void (*prepare)(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared);
   void (*multiply)(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
                    int64_t y_stride, bool add);
