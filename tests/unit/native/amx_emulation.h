@@ -42,17 +42,19 @@ inline float bfloat16(const uint8_t* x) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-// sums[row][column] += a[row] · b[column], of pairs.
+// sums[row][column] += a[row] · b[column], of pairs, whose first and second products are summed apart.
 inline void multiply_bfloat16(int sums, int a, int b) {
   for (int64_t row = 0; row < tiles.height(sums); ++row) {
     for (int64_t column = 0; column < tiles.width(sums) / 4; ++column) {
-      float sum;
+      float sum, first = 0.0f, second = 0.0f;
       std::memcpy(&sum, &tiles.data[sums][row][4 * column], 4);
       for (int64_t k = 0; k < tiles.width(a) / 4; ++k) {
         const uint8_t* x = &tiles.data[a][row][4 * k];
         const uint8_t* y = &tiles.data[b][k][4 * column];
-        sum += bfloat16(x) * bfloat16(y) + bfloat16(x + 2) * bfloat16(y + 2);
+        first = __builtin_fmaf(bfloat16(x), bfloat16(y), first);
+        second = __builtin_fmaf(bfloat16(x + 2), bfloat16(y + 2), second);
       }
+      sum += first + second;
       std::memcpy(&tiles.data[sums][row][4 * column], &sum, 4);
     }
   }

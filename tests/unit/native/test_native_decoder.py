@@ -103,11 +103,14 @@ def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: Mo
 
 
 @torch.inference_mode()
-def test_a_cache_in_bfloat16_differs_by_its_rounding(isa: str) -> None:
-    ours, reference = native(PLAIN, "float32")
-    cache, _ = caches(PLAIN, torch.bfloat16)
-    _, reference_cache = caches(PLAIN)
-    sequences = Sequences(PLAIN)
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+@pytest.mark.parametrize("traits", ["plain", "gemma"])
+def test_a_cache_in_bfloat16_differs_by_its_rounding(traits: str, head_dim: int, isa: str) -> None:
+    config = dataclasses.replace(PLAIN, head_dim=head_dim, **TRAITS[traits])
+    ours, reference = native(config, "float32")
+    cache, _ = caches(config, torch.bfloat16)
+    _, reference_cache = caches(config)
+    sequences = Sequences(config)
     for new in STEPS:
         plan = sequences.plan(new)
         expected = expected_logits(reference, plan, reference_cache)
@@ -115,26 +118,33 @@ def test_a_cache_in_bfloat16_differs_by_its_rounding(isa: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("cache_type", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("traits", ["plain", "gemma"])
-def test_keys_of_a_long_context_are_divided_among_threads(traits: str, isa: str) -> None:
-    config = dataclasses.replace(PLAIN, **TRAITS[traits])
+def test_keys_of_a_long_context_are_divided_among_threads(traits: str, cache_type: torch.dtype, isa: str) -> None:
+    config = dataclasses.replace(PLAIN, head_dim=32, **TRAITS[traits])
     ours, reference = native(config, "float32")
-    cache, reference_cache = caches(config, pages=320)
+    cache, reference_cache = caches(config, cache_type, pages=320)
     sequences = Sequences(config, count=2, pages=160)
     for new in ({0: 1500, 1: 3}, {0: 1, 1: 1}, {0: 1}, {0: 40, 1: 600}, {0: 1, 1: 1}):
         plan = sequences.plan(new)
-        torch.testing.assert_close(
-            step(ours, plan, cache), expected_logits(reference, plan, reference_cache), rtol=1e-4, atol=1e-4
-        )
+        expected = expected_logits(reference, plan, reference_cache)
+        margin = 1e-4 if cache_type is torch.float32 else 0.02
+        assert (step(ours, plan, cache) - expected).abs().max() < margin * expected.abs().max()
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "int4"])
-def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(format: str, isa: str) -> None:
-    models = [native(PLAIN, format)[0] for _ in range(3)]
-    cached = [caches(PLAIN, pages=192)[0] for _ in models]
-    others, alone, prompts = (Sequences(PLAIN, count=4, pages=48) for _ in models)
-    tokens = np.random.default_rng(1).integers(0, PLAIN.vocab_size, 701).astype(np.int32)
+@pytest.mark.parametrize(
+    ("format", "cache_type"),
+    [("float32", torch.float32), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16), ("int4", torch.bfloat16)],
+)
+def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(
+    format: str, cache_type: torch.dtype, isa: str
+) -> None:
+    config = dataclasses.replace(PLAIN, head_dim=32)
+    models = [native(config, format)[0] for _ in range(3)]
+    cached = [caches(config, cache_type, pages=192)[0] for _ in models]
+    others, alone, prompts = (Sequences(config, count=4, pages=48) for _ in models)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 701).astype(np.int32)
     for model, cache, sequences in zip(models[:2], cached, (others, alone), strict=False):
         plan = sequences.plan({0: 700})
         step(model, dataclasses.replace(plan, token_ids=tokens[:700]), cache)

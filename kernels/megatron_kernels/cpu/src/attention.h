@@ -155,77 +155,106 @@ inline void mask(float* scores, int64_t first, int64_t last) {
   }
 }
 
-// Turn the scores of a block into weights, and rescale a row's sums to the new maximum of its scores.
-inline void soften(float* scores, float* partial, int64_t head_dim) {
-  float& maximum = partial[head_dim];
-  float& weights = partial[head_dim + 1];
-  Floats top = load(scores);
-  for (int64_t i = LANES; i < ATTENTION_BLOCK; i += LANES) top = max(top, load(scores + i));
-  const float next = __builtin_fmaxf(maximum, largest(top));
-  if (next == -__builtin_inff()) {
-    for (int64_t i = 0; i < ATTENTION_BLOCK; i += LANES) store(scores + i, broadcast(0.0f));
-    return;
+// Rows whose weights are computed at once.
+constexpr int64_t MOST_SOFTENED = 16;
+
+// Turn the scores [rows][ATTENTION_BLOCK] of some rows from `row` on and a block from position `first` on into weights, and
+// rescale their sums in `partial` to the new maximum of their scores. Each step is done for all rows before the next one,
+// because the steps of a row wait for each other.
+inline void soften(const AttentionItem& item, int64_t row, int64_t rows, int64_t first, float* scores, float* partial) {
+  const int64_t head_dim = item.head_dim, stride = head_dim + PARTIAL_EXTRA;
+  float tops[MOST_SOFTENED];
+  Floats totals[MOST_SOFTENED];
+  for (int64_t r = 0; r < rows; ++r) {
+    float* at = scores + r * ATTENTION_BLOCK;
+    const int64_t position = item.position + (row + r) / item.heads - first, visible = position - item.window + 1;
+    if (visible > 0 || position < ATTENTION_BLOCK - 1) mask(at, visible, position);
+    Floats top = load(at);
+    for (int64_t i = LANES; i < ATTENTION_BLOCK; i += LANES) top = max(top, load(at + i));
+    tops[r] = largest(top);
   }
-  if (next > maximum) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* sums = partial + r * stride;
+    float& maximum = sums[head_dim];
+    if (tops[r] <= maximum) continue;
     float factors[LANES];
-    store(factors, exponential(broadcast(maximum - next)));
-    scale(partial, partial, head_dim, factors[0]);
-    weights *= factors[0];
-    maximum = next;
+    store(factors, exponential(broadcast(maximum - tops[r])));
+    scale(sums, sums, head_dim, factors[0]);
+    sums[head_dim + 1] *= factors[0];
+    maximum = tops[r];
   }
-  Floats total = broadcast(0.0f);
-  for (int64_t i = 0; i < ATTENTION_BLOCK; i += LANES) {
-    const Floats weight = exponential(load(scores + i) - broadcast(next));
-    total = total + weight;
-    store(scores + i, weight);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* at = scores + r * ATTENTION_BLOCK;
+    const float maximum = partial[r * stride + head_dim];
+    // All weights of a row without a visible position are 0.
+    const Floats top = broadcast(maximum == -__builtin_inff() ? 0.0f : maximum);
+    totals[r] = broadcast(0.0f);
+    for (int64_t i = 0; i < ATTENTION_BLOCK; i += LANES) {
+      const Floats weight = exponential(load(at + i) - top);
+      totals[r] = totals[r] + weight;
+      store(at + i, weight);
+    }
   }
-  weights += sum(total);
+  for (int64_t r = 0; r < rows; ++r) partial[r * stride + head_dim + 1] += sum(totals[r]);
 }
 
-// One block of positions from `first` on, `count` of them gathered, for the rows of one group.
-inline void attend_block(const AttentionItem& item, const float* queries, int64_t first, int64_t count, const Block& block,
-                         float* scores, float* partial) {
-  const int64_t head_dim = item.head_dim, rows = item.tokens * item.heads, stride = head_dim + PARTIAL_EXTRA;
-  const Ahead keys{block.next_rows, block.next_keys, block.bytes}, values{block.next_rows, block.next_values, block.bytes};
-  // Rows before this block attend to none of its positions.
-  for (int64_t row = first > item.position ? (first - item.position) * item.heads : 0; row < rows; row += TILE_ROWS) {
-    const int64_t some = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-    const float* queries_of[TILE_ROWS];
-    float* scores_of[TILE_ROWS];
-    float* sums_of[TILE_ROWS];
-    for (int64_t r = 0; r < some; ++r) {
-      queries_of[r] = queries + (row + r) / item.heads * item.query_stride + (row + r) % item.heads * head_dim;
-      scores_of[r] = scores + r * ATTENTION_BLOCK;
-      sums_of[r] = partial + (row + r) * stride;
-    }
-    if (block.is_bfloat16) {
-      product<false>(some, queries_of, BfloatPairs{block.gathered_keys}, ATTENTION_BLOCK, head_dim, scores_of, keys);
-    } else {
-      const FloatRows columns{block.gathered_keys, ATTENTION_BLOCK};
-      product<false>(some, queries_of, columns, ATTENTION_BLOCK, head_dim, scores_of, keys);
-    }
-    for (int64_t r = 0; r < some; ++r) {
-      const int64_t position = item.position + (row + r) / item.heads;
-      const int64_t visible = position - item.window + 1 - first;
-      if (visible > 0 || position - first < ATTENTION_BLOCK - 1) mask(scores_of[r], visible, position - first);
-      soften(scores_of[r], sums_of[r], head_dim);
-    }
-    if (block.gathered_values != nullptr) {
-      product<true>(some, scores_of, FloatRows{block.gathered_values, head_dim}, head_dim, count, sums_of, values);
-    } else if (block.is_bfloat16) {
-      product<true>(some, scores_of, CachedBfloats{block.rows, block.values}, head_dim, count, sums_of, values);
-    } else {
-      product<true>(some, scores_of, CachedFloats{block.rows, block.values}, head_dim, count, sums_of, values);
+// Computes blocks of positions by vectors. `scratch`: see Operations::attend().
+struct AttentionByVectors {
+  AttentionByVectors(const AttentionItem& given, float* scratch)
+      : item(given), rows(given.tokens * given.heads), keys(scratch), values(keys + ATTENTION_BLOCK * given.head_dim),
+        scores(values + ATTENTION_BLOCK * given.head_dim) {}
+
+  float* gathered_values() const { return rows > FEW_ROWS ? values : nullptr; }
+
+  // One block of positions from `first` on, `count` of them gathered, for the rows of one group.
+  void compute(int64_t group, int64_t first, int64_t count, const Block& block, float* partial) const {
+    const int64_t head_dim = item.head_dim, stride = head_dim + PARTIAL_EXTRA;
+    const float* queries = item.queries + group * item.heads * head_dim;
+    const Ahead next_keys{block.next_rows, block.next_keys, block.bytes};
+    const Ahead next_values{block.next_rows, block.next_values, block.bytes};
+    // Rows before this block attend to none of its positions.
+    for (int64_t row = first > item.position ? (first - item.position) * item.heads : 0; row < rows; row += TILE_ROWS) {
+      const int64_t some = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+      const float* queries_of[TILE_ROWS];
+      float* scores_of[TILE_ROWS];
+      float* sums_of[TILE_ROWS];
+      for (int64_t r = 0; r < some; ++r) {
+        queries_of[r] = queries + (row + r) / item.heads * item.query_stride + (row + r) % item.heads * head_dim;
+        scores_of[r] = scores + r * ATTENTION_BLOCK;
+        sums_of[r] = partial + (row + r) * stride;
+      }
+      if (block.is_bfloat16) {
+        const BfloatPairs columns{block.gathered_keys};
+        product<false>(some, queries_of, columns, ATTENTION_BLOCK, head_dim, scores_of, next_keys);
+      } else {
+        const FloatRows columns{block.gathered_keys, ATTENTION_BLOCK};
+        product<false>(some, queries_of, columns, ATTENTION_BLOCK, head_dim, scores_of, next_keys);
+      }
+      soften(item, row, some, first, scores, sums_of[0]);
+      if (block.gathered_values != nullptr) {
+        const FloatRows columns{block.gathered_values, head_dim};
+        product<true>(some, scores_of, columns, head_dim, count, sums_of, next_values);
+      } else if (block.is_bfloat16) {
+        product<true>(some, scores_of, CachedBfloats{block.rows, block.values}, head_dim, count, sums_of, next_values);
+      } else {
+        product<true>(some, scores_of, CachedFloats{block.rows, block.values}, head_dim, count, sums_of, next_values);
+      }
     }
   }
-}
 
-inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch) {
+  const AttentionItem& item;
+  const int64_t rows;
+  float* const keys;  // Block::gathered_keys
+  float* const values;
+  float* const scores;
+};
+
+#include "attention_amx.h"
+
+template <class Method>
+inline void attend_by(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch) {
   const int64_t head_dim = item.head_dim, rows = item.tokens * item.heads, stride = head_dim + PARTIAL_EXTRA;
   const int64_t bytes = head_dim * (item.cache.is_bfloat16 ? 2 : 4);
-  float* keys = scratch;
-  float* values = keys + ATTENTION_BLOCK * head_dim;
-  float* scores = values + ATTENTION_BLOCK * head_dim;
   for (int64_t row = 0; row < item.groups * rows; ++row) {
     float* at = partial + row * stride;
     for (int64_t c = 0; c < head_dim; c += LANES) store(at + c, broadcast(0.0f));
@@ -237,6 +266,7 @@ inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float*
   if (end > last + 1) end = last + 1;
   if (begin < first_visible) begin = first_visible / ATTENTION_BLOCK * ATTENTION_BLOCK;
   if (begin >= end) return;
+  Method method(item, scratch);
   Rows located[2];
   locate(item.cache, begin, end, located[0]);
   for (int64_t first = begin, number = 0; first < end; first += ATTENTION_BLOCK, number = 1 - number) {
@@ -248,12 +278,18 @@ inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float*
       const int64_t from = group * bytes, next = is_last_group ? 0 : from + bytes;
       const Rows& next_rows = located[is_last_group && !is_last ? 1 - number : number];
       const Block block{located[number], from, from + item.cache.values, bytes, next_rows, next, next + item.cache.values,
-                        item.cache.is_bfloat16 != 0, keys, rows > FEW_ROWS ? values : nullptr};
+                        item.cache.is_bfloat16 != 0, method.keys, method.gathered_values()};
       gather(block, head_dim, count);
-      const float* queries = item.queries + group * item.heads * head_dim;
-      attend_block(item, queries, first, count, block, scores, partial + group * rows * stride);
+      method.compute(group, first, count, block, partial + group * rows * stride);
     }
   }
+}
+
+inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch) {
+#if defined(__AMX_TILE__)
+  if (attends_by_tiles(item)) return attend_by<AttentionByTiles>(item, begin, end, partial, scratch);
+#endif
+  attend_by<AttentionByVectors>(item, begin, end, partial, scratch);
 }
 
 inline void merge(const float* later, float* into, int64_t rows, int64_t head_dim) {

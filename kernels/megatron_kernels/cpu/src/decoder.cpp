@@ -13,10 +13,11 @@ namespace {
 constexpr int64_t SPLIT_KEYS = 512;
 // Rows of a group (tokens · heads) that share one gather of keys and values in a prompt.
 constexpr int64_t PROMPT_ROWS = 96;
-// Bytes of inputs that stay in the L2 cache while panels use them, and of weights while row blocks use them.
-constexpr int64_t CACHED_BYTES = 384 << 10;
-constexpr int64_t LEAST_BLOCK_ROWS = 24;
-constexpr int64_t MOST_BLOCK_ROWS = 144;
+// Bytes of inputs that stay in the L2 cache while panels use them.
+constexpr int64_t CACHED_BYTES = 1 << 20;
+// Rows of a block are a multiple of the first one: they fill the tiles of all instruction sets.
+constexpr int64_t LEAST_BLOCK_ROWS = 32;
+constexpr int64_t MOST_BLOCK_ROWS = 256;
 // Panels of the gate that one work item multiplies.
 constexpr int64_t MOST_GATE_PANELS = 8;
 // Work items of a product per thread: enough for a thread that is delayed to leave its share to others.
@@ -28,13 +29,9 @@ constexpr int64_t LEAST_PANELS = 2;
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Panels that one work item multiplies.
-int64_t panels_of_part(const Matrix& matrix, int64_t panels, int64_t blocks, int64_t threads) {
-  if (blocks > 1) {
-    const int64_t bytes = std::max<int64_t>(1, matrix.inputs * PANEL * (matrix.format == FLOAT32 ? 4 : 2));
-    return std::clamp(CACHED_BYTES / bytes, LEAST_PANELS, std::max(LEAST_PANELS, panels / threads));
-  }
-  return std::max(LEAST_PANELS, divide_up(panels, threads * PARTS_PER_THREAD));
+// Panels that one work item multiplies: an even number, or the last one.
+int64_t panels_of_part(int64_t panels, int64_t threads) {
+  return divide_up(divide_up(panels, threads * PARTS_PER_THREAD), LEAST_PANELS) * LEAST_PANELS;
 }
 
 }  // namespace
@@ -51,7 +48,6 @@ Decoder::Decoder(const Model& model)
     measure(layer.output);
     measure(layer.gate[0]);
     measure(layer.down[0]);
-    feed_forward_ = std::max(feed_forward_, layer.down[0].inputs);
   }
   if (model_.head.panels != nullptr) measure(model_.head);
   block_rows_ = std::clamp(CACHED_BYTES / std::max<int64_t>(64, row_bytes_), LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS);
@@ -76,10 +72,11 @@ void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end
   });
 }
 
+// Divide rows into blocks of about the same size.
 void Decoder::split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert, int64_t first) const {
-  for (int64_t at = 0; at < rows; at += block_rows_) {
-    blocks.push_back({expert, first + at, std::min(block_rows_, rows - at)});
-  }
+  const int64_t count = std::max<int64_t>(1, divide_up(rows, block_rows_));
+  const int64_t size = divide_up(divide_up(rows, count), LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS;
+  for (int64_t at = 0; at < rows; at += size) blocks.push_back({expert, first + at, std::min(size, rows - at)});
 }
 
 // Provide the memory of a step and divide its work.
@@ -88,14 +85,14 @@ void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t queries = model_.heads * model_.head_dim;
   qkv_.reserve(step.tokens * (queries + 2 * model_.kv_heads * model_.head_dim));
   attended_.reserve(step.tokens * queries);
-  gated_.reserve(step.tokens * feed_forward_);
+  gated_.reserve(step.tokens * row_bytes_);
   added_.reserve(rows * model_.hidden);
   prepared_.reserve(std::max(rows, threads) * row_bytes_);
   const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
   const int64_t attention_floats =
-      2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + ATTENTION_BLOCK * (2 * model_.head_dim + 16);
+      2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + attention_scratch(attention_rows, model_.head_dim);
   const int64_t gate_floats = 2 * block_rows_ * MOST_GATE_PANELS * PANEL;
-  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries, feed_forward_}), 16) * 16;
+  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
   token_blocks_.clear();
   logit_blocks_.clear();
@@ -110,7 +107,7 @@ void Decoder::plan(const Step& step, int64_t threads) {
 // Provide the memory of a mixture of so many tokens.
 void Decoder::plan_mixture(int64_t tokens) {
   const int64_t choices = tokens * model_.routed_per_token;
-  gated_.reserve(choices * feed_forward_);
+  gated_.reserve(choices * row_bytes_);
   added_.reserve(choices * model_.hidden);
   prepared_.reserve(choices * row_bytes_);
   chosen_.resize(choices);
@@ -182,7 +179,8 @@ void Decoder::attention(Worker& worker, const Step& step, int64_t number) {
   worker.share(step.tokens, [&](int64_t token) { append(step, number, token); });
   worker.share(static_cast<int64_t>(attention_work_.size()),
                [&](int64_t i) { attend(step, number, worker.number(), attention_work_[i]); });
-  add_output(worker, step, layer.output, attended_.get(), layer.attention_output_norm);
+  const Prepared attended = prepare(worker, layer.output, attended_.get(), nullptr, step.tokens);
+  add_output(worker, step, layer.output, attended, layer.attention_output_norm);
 }
 
 // Complete a token's queries, keys and values, and write keys and values to the cache.
@@ -259,8 +257,7 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
 
 void Decoder::feed_forward(Worker& worker, const Step& step, const Layer& layer) {
   const Prepared x = prepare(worker, layer.gate[0], step.x, layer.mlp_norm, step.tokens);
-  gated(worker, layer, token_blocks_, x);
-  add_output(worker, step, layer.down[0], gated_.get(), layer.mlp_output_norm);
+  add_output(worker, step, layer.down[0], gated(worker, layer, token_blocks_, x), layer.mlp_output_norm);
 }
 
 // Each token's experts compute in one product for all tokens of an expert (Shazeer et al. 2017, arXiv:1701.06538), without
@@ -279,8 +276,7 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   worker.barrier();
   const int64_t rows = static_cast<int64_t>(token_of_row_.size());
   const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data());
-  gated(worker, layer, expert_blocks_, x);
-  product(worker, layer.down, expert_blocks_, prepare(worker, layer.down[0], gated_.get(), nullptr, rows), added_.get(), hidden, false);
+  product(worker, layer.down, expert_blocks_, gated(worker, layer, expert_blocks_, x), added_.get(), hidden, false);
   worker.share(tokens, [&](int64_t token) {
     float* total = scratch(worker.number());
     std::fill_n(total, hidden, 0.0f);
@@ -361,9 +357,8 @@ void Decoder::add_sums(ThreadPool& pool, const Step& step, int64_t phase) {
   });
 }
 
-// x += (norm of) source · matrix
-void Decoder::add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm) {
-  const Prepared inputs = prepare(worker, matrix, source, nullptr, step.tokens);
+// x += (norm of) inputs · matrix
+void Decoder::add_output(Worker& worker, const Step& step, const Matrix& matrix, Prepared inputs, const float* norm) {
   if (step.sums != nullptr) {
     product(worker, &matrix, token_blocks_, inputs, step.sums, model_.hidden, false);
   } else if (norm == nullptr) {
@@ -381,34 +376,36 @@ void Decoder::add_output(Worker& worker, const Step& step, const Matrix& matrix,
 // y = (y +) x · matrix for the rows of each block and the matrix of its expert.
 void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
                       int64_t y_stride, bool add) {
-  const int64_t panels = matrices[0].outputs / PANEL, count = static_cast<int64_t>(blocks.size());
-  const int64_t size = panels_of_part(matrices[0], panels, count, worker.threads()), parts = divide_up(panels, size);
-  worker.share(parts * count, [&](int64_t part) {
-    const RowBlock& block = blocks[part % count];
-    const int64_t first = part / count * size, end = std::min(panels, first + size);
+  const int64_t panels = matrices[0].outputs / PANEL, size = panels_of_part(panels, worker.threads());
+  const int64_t parts = divide_up(panels, size);
+  worker.share(parts * static_cast<int64_t>(blocks.size()), [&](int64_t part) {
+    const RowBlock& block = blocks[part / parts];
+    const int64_t first = part % parts * size, end = std::min(panels, first + size);
     operations_.multiply(matrices[block.expert], first, end, x.rows + block.first * x.row_bytes, block.rows,
                          y + block.first * y_stride + first * PANEL, y_stride, add);
   });
 }
 
-// gated = activation(x · gate) · (x · up)
-void Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x) {
-  const int64_t width = layer.gate[0].outputs, panels = width / PANEL, count = static_cast<int64_t>(blocks.size());
-  const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(layer.gate[0], panels, count, worker.threads()));
-  const int64_t parts = divide_up(panels, size);
-  worker.share(parts * count, [&](int64_t part) {
-    const RowBlock& block = blocks[part % count];
-    const int64_t first = part / count * size, end = std::min(panels, first + size), outputs = (end - first) * PANEL;
+// activation(x · gate) · (x · up), in the format of `down`. Returns its rows.
+Prepared Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x) {
+  const Matrix& down = layer.down[0];
+  const int64_t bytes = operations_.activation_bytes(down.format, down.inputs), panels = layer.gate[0].outputs / PANEL;
+  const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(panels, worker.threads())), parts = divide_up(panels, size);
+  worker.share(parts * static_cast<int64_t>(blocks.size()), [&](int64_t part) {
+    const RowBlock& block = blocks[part / parts];
+    const int64_t first = part % parts * size, end = std::min(panels, first + size), outputs = (end - first) * PANEL;
     const uint8_t* rows = x.rows + block.first * x.row_bytes;
+    uint8_t* to = gated_.get() + block.first * bytes + operations_.activation_offset(down.format, first * PANEL);
     float* gate = scratch(worker.number());
     float* up = gate + block.rows * outputs;
     operations_.multiply(layer.gate[block.expert], first, end, rows, block.rows, gate, outputs, false);
     operations_.multiply(layer.up[block.expert], first, end, rows, block.rows, up, outputs, false);
-    for (int64_t row = 0; row < block.rows; ++row) {
-      operations_.gate(model_.activation, gate + row * outputs, up + row * outputs,
-                       gated_.get() + (block.first + row) * width + first * PANEL, outputs);
+    for (int64_t row = 0; row < block.rows; ++row, gate += outputs, up += outputs, to += bytes) {
+      operations_.gate(model_.activation, gate, up, gate, outputs);
+      operations_.prepare(down.format, gate, outputs, 1, outputs, to);
     }
   });
+  return {gated_.get(), bytes};
 }
 
 // Normalise rows of x unless norm is null, and bring them into the format of a matrix. rows_of: rows of x, in their order;

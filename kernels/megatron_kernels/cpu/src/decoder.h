@@ -91,8 +91,8 @@ class Decoder {
   void route(const Layer& layer, const float* x, int64_t token);
   void group_by_expert(int64_t tokens, int64_t held);
   void logits(Worker& worker, const Step& step);
-  void add_output(Worker& worker, const Step& step, const Matrix& matrix, const float* source, const float* norm);
-  void gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x);
+  void add_output(Worker& worker, const Step& step, const Matrix& matrix, Prepared inputs, const float* norm);
+  Prepared gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x);
   void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
                int64_t y_stride, bool add);
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
@@ -105,7 +105,6 @@ class Decoder {
   const Operations& operations_;
   int64_t row_bytes_ = 0;     // most of a prepared row
   int64_t block_rows_ = 0;    // most of a row block
-  int64_t feed_forward_ = 0;  // most of a layer
   int64_t group_ = 1;         // query heads that share keys and values
   int64_t prompt_tokens_ = 1;  // of a prompt that one work item computes
 
@@ -114,8 +113,8 @@ class Decoder {
   std::unique_ptr<Split[]> splits_;
   int64_t num_splits_ = 0;
   int64_t scratch_stride_ = 0;
-  Buffer<float> qkv_, attended_, gated_, added_, partials_, scratch_;
-  Buffer<uint8_t> prepared_;
+  Buffer<float> qkv_, attended_, added_, partials_, scratch_;
+  Buffer<uint8_t> prepared_, gated_;
 
   // Of a mixture: the choices [tokens][routed_per_token] in the order of experts, their shares and their rows among all
   // choices in the order of experts, -1 if another rank has the expert; and the token of each such row.

@@ -22,6 +22,18 @@ inline int64_t activation_bytes(int64_t format, int64_t inputs) {
   }
 }
 
+inline int64_t activation_offset(int64_t format, int64_t input) {
+  switch (format) {
+    case FLOAT32:
+    case FLOAT16:
+      return input * Float32Weights::INPUT_BYTES;
+    case BFLOAT16:
+      return input * Bfloat16Weights::INPUT_BYTES;
+    default:
+      return IntegerWeights::row_bytes(input);
+  }
+}
+
 inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared) {
   const int64_t bytes = activation_bytes(format, inputs);
   for (; rows > 0; --rows, x += x_stride, prepared += bytes) {

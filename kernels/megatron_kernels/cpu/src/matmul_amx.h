@@ -1,11 +1,15 @@
 // Products of bfloat16 by the tiles of AMX, which hold 16 rows of 64 bytes. They read panels as all other instruction sets do:
 // a tile of weights is 16 pairs of inputs of 16 outputs. Integers are multiplied by VNNI: each block of 32 inputs has a scale,
 // and the sums of a tile pass through memory to be scaled, which takes longer than the products of VNNI.
+//
+// Every number of rows uses tiles, because their sums have an order of their own. Tiles 0 … 3 hold the sums: of up to 16 rows
+// and four panels, or of up to 32 rows and two panels.
 
 #if defined(__AMX_TILE__)
 
-// Rows of one tile.
+// Rows of one tile, and inputs of one tile of bfloat16.
 constexpr int64_t TILE_HEIGHT = 16;
+constexpr int64_t TILE_INPUTS = 32;
 
 // The shapes of the tiles, as LDTILECFG reads them.
 struct alignas(64) TileShapes {
@@ -15,66 +19,140 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t height, int64_t bytes) {
+  void set(int tile, int64_t height) {
     rows[tile] = static_cast<uint8_t>(height);
-    row_bytes[tile] = static_cast<uint16_t>(bytes);
+    row_bytes[tile] = 64;
   }
 };
 
-// y = (y +) the sums of one tile, [rows][16].
-inline void store_tile(const float (&sums)[TILE_HEIGHT][PANEL], int64_t rows, float* y, int64_t y_stride, bool add) {
-  for (int64_t r = 0; r < rows; ++r, y += y_stride) store(y, add ? load(y) + load(sums[r]) : load(sums[r]));
+// y = (y +) x · panels
+struct TileProduct {
+  int64_t inputs;
+  const uint8_t* x;
+  int64_t x_stride;  // bytes
+  const uint8_t* weights;
+  int64_t panel_bytes;
+  int64_t panels;
+  float* y;
+  int64_t y_stride;  // bytes
+  bool add;
+};
+
+// Up to 16 rows and four panels. Tile 4: activations; 6, 7: weights.
+inline void multiply_four_panels(const TileProduct& product) {
+  const auto& [inputs, x, x_stride, weights, panel_bytes, panels, y, y_stride, add] = product;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (add) {
+    _tile_loadd(0, y, y_stride);
+    if (panels > 1) _tile_loadd(1, y + PANEL, y_stride);
+    if (panels > 2) _tile_loadd(2, y + 2 * PANEL, y_stride);
+    if (panels > 3) _tile_loadd(3, y + 3 * PANEL, y_stride);
+  }
+  for (int64_t k = 0; k < inputs; k += TILE_INPUTS) {
+    const uint8_t* at = weights + k * PANEL * 2;
+    _tile_loadd(4, x + k * 2, x_stride);
+    _tile_loadd(6, at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (panels > 1) {
+      _tile_loadd(7, at + panel_bytes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (panels > 2) {
+      _tile_loadd(6, at + 2 * panel_bytes, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if (panels > 3) {
+      _tile_loadd(7, at + 3 * panel_bytes, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, y, y_stride);
+  if (panels > 1) _tile_stored(1, y + PANEL, y_stride);
+  if (panels > 2) _tile_stored(2, y + 2 * PANEL, y_stride);
+  if (panels > 3) _tile_stored(3, y + 3 * PANEL, y_stride);
 }
 
-// bfloat16: up to 32 rows and two panels. All numbers of rows use tiles, whose sums have an order of their own.
-// Tiles 0 … 3: sums [row tile][panel]; 4, 5: activations; 6, 7: weights.
+// 17 to 32 rows and up to two panels. Tiles 4, 5: activations; 6, 7: weights. `prefetch`: request the next two panels.
+inline void multiply_two_panels(const TileProduct& product, bool prefetch) {
+  const auto& [inputs, x, x_stride, weights, panel_bytes, panels, y, y_stride, add] = product;
+  const uint8_t* lower_x = x + TILE_HEIGHT * x_stride;
+  float* lower_y = y + TILE_HEIGHT * y_stride / static_cast<int64_t>(sizeof(float));
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (add) {
+    _tile_loadd(0, y, y_stride);
+    _tile_loadd(2, lower_y, y_stride);
+    if (panels > 1) {
+      _tile_loadd(1, y + PANEL, y_stride);
+      _tile_loadd(3, lower_y + PANEL, y_stride);
+    }
+  }
+  for (int64_t k = 0; k < inputs; k += TILE_INPUTS) {
+    const uint8_t* at = weights + k * PANEL * 2;
+    for (int64_t line = 0; prefetch && line < TILE_INPUTS * PANEL * 2; line += 64) {
+      __builtin_prefetch(at + 2 * panel_bytes + line, 0, 2);
+      __builtin_prefetch(at + 3 * panel_bytes + line, 0, 2);
+    }
+    _tile_loadd(4, x + k * 2, x_stride);
+    _tile_loadd(6, at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, lower_x + k * 2, x_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if (panels > 1) {
+      _tile_loadd(7, at + panel_bytes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, y, y_stride);
+  _tile_stored(2, lower_y, y_stride);
+  if (panels > 1) {
+    _tile_stored(1, y + PANEL, y_stride);
+    _tile_stored(3, lower_y + PANEL, y_stride);
+  }
+}
+
+// Configure the tiles: 6 and 7 whole, the others for at most 32 rows, of which 2, 3 and 5 hold those beyond 16.
+inline void configure_tiles(int64_t rows) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, TILE_HEIGHT);
+  if (rows <= TILE_HEIGHT) {
+    for (int tile = 0; tile < 6; ++tile) shapes.set(tile, rows);
+  } else {
+    shapes.set(2, rows - TILE_HEIGHT);
+    shapes.set(3, rows - TILE_HEIGHT);
+    shapes.set(5, rows - TILE_HEIGHT);
+  }
+  // The compiler assumes that the instruction reads eight bytes.
+  asm volatile("" ::"r"(&shapes) : "memory");
+  _tile_loadconfig(&shapes);
+}
+
 inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows,
                                     float* y, int64_t y_stride, bool add) {
-  constexpr int64_t INPUTS = 32;
+  constexpr int64_t BLOCK_ROWS = 2 * TILE_HEIGHT;
   const int64_t panel_bytes = Bfloat16Weights::panel_bytes(matrix.inputs);
-  const int64_t row_bytes = Bfloat16Weights::row_bytes(matrix.inputs);
-  for (int64_t panel = first; panel < end; panel += 2, y += 2 * PANEL) {
-    const uint8_t* weights = matrix.panels + panel * panel_bytes;
-    const bool both_panels = panel + 1 < end;
-    for (int64_t row = 0; row < rows; row += 2 * TILE_HEIGHT) {
-      const int64_t upper = rows - row < TILE_HEIGHT ? rows - row : TILE_HEIGHT;
-      const int64_t rest = rows - row - upper, lower = rest < TILE_HEIGHT ? rest : TILE_HEIGHT;
-      TileShapes shapes;
-      for (int i = 0; i < 2; ++i) {
-        shapes.set(i, upper, 64);
-        shapes.set(2 + i, lower > 0 ? lower : 1, 64);
-        shapes.set(4 + i, i == 0 ? upper : lower > 0 ? lower : 1, 64);
-        shapes.set(6 + i, 16, 64);
-      }
-      _tile_loadconfig(&shapes);
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      const uint8_t* x = prepared + row * row_bytes;
-      for (int64_t k = 0; k < matrix.inputs; k += INPUTS) {
-        _tile_loadd(4, x + k * 2, row_bytes);
-        _tile_loadd(6, weights + k * PANEL * 2, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (both_panels) {
-          _tile_loadd(7, weights + panel_bytes + k * PANEL * 2, 64);
-          _tile_dpbf16ps(1, 4, 7);
+  const int64_t row_bytes = Bfloat16Weights::row_bytes(matrix.inputs), y_bytes = y_stride * static_cast<int64_t>(sizeof(float));
+  // Whole blocks of rows first, so that the tiles are configured twice at most.
+  for (int64_t row = 0, count; row < rows; row += count) {
+    count = rows - row < BLOCK_ROWS ? rows - row : (rows - row) / BLOCK_ROWS * BLOCK_ROWS;
+    const int64_t width = count <= TILE_HEIGHT ? 4 : 2;
+    configure_tiles(count < BLOCK_ROWS ? count : BLOCK_ROWS);
+    for (int64_t panel = first; panel < end; panel += width) {
+      const int64_t panels = end - panel < width ? end - panel : width;
+      for (int64_t at = row; at < row + count; at += BLOCK_ROWS) {
+        const TileProduct product{matrix.inputs, prepared + at * row_bytes, row_bytes, matrix.panels + panel * panel_bytes,
+                                  panel_bytes, panels, y + at * y_stride + (panel - first) * PANEL, y_bytes, add};
+        if (count <= TILE_HEIGHT) {
+          multiply_four_panels(product);
+        } else {
+          multiply_two_panels(product, at == row);
         }
-        if (lower > 0) {
-          _tile_loadd(5, x + TILE_HEIGHT * row_bytes + k * 2, row_bytes);
-          _tile_dpbf16ps(2, 5, 6);
-          if (both_panels) _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      alignas(64) float sums[4][TILE_HEIGHT][PANEL];
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      for (int i = 0; i < (both_panels ? 2 : 1); ++i) {
-        float* at = y + row * y_stride + i * PANEL;
-        store_tile(sums[i], upper, at, y_stride, add);
-        store_tile(sums[2 + i], lower, at + TILE_HEIGHT * y_stride, y_stride, add);
       }
     }
   }

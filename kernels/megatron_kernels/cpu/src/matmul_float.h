@@ -26,7 +26,8 @@ struct FloatWeights {
   using Few = FloatFew;
   using Many = FloatMany;
 
-  static int64_t row_bytes(int64_t inputs) { return (inputs * 4 + 63) / 64 * 64; }
+  static constexpr int64_t INPUT_BYTES = 4;  // of a prepared row
+  static int64_t row_bytes(int64_t inputs) { return (inputs * INPUT_BYTES + 63) / 64 * 64; }
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
@@ -69,7 +70,9 @@ struct Bfloat16Weights {
   using Many = FloatMany;
 
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
-  static int64_t row_bytes(int64_t inputs) { return (inputs * 2 + 63) / 64 * 64; }
+  // An odd number of cache lines, so that the same inputs of all rows do not share a set of the cache.
+  static constexpr int64_t INPUT_BYTES = 2;
+  static int64_t row_bytes(int64_t inputs) { return (inputs * INPUT_BYTES + 63) / 64 * 64 | 64; }
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],

@@ -35,6 +35,8 @@ struct Operations {
   // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them. y: of the first
   // panel's outputs; `add`: y += . A row of y depends neither on the other rows nor on the range of panels.
   int64_t (*activation_bytes)(int64_t format, int64_t inputs);  // of one prepared row, a multiple of 64
+  // Bytes of a prepared row before an input, a multiple of 32. The inputs from there on may be prepared by themselves.
+  int64_t (*activation_offset)(int64_t format, int64_t input);
   void (*prepare)(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared);
   void (*multiply)(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
                    int64_t y_stride, bool add);
@@ -52,7 +54,7 @@ struct Operations {
 
   // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK. Each row of `partial`
   // [groups][tokens][heads][head_dim + 16] is set to the sum of weighted values, the maximum of the scores and the sum of
-  // the weights. scratch: float [ATTENTION_BLOCK · (2 · head_dim + 16)].
+  // the weights. scratch: float [attention_scratch(rows, head_dim)], with all rows of the item.
   void (*attend)(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch);
   // Merge the partial results of a later range of keys into those of an earlier one.
   void (*merge)(const float* later, float* into, int64_t rows, int64_t head_dim);
@@ -64,6 +66,11 @@ struct Operations {
 constexpr int64_t ATTENTION_BLOCK = 64;
 // Floats of a row of partial results beyond its values.
 constexpr int64_t PARTIAL_EXTRA = 16;
+// Floats of the memory that attend() uses: a block of keys and of values, 16 rows of scores in float32 and in bfloat16, and
+// queries in bfloat16.
+constexpr int64_t attention_scratch(int64_t rows, int64_t head_dim) {
+  return ATTENTION_BLOCK * (2 * head_dim + 24) + rows * head_dim / 2;
+}
 
 // The table of this CPU's best instruction set, or of the one that MEGATRON_CPU_ISA names. Selected once.
 const Operations& operations();

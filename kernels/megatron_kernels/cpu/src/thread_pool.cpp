@@ -37,7 +37,7 @@ void Worker::barrier() {
   const uint32_t generation = pool_.generation_.value.load(std::memory_order_relaxed);
   if (pool_.arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == pool_.threads_) {
     // No thread takes parts between the last arrival and the next generation.
-    pool_.next_part_.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < pool_.threads_; ++i) pool_.taken_[i].parts.store(0, std::memory_order_relaxed);
     pool_.arrived_.value.store(0, std::memory_order_relaxed);
     pool_.generation_.value.store(generation + 1, std::memory_order_release);
     pool_.generation_.value.notify_all();
@@ -46,7 +46,7 @@ void Worker::barrier() {
   }
 }
 
-ThreadPool::ThreadPool(int64_t threads) : threads_(threads) {
+ThreadPool::ThreadPool(int64_t threads) : threads_(threads), taken_(std::make_unique<Taken[]>(threads)) {
   for (int64_t number = 1; number < threads; ++number) others_.emplace_back([this, number] { serve(number); });
 }
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,8 +23,9 @@ class Worker {
   // Wait until every thread has arrived.
   void barrier();
 
-  // Call run(part) for each of `parts` parts, which the threads of the pool share as they become free: a fixed share would
-  // wait for the slowest core. Returns when all parts are done. Every thread must call it.
+  // Call run(part) for each of `parts` parts. A thread takes the parts of its own range in their order, so that consecutive
+  // phases over the same rows find them in its cache, then parts of the other ranges: fixed shares would wait for the slowest
+  // core. Returns when all parts are done. Every thread must call it.
   template <typename Run>
   void share(int64_t parts, Run run);
 
@@ -69,13 +71,22 @@ class ThreadPool {
   Word jobs_;        // number of jobs so far
   Word arrived_;     // threads at the barrier
   Word generation_;  // barriers so far
-  alignas(64) std::atomic<int64_t> next_part_{0};
+  // Parts that were taken of each thread's range, in a cache line of its own.
+  struct alignas(64) Taken {
+    std::atomic<int64_t> parts{0};
+  };
+  const std::unique_ptr<Taken[]> taken_;
   std::vector<std::thread> others_;
 };
 
 template <typename Run>
 void Worker::share(int64_t parts, Run run) {
-  for (int64_t part; (part = pool_.next_part_.fetch_add(1, std::memory_order_relaxed)) < parts;) run(part);
+  const int64_t threads = pool_.threads_;
+  for (int64_t i = 0; i < threads; ++i) {
+    const int64_t range = (number_ + i) % threads, begin = parts * range / threads, end = parts * (range + 1) / threads;
+    std::atomic<int64_t>& taken = pool_.taken_[range].parts;
+    for (int64_t part; (part = begin + taken.fetch_add(1, std::memory_order_relaxed)) < end;) run(part);
+  }
   barrier();
 }
 

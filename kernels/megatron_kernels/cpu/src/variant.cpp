@@ -51,6 +51,7 @@ namespace {
 extern const Operations OPERATIONS = {
     MEGATRON_STRING(MEGATRON_VARIANT),
     activation_bytes,
+    activation_offset,
     prepare,
     multiply,
     unpack_row,
