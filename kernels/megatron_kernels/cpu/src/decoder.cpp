@@ -44,7 +44,9 @@ Decoder::Decoder(const Model& model)
   group_ = model_.heads / model_.kv_heads;
   prompt_tokens_ = std::max<int64_t>(1, PROMPT_ROWS / group_);
   const auto measure = [this](const Matrix& matrix) {
-    row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(matrix.format, matrix.inputs));
+    for (const int64_t format : {matrix.format, operations_.activation_format(matrix, MOST_BLOCK_ROWS)}) {
+      row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(format, matrix.inputs));
+    }
   };
   for (const Layer& layer : layers_) {
     for (int64_t i = 0; i < layer.num_qkv; ++i) measure(layer.qkv[i]);
@@ -278,9 +280,10 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
   const int64_t rows = static_cast<int64_t>(token_of_row_.size());
-  const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data());
+  const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data(), layer.num_experts);
   gated(worker, layer, expert_blocks_, x);
-  product(worker, layer.down, expert_blocks_, prepare(worker, layer.down[0], gated_.get(), nullptr, rows), added_.get(), hidden, false);
+  const Prepared y = prepare(worker, layer.down[0], gated_.get(), nullptr, rows, nullptr, layer.num_experts);
+  product(worker, layer.down, expert_blocks_, y, added_.get(), hidden, false);
   worker.share(tokens, [&](int64_t token) {
     float* total = scratch(worker.number());
     std::fill_n(total, hidden, 0.0f);
@@ -386,7 +389,7 @@ void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<
   worker.share(parts * count, [&](int64_t part) {
     const RowBlock& block = blocks[part % count];
     const int64_t first = part / count * size, end = std::min(panels, first + size);
-    operations_.multiply(matrices[block.expert], first, end, x.rows + block.first * x.row_bytes, block.rows,
+    operations_.multiply(matrices[block.expert], first, end, x.format, x.rows + block.first * x.row_bytes, block.rows,
                          y + block.first * y_stride + first * PANEL, y_stride, add);
   });
 }
@@ -402,8 +405,8 @@ void Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlo
     const uint8_t* rows = x.rows + block.first * x.row_bytes;
     float* gate = scratch(worker.number());
     float* up = gate + block.rows * outputs;
-    operations_.multiply(layer.gate[block.expert], first, end, rows, block.rows, gate, outputs, false);
-    operations_.multiply(layer.up[block.expert], first, end, rows, block.rows, up, outputs, false);
+    operations_.multiply(layer.gate[block.expert], first, end, x.format, rows, block.rows, gate, outputs, false);
+    operations_.multiply(layer.up[block.expert], first, end, x.format, rows, block.rows, up, outputs, false);
     for (int64_t row = 0; row < block.rows; ++row) {
       operations_.gate(model_.activation, gate + row * outputs, up + row * outputs,
                        gated_.get() + (block.first + row) * width + first * PANEL, outputs);
@@ -412,10 +415,11 @@ void Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlo
 }
 
 // Normalise rows of x unless norm is null, and bring them into the format of a matrix. rows_of: rows of x, in their order;
-// null for all.
+// null for all. matrices: number of those that share the rows.
 Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
-                          const int64_t* rows_of) {
-  const int64_t inputs = matrix.inputs, bytes = operations_.activation_bytes(matrix.format, inputs);
+                          const int64_t* rows_of, int64_t matrices) {
+  const int64_t inputs = matrix.inputs, format = operations_.activation_format(matrix, rows / matrices);
+  const int64_t bytes = operations_.activation_bytes(format, inputs);
   const bool is_private = rows == 1 && inputs <= MOST_PRIVATE_INPUTS;
   uint8_t* to = prepared_.get() + (is_private ? worker.number() * bytes : 0);
   const auto prepare_row = [&](int64_t row) {
@@ -425,14 +429,14 @@ Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, 
       operations_.rms_norm(at, norm, normed, inputs, static_cast<float>(model_.epsilon));
       at = normed;
     }
-    operations_.prepare(matrix.format, at, inputs, 1, inputs, to + row * bytes);
+    operations_.prepare(format, at, inputs, 1, inputs, to + row * bytes);
   };
   if (is_private) {
     prepare_row(0);
   } else {
     worker.share(rows, prepare_row);
   }
-  return {to, bytes};
+  return {format, to, bytes};
 }
 
 }  // namespace megatron

@@ -34,8 +34,9 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Rows of inputs in the format of a matrix.
+// Rows of inputs in the format that a product needs.
 struct Prepared {
+  int64_t format;
   const uint8_t* rows;
   int64_t row_bytes;
 };
@@ -96,7 +97,7 @@ class Decoder {
   void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
                int64_t y_stride, bool add);
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
-                   const int64_t* rows_of = nullptr);
+                   const int64_t* rows_of = nullptr, int64_t matrices = 1);
   float* scratch(int64_t thread) const { return scratch_.get() + thread * scratch_stride_; }
   void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) const;
 
