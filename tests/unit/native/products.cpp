@@ -34,6 +34,8 @@ void megatron_pack(const Packing* packing, int64_t first, int64_t end);
 namespace {
 
 constexpr int64_t OUTPUTS = 80, INPUTS = 512, ROWS = 37;
+// Rows from which AMX unpacks integers to bfloat16: LEAST_UNPACKED_ROWS of matmul_unpacked.h.
+constexpr int64_t UNPACKED_ROWS = 24;
 
 // A source of rows, numbered as in GGML, and the bytes of 256 values.
 struct Case {
@@ -87,6 +89,30 @@ std::vector<uint8_t> rows_of(const Case& test) {
   return rows;
 }
 
+float rounded_to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Whether y[ROWS][OUTPUTS] is x · weights.
+bool is_product(const std::vector<float>& x, const std::vector<float>& weights, const std::vector<float>& y) {
+  double greatest = 0.0, worst = 0.0;
+  for (int64_t row = 0; row < ROWS; ++row) {
+    for (int64_t output = 0; output < OUTPUTS; ++output) {
+      double expected = 0.0;
+      for (int64_t k = 0; k < INPUTS; ++k) {
+        expected += static_cast<double>(x[row * INPUTS + k]) * static_cast<double>(weights[output * INPUTS + k]);
+      }
+      greatest = std::fmax(greatest, std::fabs(expected));
+      worst = std::fmax(worst, std::fabs(expected - static_cast<double>(y[row * OUTPUTS + output])));
+    }
+  }
+  return worst <= 1e-5 * greatest;
+}
+
 bool is_right(const char* isa, const Case& test, void* pool) {
   const std::vector<uint8_t> rows = rows_of(test);
   Matrix matrix{test.format, INPUTS, OUTPUTS, nullptr};
@@ -108,25 +134,25 @@ bool is_right(const char* isa, const Case& test, void* pool) {
     megatron_multiply(pool, &matrix, x.data() + row * INPUTS, 1, alone.data() + row * OUTPUTS);
   }
   bool right = true;
-  double greatest = 0.0, worst = 0.0;
-  for (int64_t row = 0; row < ROWS; ++row) {
-    for (int64_t output = 0; output < OUTPUTS; ++output) {
-      double expected = 0.0;
-      for (int64_t k = 0; k < INPUTS; ++k) {
-        expected += static_cast<double>(x[row * INPUTS + k]) * static_cast<double>(weights[output * INPUTS + k]);
-      }
-      greatest = std::fmax(greatest, std::fabs(expected));
-      worst = std::fmax(worst, std::fabs(expected - static_cast<double>(alone[row * OUTPUTS + output])));
-    }
+  if (!is_product(x, weights, alone)) {
+    std::fprintf(stderr, "%s %s: a row alone is wrong\n", isa, test.name);
+    right = false;
   }
-  if (!(worst <= 1e-5 * greatest)) {
-    std::fprintf(stderr, "%s %s: off by %g of %g\n", isa, test.name, worst, greatest);
+  std::vector<float> together(ROWS * OUTPUTS);
+  megatron_multiply(pool, &matrix, x.data(), ROWS, together.data());
+  const bool unpacks = std::strcmp(isa, "amx") == 0 && test.format >= INT8;
+  if (unpacks) {
+    for (float& weight : weights) weight = rounded_to_bfloat16(weight);
+  }
+  if (!is_product(x, weights, together)) {
+    std::fprintf(stderr, "%s %s: rows together are wrong\n", isa, test.name);
     right = false;
   }
   for (int64_t count = 2; count <= ROWS; ++count) {
+    const std::vector<float>& expected = unpacks && count >= UNPACKED_ROWS ? together : alone;
     std::vector<float> y(static_cast<size_t>(count * OUTPUTS));
     megatron_multiply(pool, &matrix, x.data(), count, y.data());
-    if (std::memcmp(y.data(), alone.data(), y.size() * sizeof(float)) != 0) {
+    if (std::memcmp(y.data(), expected.data(), y.size() * sizeof(float)) != 0) {
       std::fprintf(stderr, "%s %s: a row differs in a batch of %d\n", isa, test.name, static_cast<int>(count));
       right = false;
     }

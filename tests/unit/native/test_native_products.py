@@ -33,6 +33,8 @@ from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
 from .native_models import stored_blocks
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
+UNPACKED_ROWS = 24
+"""Rows from which AMX unpacks integers: LEAST_UNPACKED_ROWS of matmul_unpacked.h."""
 KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
 
 
@@ -70,22 +72,38 @@ def packed(format: str | int, outputs: int, inputs: int) -> NativeLinear:
     return NativeLinear(pack(random(outputs, inputs), format))
 
 
+def is_unpacked(format: str | int, rows: int, isa: str) -> bool:
+    """Return whether a product of so many rows unpacks integer weights to bfloat16."""
+    return isa == "amx" and rows >= UNPACKED_ROWS and (isinstance(format, int) or format.startswith("int"))
+
+
 def assert_is_product(linear: NativeLinear, x_TK: torch.Tensor, format: str | int, isa: str) -> None:
-    if format == "bfloat16" and isa in BFLOAT16_INSTRUCTION_SETS:
+    weight = linear.dense()
+    if is_unpacked(format, len(x_TK), isa):
+        x_TK, weight = x_TK.bfloat16(), weight.bfloat16()
+    elif format == "bfloat16" and isa in BFLOAT16_INSTRUCTION_SETS:
         x_TK = x_TK.bfloat16()
     elif isinstance(format, int) or format.startswith("int"):
         x_TK = rounded(x_TK)
-    expected = x_TK.double() @ linear.dense().double().T
+    expected = x_TK.double() @ weight.double().T
     # One float32 sum in the order of inputs: its error grows with the square root of their number.
     most = 2e-7 * math.sqrt(linear.in_features) * expected.abs().max().item()
     torch.testing.assert_close(linear(x_TK).double(), expected, rtol=0, atol=most)
 
 
+@pytest.mark.parametrize("rows", [13, 40])
 @pytest.mark.parametrize("inputs", [576, 1536, 2048, 8192])
-def test_a_product_equals_that_of_the_unpacked_weight(inputs: int, isa: str) -> None:
+def test_a_product_equals_that_of_the_unpacked_weight(inputs: int, rows: int, isa: str) -> None:
     for format in (*FORMATS, *KINDS):
         if inputs % block_of(format) == 0:
-            assert_is_product(packed(format, 48, inputs), random(13, inputs, seed=inputs), format, isa)
+            assert_is_product(packed(format, 48, inputs), random(rows, inputs, seed=inputs), format, isa)
+
+
+def test_many_rows_round_activations_to_8_bits_where_a_panel_is_too_large_to_unpack(isa: str) -> None:
+    inputs = 16416
+    linear, x_TK = packed("int4", 16, inputs), random(40, inputs)
+    assert torch.equal(linear(x_TK)[:13], linear(x_TK[:13]))
+    assert_is_product(linear, x_TK[:13], "int4", isa)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, *KINDS])
@@ -100,11 +118,15 @@ def test_random_sizes(format: str | int, isa: str) -> None:
 
 @pytest.mark.parametrize("format", [*FORMATS, *KINDS])
 def test_a_row_has_the_same_bits_in_every_batch(format: str | int, isa: str) -> None:
+    """One method has the same bits in every batch. AMX has two methods for integers, for few and for many rows."""
     linear = packed(format, 112, 768)
-    x_TK = random(49, 768, seed=1)
-    together = linear(x_TK)
+    x_TK = random(66, 768, seed=1)
+    many = linear(x_TK)
+    few = torch.cat([linear(x_K) for x_K in x_TK.split(1)])
+    assert torch.equal(few, many) != is_unpacked(format, len(x_TK), isa)
     for count in range(1, 34):
-        assert torch.equal(linear(x_TK[count : 2 * count]), together[count : 2 * count]), f"{count} rows"
+        expected = many if is_unpacked(format, count, isa) else few
+        assert torch.equal(linear(x_TK[count : 2 * count]), expected[count : 2 * count]), f"{count} rows"
 
 
 def test_integers_have_the_same_bits_in_every_instruction_set_with_fused_multiplication(isa: str) -> None:

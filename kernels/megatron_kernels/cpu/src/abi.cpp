@@ -48,16 +48,17 @@ MEGATRON_EXPORT int64_t megatron_multiply(ThreadPool* pool, const Matrix* matrix
   return guarded(
       [&]() -> int64_t {
         const Operations& use = operations();
-        const int64_t bytes = use.activation_bytes(matrix->format, matrix->inputs), panels = matrix->outputs / PANEL;
+        const int64_t format = use.activation_format(*matrix, rows), bytes = use.activation_bytes(format, matrix->inputs);
+        const int64_t panels = matrix->outputs / PANEL;
         Buffer<uint8_t> buffer;
         uint8_t* prepared = buffer.reserve(rows * bytes);
         pool->run([&](Worker& worker) {
           worker.share(rows, [&](int64_t row) {
-            use.prepare(matrix->format, x + row * matrix->inputs, matrix->inputs, 1, matrix->inputs, prepared + row * bytes);
+            use.prepare(format, x + row * matrix->inputs, matrix->inputs, 1, matrix->inputs, prepared + row * bytes);
           });
           worker.share((panels + PANELS_OF_PART - 1) / PANELS_OF_PART, [&](int64_t part) {
             const int64_t first = part * PANELS_OF_PART, end = first + PANELS_OF_PART < panels ? first + PANELS_OF_PART : panels;
-            use.multiply(*matrix, first, end, prepared, rows, y + first * PANEL, matrix->outputs, false);
+            use.multiply(*matrix, first, end, format, prepared, rows, y + first * PANEL, matrix->outputs, false);
           });
         });
         return 0;

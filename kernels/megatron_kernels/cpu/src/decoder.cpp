@@ -41,7 +41,9 @@ Decoder::Decoder(const Model& model)
   group_ = model_.heads / model_.kv_heads;
   prompt_tokens_ = std::max<int64_t>(1, PROMPT_ROWS / group_);
   const auto measure = [this](const Matrix& matrix) {
-    row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(matrix.format, matrix.inputs));
+    for (const int64_t format : {matrix.format, operations_.activation_format(matrix, MOST_BLOCK_ROWS)}) {
+      row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(format, matrix.inputs));
+    }
   };
   for (const Layer& layer : layers_) {
     for (int64_t i = 0; i < layer.num_qkv; ++i) measure(layer.qkv[i]);
@@ -257,7 +259,7 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
 
 void Decoder::feed_forward(Worker& worker, const Step& step, const Layer& layer) {
   const Prepared x = prepare(worker, layer.gate[0], step.x, layer.mlp_norm, step.tokens);
-  add_output(worker, step, layer.down[0], gated(worker, layer, token_blocks_, x), layer.mlp_output_norm);
+  add_output(worker, step, layer.down[0], gated(worker, layer, token_blocks_, x, step.tokens), layer.mlp_output_norm);
 }
 
 // Each token's experts compute in one product for all tokens of an expert (Shazeer et al. 2017, arXiv:1701.06538), without
@@ -275,8 +277,9 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
   const int64_t rows = static_cast<int64_t>(token_of_row_.size());
-  const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data());
-  product(worker, layer.down, expert_blocks_, gated(worker, layer, expert_blocks_, x), added_.get(), hidden, false);
+  const Prepared x = prepare(worker, layer.gate[0], source, layer.mlp_norm, rows, token_of_row_.data(), layer.num_experts);
+  const Prepared y = gated(worker, layer, expert_blocks_, x, rows / layer.num_experts);
+  product(worker, layer.down, expert_blocks_, y, added_.get(), hidden, false);
   worker.share(tokens, [&](int64_t token) {
     float* total = scratch(worker.number());
     std::fill_n(total, hidden, 0.0f);
@@ -381,38 +384,40 @@ void Decoder::product(Worker& worker, const Matrix* matrices, const std::vector<
   worker.share(parts * static_cast<int64_t>(blocks.size()), [&](int64_t part) {
     const RowBlock& block = blocks[part / parts];
     const int64_t first = part % parts * size, end = std::min(panels, first + size);
-    operations_.multiply(matrices[block.expert], first, end, x.rows + block.first * x.row_bytes, block.rows,
+    operations_.multiply(matrices[block.expert], first, end, x.format, x.rows + block.first * x.row_bytes, block.rows,
                          y + block.first * y_stride + first * PANEL, y_stride, add);
   });
 }
 
-// activation(x · gate) · (x · up), in the format of `down`. Returns its rows.
-Prepared Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x) {
-  const Matrix& down = layer.down[0];
-  const int64_t bytes = operations_.activation_bytes(down.format, down.inputs), panels = layer.gate[0].outputs / PANEL;
+// activation(x · gate) · (x · up), in the format that `down` needs for a product of so many rows. Returns its rows.
+Prepared Decoder::gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x,
+                        int64_t rows_of_product) {
+  const int64_t format = operations_.activation_format(layer.down[0], rows_of_product);
+  const int64_t bytes = operations_.activation_bytes(format, layer.down[0].inputs), panels = layer.gate[0].outputs / PANEL;
   const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(panels, worker.threads())), parts = divide_up(panels, size);
   worker.share(parts * static_cast<int64_t>(blocks.size()), [&](int64_t part) {
     const RowBlock& block = blocks[part / parts];
     const int64_t first = part % parts * size, end = std::min(panels, first + size), outputs = (end - first) * PANEL;
     const uint8_t* rows = x.rows + block.first * x.row_bytes;
-    uint8_t* to = gated_.get() + block.first * bytes + operations_.activation_offset(down.format, first * PANEL);
+    uint8_t* to = gated_.get() + block.first * bytes + operations_.activation_offset(format, first * PANEL);
     float* gate = scratch(worker.number());
     float* up = gate + block.rows * outputs;
-    operations_.multiply(layer.gate[block.expert], first, end, rows, block.rows, gate, outputs, false);
-    operations_.multiply(layer.up[block.expert], first, end, rows, block.rows, up, outputs, false);
+    operations_.multiply(layer.gate[block.expert], first, end, x.format, rows, block.rows, gate, outputs, false);
+    operations_.multiply(layer.up[block.expert], first, end, x.format, rows, block.rows, up, outputs, false);
     for (int64_t row = 0; row < block.rows; ++row, gate += outputs, up += outputs, to += bytes) {
       operations_.gate(model_.activation, gate, up, gate, outputs);
-      operations_.prepare(down.format, gate, outputs, 1, outputs, to);
+      operations_.prepare(format, gate, outputs, 1, outputs, to);
     }
   });
-  return {gated_.get(), bytes};
+  return {format, gated_.get(), bytes};
 }
 
 // Normalise rows of x unless norm is null, and bring them into the format of a matrix. rows_of: rows of x, in their order;
-// null for all.
+// null for all. matrices: number of those that share the rows.
 Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
-                          const int64_t* rows_of) {
-  const int64_t inputs = matrix.inputs, bytes = operations_.activation_bytes(matrix.format, inputs);
+                          const int64_t* rows_of, int64_t matrices) {
+  const int64_t inputs = matrix.inputs, format = operations_.activation_format(matrix, rows / matrices);
+  const int64_t bytes = operations_.activation_bytes(format, inputs);
   const bool is_private = rows == 1 && inputs <= MOST_PRIVATE_INPUTS;
   uint8_t* to = prepared_.get() + (is_private ? worker.number() * bytes : 0);
   const auto prepare_row = [&](int64_t row) {
@@ -422,14 +427,14 @@ Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, 
       operations_.rms_norm(at, norm, normed, inputs, static_cast<float>(model_.epsilon));
       at = normed;
     }
-    operations_.prepare(matrix.format, at, inputs, 1, inputs, to + row * bytes);
+    operations_.prepare(format, at, inputs, 1, inputs, to + row * bytes);
   };
   if (is_private) {
     prepare_row(0);
   } else {
     worker.share(rows, prepare_row);
   }
-  return {to, bytes};
+  return {format, to, bytes};
 }
 
 }  // namespace megatron

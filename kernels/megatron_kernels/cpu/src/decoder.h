@@ -34,8 +34,9 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Rows of inputs in the format of a matrix.
+// Rows of inputs in the format that a product needs.
 struct Prepared {
+  int64_t format;
   const uint8_t* rows;
   int64_t row_bytes;
 };
@@ -92,11 +93,12 @@ class Decoder {
   void group_by_expert(int64_t tokens, int64_t held);
   void logits(Worker& worker, const Step& step);
   void add_output(Worker& worker, const Step& step, const Matrix& matrix, Prepared inputs, const float* norm);
-  Prepared gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x);
+  Prepared gated(Worker& worker, const Layer& layer, const std::vector<RowBlock>& blocks, Prepared x,
+                 int64_t rows_of_product);
   void product(Worker& worker, const Matrix* matrices, const std::vector<RowBlock>& blocks, Prepared x, float* y,
                int64_t y_stride, bool add);
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
-                   const int64_t* rows_of = nullptr);
+                   const int64_t* rows_of = nullptr, int64_t matrices = 1);
   float* scratch(int64_t thread) const { return scratch_.get() + thread * scratch_stride_; }
   void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) const;
 

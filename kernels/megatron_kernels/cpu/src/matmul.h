@@ -10,6 +10,16 @@
 
 #include "matmul_amx.h"
 
+#include "matmul_unpacked.h"
+
+// Integer formats: bfloat16 if so many rows are multiplied by tiles.
+inline int64_t activation_format([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] int64_t rows) {
+#if defined(__AMX_TILE__)
+  if (is_unpacked(matrix.format, matrix.inputs, rows)) return BFLOAT16;
+#endif
+  return matrix.format;
+}
+
 inline int64_t activation_bytes(int64_t format, int64_t inputs) {
   switch (format) {
     case FLOAT32:
@@ -53,8 +63,17 @@ inline void prepare(int64_t format, const float* x, int64_t x_stride, int64_t ro
   }
 }
 
-inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
-                     int64_t y_stride, bool add) {
+template <class W>
+inline void multiply_integers(const Matrix& matrix, int64_t first, int64_t end, [[maybe_unused]] int64_t x_format,
+                              const uint8_t* prepared, int64_t rows, float* y, int64_t y_stride, bool add) {
+#if defined(__AMX_TILE__)
+  if (x_format == BFLOAT16) return multiply_unpacked<W>(matrix, first, end, prepared, rows, y, y_stride, add);
+#endif
+  multiply_by<W>(matrix, first, end, prepared, rows, y, y_stride, add);
+}
+
+inline void multiply(const Matrix& matrix, int64_t first, int64_t end, int64_t x_format, const uint8_t* prepared, int64_t rows,
+                     float* y, int64_t y_stride, bool add) {
 #if defined(__AMX_TILE__)
   if (matrix.format == BFLOAT16) return multiply_bfloat16_tiles(matrix, first, end, prepared, rows, y, y_stride, add);
 #endif
@@ -66,20 +85,20 @@ inline void multiply(const Matrix& matrix, int64_t first, int64_t end, const uin
     case FLOAT16:
       return multiply_by<Float16Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
     case INT8:
-      return multiply_by<Int8Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Int8Weights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case INT5:
-      return multiply_by<Int5Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Int5Weights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case INT4:
-      return multiply_by<Int4Weights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Int4Weights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case Q2_K:
-      return multiply_by<Q2KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Q2KWeights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case Q3_K:
-      return multiply_by<Q3KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Q3KWeights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case Q4_K:
-      return multiply_by<Q4KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Q4KWeights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case Q5_K:
-      return multiply_by<Q5KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Q5KWeights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
     case Q6_K:
-      return multiply_by<Q6KWeights>(matrix, first, end, prepared, rows, y, y_stride, add);
+      return multiply_integers<Q6KWeights>(matrix, first, end, x_format, prepared, rows, y, y_stride, add);
   }
 }

@@ -1,6 +1,7 @@
 // Products of bfloat16 by the tiles of AMX, which hold 16 rows of 64 bytes. They read panels as all other instruction sets do:
-// a tile of weights is 16 pairs of inputs of 16 outputs. Integers are multiplied by VNNI: each block of 32 inputs has a scale,
-// and the sums of a tile pass through memory to be scaled, which takes longer than the products of VNNI.
+// a tile of weights is 16 pairs of inputs of 16 outputs. Integers are unpacked to bfloat16 (matmul_unpacked.h) or multiplied by
+// VNNI. In tiles of integers, each block of 32 inputs would have a scale, and the sums of a tile pass through memory to be
+// scaled.
 //
 // Every number of rows uses tiles, because their sums have an order of their own. Tiles 0 … 3 hold the sums: of up to 16 rows
 // and four panels, or of up to 32 rows and two panels.

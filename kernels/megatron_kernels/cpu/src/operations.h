@@ -32,14 +32,16 @@ struct AttentionItem {
 struct Operations {
   const char* name;
 
-  // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them. y: of the first
-  // panel's outputs; `add`: y += . A row of y depends neither on the other rows nor on the range of panels.
+  // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them in the format that
+  // activation_format() returns for a product of so many rows. y: of the first panel's outputs; `add`: y += . A row of y
+  // depends on this format, but neither on the other rows nor on the range of panels.
+  int64_t (*activation_format)(const Matrix& matrix, int64_t rows);
   int64_t (*activation_bytes)(int64_t format, int64_t inputs);  // of one prepared row, a multiple of 64
   // Bytes of a prepared row before an input, a multiple of 32. The inputs from there on may be prepared by themselves.
   int64_t (*activation_offset)(int64_t format, int64_t input);
   void (*prepare)(int64_t format, const float* x, int64_t x_stride, int64_t rows, int64_t inputs, uint8_t* prepared);
-  void (*multiply)(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
-                   int64_t y_stride, bool add);
+  void (*multiply)(const Matrix& matrix, int64_t first, int64_t end, int64_t x_format, const uint8_t* prepared, int64_t rows,
+                   float* y, int64_t y_stride, bool add);
   void (*unpack_row)(const Matrix& matrix, int64_t output, float* x);
 
   // Rows of floats. `count`: a multiple of 16. x may be y.

@@ -50,6 +50,7 @@ namespace {
 
 extern const Operations OPERATIONS = {
     MEGATRON_STRING(MEGATRON_VARIANT),
+    activation_format,
     activation_bytes,
     activation_offset,
     prepare,
