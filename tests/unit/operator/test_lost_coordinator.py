@@ -1,4 +1,4 @@
-"""A lost coordinator is replaced once, and only if its node, not its process, may be the cause; the status reports it."""
+"""A lost coordinator is replaced once, and only if its node may be the cause, not its process. The status shows it."""
 
 from __future__ import annotations
 
