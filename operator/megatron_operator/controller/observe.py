@@ -90,7 +90,9 @@ class Registrations:
         self._since: dict[tuple[str, frozenset[str]], float] = {}
         """By name of the engine and UIDs of its pods."""
         self._incarnation = ""
-        self._coordinators: frozenset[tuple[str, int]] = frozenset()
+        self._processes: frozenset[tuple[str, int]] = frozenset()
+        """UIDs and restarts of the pods of which one is the coordinator: they were not being deleted when it was first
+        reached, and have existed since."""
         self._taken_over = False
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
@@ -98,14 +100,15 @@ class Registrations:
         if not coordinator.reachable:
             self._since = {}
             return {}
-        running = frozenset(
-            (pod.uid, pod.restarts)
-            for pod in pods
-            if pod.component in (COORDINATOR, STANDBY) and pod.ready and not pod.deleting
-        )
-        if self._incarnation not in ("", coordinator.incarnation):
-            self._taken_over = bool(self._coordinators) and self._coordinators <= running
-        self._incarnation, self._coordinators = coordinator.incarnation, running
+        coordinators = {(pod.uid, pod.restarts): pod for pod in pods if pod.component in (COORDINATOR, STANDBY)}
+        if coordinator.incarnation == self._incarnation:
+            self._processes &= coordinators.keys()
+        else:
+            # A deleted coordinator may answer longer than its successor needs to become ready.
+            ready = {key for key, pod in coordinators.items() if pod.ready and not pod.deleting}
+            self._taken_over = bool(self._processes) and self._processes <= ready
+            self._incarnation = coordinator.incarnation
+            self._processes = frozenset(key for key, pod in coordinators.items() if not pod.deleting)
         if coordinator.state is CoordinatorState.RECOVERING:
             self._since = {}
             return {}
