@@ -247,17 +247,14 @@ class Observer:
         keys = None
         if self._options.admin is not None:
             if secret is None:
-                self._link.point_to((), None)
-                return CoordinatorSnapshot(error="its keys do not exist yet")
+                return self._disconnected("its keys do not exist yet")
             try:
                 keys = admin_peer_keys(secret, self._options.admin)
             except KeyFormatError as error:
-                self._link.point_to((), None)
-                return CoordinatorSnapshot(error=str(error))
+                return self._disconnected(str(error))
         service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
         if service is None or service.owner_uid != resource.uid:
-            self._link.point_to((), None)
-            return CoordinatorSnapshot(error="its Service does not exist yet")
+            return self._disconnected("its Service does not exist yet")
         standby = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-standby", SERVICE.api_version))
         ips = [each.cluster_ip for each in (service, standby) if each is not None and each.owner_uid == resource.uid]
         addresses = (self._options.resolve(resource.name, resource.namespace, ip) for ip in ips)
@@ -265,6 +262,10 @@ class Observer:
         coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
         ready = any(pod.ready and not pod.deleting for pod in coordinators)
         return await self._link.refresh(expected=ready)
+
+    def _disconnected(self, error: str) -> CoordinatorSnapshot:
+        self._link.point_to((), None)
+        return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
         """Return the progress of the pod that downloads the model. It is read every few seconds, from the pod itself:
