@@ -251,7 +251,7 @@ class LocalCluster:
             if clashes:
                 raise ClusterError(f"cluster {self.name!r} exists, and its {'; its '.join(clashes)}: `down` it first")
             settings = replace(settings, node_count=self._check_count(self._options.nodes or settings.node_count))
-            if not processes.owned_pids(self.layout.state) and not all(map(ports.is_free, settings.ports.values())):
+            if not processes.owned_pids(self.layout.state) and not all(map(ports.take, settings.ports.values())):
                 settings = replace(settings, ports=ports.allocate(self._options))
         else:
             sweep.end_processes(self.layout, self._steps)

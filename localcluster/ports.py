@@ -12,9 +12,31 @@ from localcluster.errors import ClusterError
 from localcluster.settings import PORT_NAMES, PREFERRED_PORTS, Options
 from localcluster.shell import run
 
+_reservations: dict[int, socket.socket] = {}
+"""UDP sockets on the preferred ports that this process has allocated. Their servers may not listen yet when another
+cluster allocates ports."""
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on `port` on every address."""
+
+def take(port: int) -> bool:
+    """Reserve a port until this process ends. Return False if a server listens on it or another process reserved it."""
+    return _can_listen(port) and _reserve(port)
+
+
+def _reserve(port: int) -> bool:
+    """Reserve a port. Return False if another process has reserved it."""
+    if port in _reservations:
+        return True
+    reservation = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        reservation.bind(("127.0.0.1", port))
+    except OSError:
+        reservation.close()
+        return False
+    _reservations[port] = reservation
+    return True
+
+
+def _can_listen(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -26,7 +48,7 @@ def is_free(port: int) -> bool:
 
 def allocate(options: Options) -> dict[str, int]:
     """Return a free port for each name: the requested or preferred one, or one that the system chooses."""
-    if options.api_port is not None and not is_free(options.api_port):
+    if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}
     with contextlib.ExitStack() as held:
@@ -36,7 +58,7 @@ def allocate(options: Options) -> dict[str, int]:
                 preferred = options.api_port
             # The sockets stay open until all ports are chosen, so that no port is allocated twice.
             holder = held.enter_context(socket.socket())
-            if preferred and is_free(preferred):
+            if preferred and take(preferred):
                 # As the server itself does: connections of an earlier cluster may be in TIME_WAIT.
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 holder.bind(("127.0.0.1", preferred))

@@ -89,11 +89,15 @@ class FakeNode:
         self._task = asyncio.create_task(self._play())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for container in (*self.containers.values(), *self._cut_off):
-            _end(container, signal.SIGKILL)
+        """End all processes. Raises the error that has ended the node, if any."""
+        try:
+            if self._task is not None:
+                self._task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._task
+        finally:
+            for container in (*self.containers.values(), *self._cut_off):
+                _end(container, signal.SIGKILL)
 
     def engine(self, name: str) -> Container:
         return next(container for container in self.containers.values() if container.engine == name)

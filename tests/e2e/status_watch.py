@@ -207,7 +207,10 @@ class StatusWatch:
         self._threads[-1].start()
 
     def _watch(self, path: str, take: Callable[[str, dict[str, Any]], None]) -> None:
-        command = self._kube.command("get", "--raw", f"{path}&watch=1&timeoutSeconds={WATCH_SECONDS}")
+        # Version 0 is any version that the API server has cached. Without it, the API server would first wait until its
+        # cache is as new as etcd, which on an idle cluster takes longer than the timeout of this wait.
+        options = f"watch=1&resourceVersion=0&timeoutSeconds={WATCH_SECONDS}"
+        command = self._kube.command("get", "--raw", f"{path}&{options}")
 
         def read() -> None:
             # The API server ends a watch with an error while it catches up with its store.

@@ -162,7 +162,7 @@ def test_no_request_fails_when_a_node_is_lost(
                     settled(kube)
                 series.append(done)
                 false_claims += record.faults(degraded=None)
-                print(f"{done.row()} {record.cells()}", *record.faults(degraded=None), flush=True, sep="\n")
+                print(done.row(), record.cells(), record.longest, flush=True)
     assert {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults} == {}
     assert false_claims == []
     assert all(disturbance.answers for disturbance in series)

@@ -10,7 +10,7 @@ import base64
 import copy
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -251,7 +251,7 @@ class Cluster:
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
         self.missing_since: dict[str, datetime] = {}
-        self.now = START
+        self.now = self.known_at = START
         self.term = 1
         self.ids = itertools.count(1)
         self.uids = itertools.count(1)
@@ -301,7 +301,7 @@ class Cluster:
             term=self.term,
             children=views,
             pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
-            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="rejected"),
+            coordinator=self._snapshot(),
             keys=self._keys_view(),
             rejections=dict(self.rejections),
             vetted=dict(self.vetted),
@@ -310,6 +310,13 @@ class Cluster:
             lost_nodes={name: since for name, node in self.nodes.items() if (since := lost_since(node)) is not None},
             may_update=self.may_update,
         )
+
+    def _snapshot(self) -> CoordinatorSnapshot:
+        found = self.coordinator
+        if found is not None and found.state is not CoordinatorState.RECOVERING:
+            self.known_at = self.now
+        snapshot = CoordinatorSnapshot(error="rejected") if found is None else found.snapshot()
+        return replace(snapshot, unknown_seconds=(self.now - self.known_at).total_seconds())
 
     def _unregistered(self) -> dict[str, float]:
         coordinator = self.coordinator

@@ -90,7 +90,9 @@ class Registrations:
         self._since: dict[tuple[str, frozenset[str]], float] = {}
         """By name of the engine and UIDs of its pods."""
         self._incarnation = ""
-        self._coordinators: frozenset[tuple[str, int]] = frozenset()
+        self._processes: frozenset[tuple[str, int]] = frozenset()
+        """UIDs and restarts of the pods of which one is the coordinator: they were not being deleted when it was first
+        reached, and have existed since."""
         self._taken_over = False
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
@@ -98,14 +100,15 @@ class Registrations:
         if not coordinator.reachable:
             self._since = {}
             return {}
-        running = frozenset(
-            (pod.uid, pod.restarts)
-            for pod in pods
-            if pod.component in (COORDINATOR, STANDBY) and pod.ready and not pod.deleting
-        )
-        if self._incarnation not in ("", coordinator.incarnation):
-            self._taken_over = bool(self._coordinators) and self._coordinators <= running
-        self._incarnation, self._coordinators = coordinator.incarnation, running
+        coordinators = {(pod.uid, pod.restarts): pod for pod in pods if pod.component in (COORDINATOR, STANDBY)}
+        if coordinator.incarnation == self._incarnation:
+            self._processes &= coordinators.keys()
+        else:
+            # A deleted coordinator may answer longer than its successor needs to become ready.
+            ready = {key for key, pod in coordinators.items() if pod.ready and not pod.deleting}
+            self._taken_over = bool(self._processes) and self._processes <= ready
+            self._incarnation = coordinator.incarnation
+            self._processes = frozenset(key for key, pod in coordinators.items() if not pod.deleting)
         if coordinator.state is CoordinatorState.RECOVERING:
             self._since = {}
             return {}
@@ -244,17 +247,14 @@ class Observer:
         keys = None
         if self._options.admin is not None:
             if secret is None:
-                self._link.point_to((), None)
-                return CoordinatorSnapshot(error="its keys do not exist yet")
+                return self._disconnected("its keys do not exist yet")
             try:
                 keys = admin_peer_keys(secret, self._options.admin)
             except KeyFormatError as error:
-                self._link.point_to((), None)
-                return CoordinatorSnapshot(error=str(error))
+                return self._disconnected(str(error))
         service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
         if service is None or service.owner_uid != resource.uid:
-            self._link.point_to((), None)
-            return CoordinatorSnapshot(error="its Service does not exist yet")
+            return self._disconnected("its Service does not exist yet")
         standby = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-standby", SERVICE.api_version))
         ips = [each.cluster_ip for each in (service, standby) if each is not None and each.owner_uid == resource.uid]
         addresses = (self._options.resolve(resource.name, resource.namespace, ip) for ip in ips)
@@ -262,6 +262,10 @@ class Observer:
         coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
         ready = any(pod.ready and not pod.deleting for pod in coordinators)
         return await self._link.refresh(expected=ready)
+
+    def _disconnected(self, error: str) -> CoordinatorSnapshot:
+        self._link.point_to((), None)
+        return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
         """Return the progress of the pod that downloads the model. It is read every few seconds, from the pod itself:

@@ -14,11 +14,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
-from megatron_operator.model.states import SignalKind
+from megatron_operator.model.states import CoordinatorState, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
@@ -119,6 +119,8 @@ class CoordinatorLink:
         self._rejections: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
         """When a request was last reported; None before the first answer."""
+        self._known_at = clock()
+        """When the last message of a coordinator arrived that knew its engines; before the first, the creation."""
         self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._pointed_at = 0.0
@@ -178,13 +180,22 @@ class CoordinatorLink:
         """The last report of the coordinator, or that it is unreachable."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
-            return CoordinatorSnapshot(error=self._error, lost_seconds=lost)
+            return replace(self._unreachable(self._error), lost_seconds=lost)
         return snapshot_of(
             self._reply,
             rejections=self._rejections,
             canaries=self._canaries.reports,
             idle_seconds=0.0 if self._busy_at is None else self._clock() - self._busy_at,
+            unknown_seconds=0.0 if self._knows_engines else self._clock() - self._known_at,
         )
+
+    def _unreachable(self, error: str) -> CoordinatorSnapshot:
+        return CoordinatorSnapshot(error=error, unknown_seconds=self._clock() - self._known_at)
+
+    @property
+    def _knows_engines(self) -> bool:
+        """Whether the registered coordinator has reported its engines."""
+        return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
         """Return a snapshot that is not older than this call; unreachable if there is no answer in time.
@@ -202,7 +213,7 @@ class CoordinatorLink:
         if not self._registered.is_set():
             return self.snapshot
         if not await self._ask(self._timings.refresh_timeout):
-            return CoordinatorSnapshot(error=self._no_answer())
+            return self._unreachable(self._no_answer())
         return self.snapshot
 
     async def _first_contact(self) -> None:
@@ -303,6 +314,8 @@ class CoordinatorLink:
         if now - begin >= 1.0:
             begin, messages, size = now, 0, 0
         self._second = begin, messages + 1, size + sum(map(len, frames))
+        if self._knows_engines:
+            self._known_at = now
         if messages < MAX_MESSAGES_A_SECOND and self._second[2] <= MAX_BYTES_A_SECOND:
             self._link.receive(frames)
             return

@@ -35,12 +35,13 @@ def snapshot_of(
     rejections: Mapping[str, OperationReport],
     canaries: Mapping[str, CanaryReport] | None = None,
     idle_seconds: float = 0.0,
+    unknown_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
     """Return the snapshot of STATUS_REPLY.
 
     rejections: signals that the coordinator rejected at once and may not remember; operations in `reply` take
                 precedence.
-    canaries, idle_seconds: measured by the link.
+    canaries, idle_seconds, unknown_seconds: measured by the link.
     """
     operations = dict(rejections)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
@@ -71,6 +72,7 @@ def snapshot_of(
         queue_length=reply.queued,
         canaries=dict(canaries or {}),
         idle_seconds=idle_seconds,
+        unknown_seconds=unknown_seconds,
         keys=_keys(reply),
         drained_all=reply.drained_all,
         failed_requests=tuple(map(_failed_request, reply.failed_requests or ())),
@@ -88,7 +90,7 @@ def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     request waits while the engines are suspended."""
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
-    return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, engines=engines)
+    return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, unknown_seconds=0.0, engines=engines)
 
 
 def rejection_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:

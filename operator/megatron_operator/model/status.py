@@ -123,7 +123,8 @@ class Plan(ApiModel):
 class EngineStatus(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(
-        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost."
+        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost, "
+        "Unknown."
     )
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")

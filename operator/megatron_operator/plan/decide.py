@@ -68,6 +68,7 @@ def decide(world: World) -> Decision:
             scene.events_due_in,
             DOWNLOAD_SECONDS if scene.downloading else None,
             scene.lost_in,
+            scene.unknown_in,
             scene.retry_in,
             scene.adapters.retry_in,
             replacement_in(scene),

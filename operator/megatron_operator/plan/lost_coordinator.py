@@ -1,4 +1,4 @@
-"""Replacement of a coordinator that this operator has lost, before Kubernetes considers its node lost. Pure.
+"""The loss of a coordinator, and its replacement before Kubernetes considers its node lost. Pure.
 
 Kubernetes marks a node as lost after 50 s. Servers stay ready for 30 s. The operator deletes the pod earlier, so
 that its Deployment creates another one. On a node that is alive, the kubelet ends the old process as after any
@@ -10,13 +10,23 @@ from __future__ import annotations
 from datetime import timedelta
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.blockers import component_pods
+from megatron_operator.plan.blockers import Finding, component_pods
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import Action, DeletePods, EmitEvent, PodView
+from megatron_operator.plan.world import UNKNOWN_SECONDS, Action, DeletePods, EmitEvent, PodView
 from megatron_operator.render.context import COORDINATOR, STANDBY
 
 REPLACE_SECONDS = 4.0
 """Time without a connection after which the pod is replaced. A coordinator that has restarted answers within 2 s."""
+
+
+def loss(scene: Scene) -> Finding | None:
+    """Return that the coordinator is lost, until one knows the engines again; None if it may come back by itself."""
+    if scene.world.membership_known:
+        return None
+    silent = scene.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
+    if not scene.coordinator_lost and not (silent and _lost_pods(scene)):
+        return None
+    return Reason.COORDINATOR_UNREACHABLE, "the coordinator is lost; which engines serve is unknown until one recovers"
 
 
 def replacement(scene: Scene) -> list[Action]:

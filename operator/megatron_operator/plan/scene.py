@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -33,7 +34,15 @@ from megatron_operator.plan.references import References, references
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary, EngineFacts, kept_extras
 from megatron_operator.plan.update import Update
-from megatron_operator.plan.world import EVENT_SECONDS, LOST_SECONDS, ChildRef, EngineReport, PodView, World
+from megatron_operator.plan.world import (
+    EVENT_SECONDS,
+    LOST_SECONDS,
+    UNKNOWN_SECONDS,
+    ChildRef,
+    EngineReport,
+    PodView,
+    World,
+)
 from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
@@ -49,7 +58,7 @@ the nodes and the source of the weights start this many engines of one resource 
 WEIGHTS_REPORT_SECONDS = 30
 """Time in which engines report the weights of an update. Then a wrong report leads to another update."""
 UNREACHABLE_GRACE_SECONDS = 30
-LOST, UNRESPONSIVE = "Lost", "Unresponsive"
+LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
 """States of an engine in the status, besides those that it reports."""
 _REPORTED_STATES = frozenset(state.value for state in EngineState)
 STUCK_GRACE_SECONDS = 120
@@ -520,8 +529,17 @@ class Scene:
             return False
         if not engine.whole:
             return False
-        known = self.engine_status(engine.name).get("state") in (UNRESPONSIVE, LOST)
+        # After the loss of a coordinator, engines that did not register while the next one recovered are lost too.
+        state = self.engine_status(engine.name).get("state")
+        known = state in (UNRESPONSIVE, LOST) or (state == UNKNOWN and self.coordinator_lost)
         return known or self.world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
+
+    @cached_property
+    def coordinator_lost(self) -> bool:
+        """Whether the status reports the loss of the coordinator."""
+        wanted = (ConditionType.DEGRADED.value, "True", Reason.COORDINATOR_UNREACHABLE.value)
+        found = self.status.get("conditions") or ()
+        return any((entry["type"], entry["status"], entry["reason"]) == wanted for entry in found)
 
     @cached_property
     def downloading(self) -> tuple[PodView, ...]:
@@ -536,10 +554,24 @@ class Scene:
 
     def serves(self, engine: EngineView) -> bool:
         """Return whether an engine serves and responds. While the coordinator does not know its engines, an engine
-        whose pods still run counts as before."""
+        whose pods still run counts as before, for UNKNOWN_SECONDS."""
         if self.world.membership_known or engine.serving:
             return engine.responsive
-        return engine.whole and self.engine_status(engine.name).get("state") in _REPORTED_STATES
+        recent = self.world.coordinator.unknown_seconds < UNKNOWN_SECONDS
+        return recent and engine.whole and self.engine_status(engine.name).get("state") in _REPORTED_STATES
+
+    def is_unknown(self, engine: EngineView) -> bool:
+        """Return whether an engine has served, its pods still run, and no coordinator has known it for a while."""
+        if self.world.membership_known or engine.serving or self.serves(engine) or not engine.whole:
+            return False
+        return self.engine_status(engine.name).get("state") in (*_REPORTED_STATES, UNKNOWN)
+
+    @cached_property
+    def unknown_in(self) -> float | None:
+        """Seconds until engines no longer count as before; None if none counts so."""
+        if self.world.membership_known or not any(self.serves(engine) for engine in self.engines):
+            return None
+        return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds
 
     # --- The check of a new revision ------------------------------------------------------------------------------
 

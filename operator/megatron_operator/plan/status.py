@@ -16,10 +16,11 @@ from megatron_operator.model.text import printable
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
+from megatron_operator.plan.lost_coordinator import loss
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.scene import LOST, UNRESPONSIVE, Scene
+from megatron_operator.plan.scene import LOST, UNKNOWN, UNRESPONSIVE, Scene
 from megatron_operator.render.context import manifest_hash, scale_selector
 
 T = ConditionType
@@ -69,7 +70,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
-    weights = _weights(scene, serving=serving)
+    weights = _weights(scene, serving=[*serving, *filter(scene.is_unknown, scene.engines)])
     if weights is not None:
         status["weights"] = weights
     if scene.adapters.entries:
@@ -207,6 +208,8 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
         return LOST
     if scene.serves(engine):
         return str(scene.engine_status(engine.name)["state"])
+    if scene.is_unknown(engine):
+        return UNKNOWN
     return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
 
 
@@ -218,7 +221,8 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
     # A coordinator that restarts does not change what runs.
-    known = scene.engine_status(engine.name) if report is None and scene.serves(engine) else {}
+    remembered = report is None and (scene.serves(engine) or scene.is_unknown(engine))
+    known = scene.engine_status(engine.name) if remembered else {}
     digest = report.digest if report else known.get("digest")
     return {
         "name": engine.name,
@@ -354,7 +358,7 @@ def _progressing(scene: Scene, verdict: Verdict) -> Finding:
 
 
 def _degraded(scene: Scene, verdict: Verdict) -> Finding:
-    found = degradation(scene)
+    found = degradation(scene) or loss(scene)
     if found is not None:
         return "True", found[0], found[1]
     if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):

@@ -32,6 +32,9 @@ MAX_FENCE_JUMP = 1_000_000
 LOST_SECONDS = 4.0
 """Time after which an engine whose pods have started and that is not registered is lost. Within it, a kubelet reports
 the end of a container, and an engine registers with a coordinator that has restarted."""
+UNKNOWN_SECONDS = 4.0
+"""Time without a coordinator that knows its engines, after which they no longer count as before. A coordinator that has
+restarted knows them earlier. Shorter than a takeover by a standby: 3 s of silence and 1.5 s of recovery."""
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
 """Reasons of Events that say why the containers of a pod are not created."""
 EVENT_SECONDS = 5.0
@@ -292,6 +295,8 @@ class CoordinatorSnapshot:
     """Why it is unreachable, in one phrase; empty if reachable."""
     lost_seconds: float | None = None
     """Time since this process lost its connection; None if it is reachable or was never reached."""
+    unknown_seconds: float = 0.0
+    """Time since this process last heard of a coordinator that knew its engines; 0 while it knows them."""
     incarnation: str = ""
     state: CoordinatorState = CoordinatorState.RECOVERING
     epoch: int = 0

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,16 +37,34 @@ _PORTS = range(20_000, 29_500)
 """Below the ports that Linux gives to outgoing connections. One of those could take a port before its process binds."""
 
 
+_reservations: list[socket.socket] = []
+"""UDP sockets on the returned ports. A process that chooses a port skips those that another one has reserved, because
+their servers may not listen yet."""
+
+
 def free_ports(count: int) -> list[int]:
-    """Return different ports of the loopback interface that are free now."""
+    """Return different TCP ports of the loopback interface that are free now.
+
+    Until this process ends, no process gets them from this function.
+
+    Raises:
+        OSError: too few ports are free.
+    """
     found: list[int] = []
-    candidates = iter(random.sample(_PORTS, len(_PORTS)))
-    while len(found) < count:
-        port = next(candidates)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
+    for port in random.sample(_PORTS, len(_PORTS)):
+        reservation = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            reservation.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            reservation.close()
+            continue
+        _reservations.append(reservation)
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} of the ports {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
 class ChildFailedError(Exception):

@@ -106,6 +106,8 @@ class EngineWorker:
         self._weights_wanted = True
         self._coordinator_state: CoordinatorState | None = None
         self._acknowledged = asyncio.Event()
+        self._last_rejection = ""
+        """Error of the last rejected message since the last HELLO_ACK, which was logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
@@ -237,6 +239,7 @@ class EngineWorker:
 
     def _on_ack(self, ack: HelloAck, given_away: bool) -> None:
         self._acknowledged.set()
+        self._last_rejection = ""
         if given_away:
             self._drop_all()
         self._coordinator_state = ack.state
@@ -282,7 +285,10 @@ class EngineWorker:
                 if message.state is not None:
                     self._note_coordinator_state(CoordinatorState(message.state.value))
             case Error():
-                logger.warning("the coordinator rejected a message: %s %s", message.code.name, message.message)
+                rejection = f"{message.code.name} {message.message}"
+                if rejection != self._last_rejection:  # HELLO is sent again until it is accepted
+                    self._last_rejection = rejection
+                    logger.warning("the coordinator rejected a message: %s", rejection)
             case Plain(items=[Header.SHUTDOWN]):
                 self.ended.set()
             case _:

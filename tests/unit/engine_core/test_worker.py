@@ -3,8 +3,10 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eventually import LONG_SECONDS, eventually
@@ -22,11 +24,12 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.protocol.messages import Message, tokens_to_bytes
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink
 
 
 class BrokenExecutor(EchoExecutor):
@@ -228,3 +231,29 @@ async def test_an_engine_reports_where_and_why_it_cannot_register_and_ends_at_th
         assert f"engine lonely: no coordinator answered at {address}" in report
         assert why in report
     assert isinstance(worker.failure, CoordinatorUnreachableError)
+
+
+async def test_an_engine_that_a_later_process_has_replaced_logs_its_rejection_once(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.02)
+    rejected = asyncio.Semaphore(0)
+
+    def counted(*arguments: Any, on_message: Callable[[Message], object], **options: Any) -> PeerLink:
+        def count(message: Message) -> None:
+            on_message(message)
+            rejected.release()
+
+        return PeerLink(*arguments, on_message=count, **options)
+
+    backend = NativeBackend(EngineCore(EchoExecutor(), InferenceConfig()))
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time_ns", lambda: 0)
+        earlier = EngineWorker(EngineSettings(coordinator=served.address, name="engine-0"), backend, link=counted)
+    task = asyncio.ensure_future(earlier.run())
+    for _ in range(3):
+        await asyncio.wait_for(rejected.acquire(), LONG_SECONDS)
+    earlier.ended.set()
+    await task
+    logged = [record.getMessage() for record in caplog.records if "a later process" in record.getMessage()]
+    assert logged == ["the coordinator rejected a message: UNAVAILABLE a later process is registered as engine-0"]

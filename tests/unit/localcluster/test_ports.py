@@ -1,6 +1,8 @@
 """Allocated ports are ports that the servers can bind."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +42,20 @@ def test_a_used_port_is_skipped_and_none_is_allocated_twice(monkeypatch: pytest.
         given = ports.allocate(Options())
     assert given["apiserver"] != taken
     assert len(set(given.values())) == len(given)
+
+
+def test_two_clusters_that_start_at_the_same_time_get_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of the first one do not listen yet when the second one allocates its ports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    allocate = f"""
+from localcluster import ports
+from localcluster.settings import Options
+ports.PREFERRED_PORTS["apiserver"] = {port}
+print(ports.allocate(Options())["apiserver"])
+"""
+    monkeypatch.setitem(ports.PREFERRED_PORTS, "apiserver", port)
+    assert ports.allocate(Options())["apiserver"] == port
+    other = subprocess.run([sys.executable, "-c", allocate], capture_output=True, text=True, check=True)
+    assert int(other.stdout) != port

@@ -1,4 +1,4 @@
-"""A lost coordinator is replaced once, and only if its node, not its process, may be the cause."""
+"""A lost coordinator is replaced once, and only if its node may be the cause, not its process. The status shows it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from in_memory_cluster import Cluster
 
+from megatron_operator.model.states import CoordinatorState
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.lost_coordinator import REPLACE_SECONDS
-from megatron_operator.plan.world import CoordinatorSnapshot, Decision, DeletePods, EmitEvent, PodView, World
+from megatron_operator.plan.world import (
+    LOST_SECONDS,
+    UNKNOWN_SECONDS,
+    CoordinatorSnapshot,
+    Decision,
+    DeletePods,
+    EmitEvent,
+    PodView,
+    World,
+)
 
 AGE = timedelta(minutes=5)
 
@@ -78,3 +89,89 @@ def test_both_pods_of_a_pair_are_replaced(serving: World) -> None:
     standby = replace(pod, name="demo-standby-0", uid="s", component="standby")
     both = replace(serving, pods=(*serving.pods, standby))
     assert deleted(decide(lost(both, REPLACE_SECONDS))) == [(pod.name, pod.uid), ("demo-standby-0", "s")]
+
+
+# --- The status -----------------------------------------------------------------------------------------------------
+
+
+def step(cluster: Cluster, *, seconds: float, lost_seconds: float | None = None) -> Decision:
+    """Let time pass, and run one pass whose link lost its connection `lost_seconds` ago; None: it is connected.
+
+    The pods are five minutes old.
+    """
+    cluster.now += timedelta(seconds=seconds)
+    world = cluster.world()
+    pods = tuple(replace(pod, created_at=world.now - AGE) for pod in world.pods)
+    decision = decide(replace(world, pods=pods, coordinator=replace(world.coordinator, lost_seconds=lost_seconds)))
+    cluster.status = decision.status
+    return decision
+
+
+def engine_states(cluster: Cluster) -> list[str]:
+    return [engine["state"] for engine in cluster.status["engines"]]
+
+
+@pytest.fixture
+def served(make_cluster: Any) -> Cluster:
+    """A resource of two engines that serves."""
+    cluster: Cluster = make_cluster(replicas=2)
+    cluster.settle()
+    return cluster
+
+
+def test_without_a_coordinator_the_engines_count_as_before_for_some_seconds_only(served: Cluster) -> None:
+    before = served.status["engines"]
+    served.coordinator = None
+    decision = step(served, seconds=UNKNOWN_SECONDS - 1, lost_seconds=0.5)
+    assert (served.status["ready"], engine_states(served)) == ("2/2", ["RUNNING", "RUNNING"])
+    assert served.condition("Degraded")["status"] == "False"
+    assert decision.requeue_after == 1.0
+
+    step(served, seconds=1.0, lost_seconds=1.5)
+    assert (served.status["ready"], served.status["readyReplicas"]) == ("0/2", 0)
+    assert served.status["engines"] == [{**engine, "state": "Unknown"} for engine in before]
+    # The next leader has just begun to count.
+    served.known_at = served.now
+    step(served, seconds=0.1)
+    assert engine_states(served) == ["Unknown", "Unknown"]
+
+
+def test_an_engine_lost_with_its_coordinator_is_reported_until_it_registers(served: Cluster) -> None:
+    coordinator, served.coordinator = served.coordinator, None
+    assert coordinator is not None
+    engines = dict(coordinator.engines)
+    lost = step(served, seconds=UNKNOWN_SECONDS, lost_seconds=1.5)
+    degraded = [action for action in lost.actions if isinstance(action, EmitEvent) and "unknown" in action.message]
+    assert [(event.type, event.reason) for event in degraded] == [("Warning", "CoordinatorUnreachable")]
+    # Its pod was deleted; the next coordinator starts and recovers.
+    name = next(name for name in served.pods if "-coordinator-" in name)
+    served.pods[name]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    for recovering in (False, True):
+        if recovering:
+            served.coordinator = replace(coordinator, state=CoordinatorState.RECOVERING, engines={})
+        step(served, seconds=2.0)
+        assert engine_states(served) == ["Unknown", "Unknown"]
+        assert served.condition("Degraded")["reason"] == "CoordinatorUnreachable"
+
+    served.coordinator = replace(coordinator, engines={name: engines[name] for name in ["demo-engine-0"]})
+    step(served, seconds=1.5)
+    assert (served.status["ready"], engine_states(served)) == ("1/2", ["RUNNING", "Lost"])
+    assert served.condition("Degraded")["reason"] == "EngineLost"
+    served.coordinator = replace(coordinator, engines=engines)
+    step(served, seconds=60.0)
+    assert (served.status["ready"], served.condition("Degraded")["status"]) == ("2/2", "False")
+
+
+def test_a_planned_restart_of_the_coordinator_is_no_error_however_long_it_takes(served: Cluster) -> None:
+    coordinator, served.coordinator = served.coordinator, None
+    assert coordinator is not None
+    name = next(name for name in served.pods if "-coordinator-" in name)
+    served.pods[name]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    step(served, seconds=3 * UNKNOWN_SECONDS, lost_seconds=3 * UNKNOWN_SECONDS)
+    assert engine_states(served) == ["Unknown", "Unknown"]
+    served.coordinator = replace(coordinator, engines={})
+    step(served, seconds=1.5)
+    assert engine_states(served) == ["Pending", "Pending"]
+    assert served.condition("Degraded")["status"] == "False"
+    step(served, seconds=LOST_SECONDS)
+    assert served.condition("Degraded")["reason"] == "EngineLost"

@@ -207,6 +207,9 @@ class Watch:
 class DirectLink:
     """A link without frames: what is said arrives at once, or the caller dies before it is said."""
 
+    snapshot = CoordinatorSnapshot()
+    """While it has no address."""
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.sent: list[str] = []

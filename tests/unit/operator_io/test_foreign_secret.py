@@ -20,7 +20,7 @@ from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import ChildRef, CreateKeys, Decision, RotateKeys
+from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
 
@@ -120,3 +120,11 @@ async def test_keys_of_this_resource_are_created_and_used(site: Site) -> None:
     assert world.keys is not None
     assert world.keys.admin_admitted
     assert site.store.writes == [("create", "Secret")]
+
+
+async def test_the_time_without_a_coordinator_counts_while_its_keys_are_missing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectLink, "snapshot", CoordinatorSnapshot(unknown_seconds=7.0))
+    world = await site.observer.world(site.resource, term=1, rejections={}, vetted={})
+    assert world.coordinator == CoordinatorSnapshot(error="its keys do not exist yet", unknown_seconds=7.0)

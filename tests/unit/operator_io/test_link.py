@@ -259,6 +259,35 @@ async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connec
     assert link.snapshot.lost_seconds is None, "another address"
 
 
+async def test_the_time_without_known_engines_counts_from_the_last_message_until_the_end_of_a_recovery(
+    make_link: Any, admin_port: Any
+) -> None:
+    skipped = 1000.0
+    link, changes = make_link(admin_port.address, clock=lambda: time.monotonic() + skipped)
+    skipped += 20.0
+    assert link.snapshot.unknown_seconds >= 20, "never reached"
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.unknown_seconds == 0
+
+    admin_port.mute = True
+    asked = len(admin_port.received)
+    while not any(isinstance(message, Status) for message in admin_port.received[asked:]):
+        admin_port.heard.clear()
+        await admin_port.heard.wait()
+    skipped += 20.0
+    await changes.until(lambda: not link.snapshot.reachable)
+    assert link.snapshot.lost_seconds < 20 <= link.snapshot.unknown_seconds
+
+    admin_port.state = CoordinatorState.RECOVERING
+    admin_port.mute = False
+    skipped += 20.0
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.unknown_seconds >= 20
+    admin_port.state = CoordinatorState.RUNNING
+    await changes.until(lambda: link.snapshot.state is CoordinatorState.RUNNING)
+    assert link.snapshot.unknown_seconds == 0
+
+
 async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_sent_again(
     make_link: Any, admin_port: Any
 ) -> None:

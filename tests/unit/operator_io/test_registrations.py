@@ -62,3 +62,19 @@ def test_after_a_planned_restart_of_the_coordinator_the_time_begins_with_its_rec
     assert found.missing(RECOVERING, (now, SECOND, *PODS), now=14.0) == {}
     assert found.missing(AFTER, (now, SECOND, *PODS), now=16.0) == {ENGINES[1]: 0.0}
     assert found.missing(AFTER, (now, SECOND, *PODS), now=17.0) == {ENGINES[1]: 1.0}
+
+
+def test_a_deleted_coordinator_that_answers_until_its_successor_is_ready_is_no_loss() -> None:
+    found = Registrations()
+    found.missing(BEFORE, (FIRST, *PODS), now=10.0)
+    successor = replace(FIRST, uid="another")
+    found.missing(BEFORE, (replace(FIRST, deleting=True), successor, *PODS), now=11.0)
+    assert found.missing(AFTER, (successor, *PODS), now=14.0) == {ENGINES[1]: 0.0}
+
+
+def test_the_other_coordinator_of_a_pair_may_be_replaced_before_the_loss() -> None:
+    found = Registrations()
+    found.missing(BEFORE, (FIRST, SECOND, *PODS), now=10.0)
+    successor = replace(SECOND, uid="another")
+    found.missing(BEFORE, (FIRST, successor, *PODS), now=11.0)
+    assert found.missing(AFTER, (FIRST, successor, *PODS), now=14.0) == {ENGINES[1]: math.inf}
