@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_runtime.checkpoints.torch_dist.live_model import _sharded_tensors
@@ -29,6 +30,7 @@ _EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "allgather",
+    "moe_enable_routing_replay": True,
 }
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -119,6 +121,17 @@ def logits_of(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
     length = len(tokens)
     hides = torch.ones(1, 1, length, length).tril() < 0.5
     return model(torch.tensor([list(tokens)]), torch.arange(length)[None], hides)[0]
+
+
+def logits_and_routing(model: GPTModel, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logits_of(), and the experts of each token that Megatron's routers record, [T, layers with experts, J]."""
+    if not RouterReplay.global_router_replay_instances:
+        return logits_of(model, tokens), None
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    try:
+        return logits_of(model, tokens), torch.stack(RouterReplay.get_recorded_data(), dim=1)
+    finally:
+        RouterReplay.clear_global_router_replay_action()
 
 
 def make_configured_gpt(case: str) -> GPTModel:

@@ -17,17 +17,19 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from eventually import LONG_SECONDS
-from gpt_models import fill, logits_of, make_gpt, patch_for_cpu
+from gpt_models import fill, logits_and_routing, make_gpt, patch_for_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from rank_program import answers
 
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import follow, lead
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
@@ -52,13 +54,14 @@ class Job:
 
 @dataclass
 class Result:
-    """The answers with the weights of seed 0 and then of seed 1. logits: Megatron's, for each prompt with its answer.
+    """The answers with the weights of seed 0 and then of seed 1.
 
-    logits are those of one rank only.
+    logits, routing: Megatron's, for each prompt with its answer; of one rank only. routing: the experts of each token.
     """
 
     answers: list[dict[int, dict[str, list[Any]]]]
     logits: list[list[npt.NDArray[Any]]]
+    routing: list[list[list[Any] | None]]
 
 
 def run_ranks(job: Job) -> Result:
@@ -123,22 +126,39 @@ def _make_part(job: Job) -> GPTModel:
 
 def _executor(source: ModelSource, groups: Groups | None = None) -> CpuExecutor:
     text = ModelText(lambda: load_tokenizer("builtin:smollm2-135m"))
-    return CpuExecutor(source, text, dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups)
+    config = InferenceConfig(buffer_size_gb=KV_CACHE_MEMORY / (1 << 30))
+    executor = select_executor(
+        source,
+        text,
+        config,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        kv_cache_memory=config.buffer_bytes,
+        groups=groups,
+    )
+    assert isinstance(executor, CpuExecutor)
+    return executor
 
 
 @torch.inference_mode()
-def _megatron_logits(model: GPTModel, found: dict[int, dict[str, list[Any]]]) -> list[npt.NDArray[Any]]:
-    return [logits_of(model, [*prompt, *found[at]["tokens"]]).numpy() for at, prompt in enumerate(PROMPTS)]
+def _of_megatron(
+    model: GPTModel, found: dict[int, dict[str, list[Any]]]
+) -> tuple[list[npt.NDArray[Any]], list[list[Any] | None]]:
+    results = [logits_and_routing(model, [*prompt, *found[at]["tokens"]]) for at, prompt in enumerate(PROMPTS)]
+    routing = [None if experts is None else experts.tolist() for _, experts in results]
+    return [logits.numpy() for logits, _ in results], routing
 
 
 def _one_rank(model: GPTModel) -> Result:
     executor = _executor(model_in_memory(model))
     executor.load()
     before = answers(executor, OPTIONS)
-    logits = [_megatron_logits(model, before)]
+    of_megatron = [_of_megatron(model, before)]
     fill(model, seed=1)
     after = _update(executor)
-    return Result([before, after], [*logits, _megatron_logits(model, after)])
+    of_megatron.append(_of_megatron(model, after))
+    return Result([before, after], [logits for logits, _ in of_megatron], [routing for _, routing in of_megatron])
 
 
 def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
@@ -167,7 +187,7 @@ def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
     executor.load()
     before = answers(executor, OPTIONS)
     _train(models[0])
-    send(Result([before, _update(executor)], []))
+    send(Result([before, _update(executor)], [], []))
     executor.end(None)
 
 

@@ -3,6 +3,7 @@
 Options:
   model; tensor, pipeline, expert; prompts; rendezvous_seconds; step_timeout_seconds
   sampling       fields of SamplingParams, one dict per prompt
+  records_routing: answers have the experts of each token
   suspend_after  number of steps after which the engine is suspended and resumed
   forever        repeat the prompts without end and send "step" each time
   kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
@@ -108,6 +109,8 @@ def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
             one["tokens"] += output.new_tokens
             one["log_probs"] += output.new_log_probs or []
             one["prompt_log_probs"] += output.prompt_log_probs or []
+            if output.routing is not None:
+                one["routing"] = output.routing.tolist()
         steps += 1
         if steps == options.get("suspend_after"):
             engine.suspend()
@@ -149,7 +152,14 @@ def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str,
         make_executor: Callable[..., TorchExecutor] = CpuExecutor
         if options.get("kernels"):
             make_executor = executor_of_kernels(has_graphs=options["kernels"] == "graphs")
-        return make_executor(source, dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups)
+        return make_executor(
+            source,
+            dtype="float32",
+            threads=1,
+            kv_cache_memory=KV_CACHE_MEMORY,
+            groups=groups,
+            records_routing=options.get("records_routing", False),
+        )
 
     try:
         if rank == 0:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from eventually import LONG_SECONDS
@@ -61,6 +62,7 @@ class ScriptedEngine:
     failing: control messages that it answers with an error.
     adapters: the list that it has; None: its release has no adapters.
     adapter_errors: why adapters of the list are not loaded.
+    reply_fields: further fields of its replies.
     """
 
     address: str
@@ -77,6 +79,7 @@ class ScriptedEngine:
     source: str | None = None
     adapters: AdapterList | None = field(default_factory=AdapterList)
     adapter_errors: dict[str, str] = field(default_factory=dict)
+    reply_fields: dict[str, Any] = field(default_factory=dict)
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
     keys: PeerKeys | None = None
@@ -228,7 +231,12 @@ class ScriptedEngine:
 
     def finish(self, number: int) -> None:
         job = self.jobs.pop(number)
-        reply = {"status": "COMPLETED", "finish_reason": "length", "prompt_length": len(job.prompt)}
+        reply = {
+            "status": "COMPLETED",
+            "finish_reason": "length",
+            "prompt_length": len(job.prompt),
+            **self.reply_fields,
+        }
         self.send(Final(number, job.dispatch.uid, tokens_to_bytes(job.generated), pack(reply)))
 
     def _control(self, control: Control) -> None:

@@ -115,6 +115,7 @@ class Step(ctypes.Structure):
         ("gathered_tokens", c_int64),
         ("gathered", c_void_p),
         ("gathered_sums", c_void_p),
+        ("routing", c_void_p),
     )
 
 

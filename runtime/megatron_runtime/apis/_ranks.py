@@ -28,18 +28,18 @@ _attempts = count()
 def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     """Return the number of ranks of one engine by dimension.
 
-    given: by dimension ("tensor", "pipeline", "expert"). None means the size in the configuration of a model of
-           Megatron-Core, else that of its initialised parallel state, else 1.
+    given: by dimension ("tensor", "pipeline", "expert"). None means the larger one of the sizes in the configuration of
+           a model of Megatron-Core and in its initialised parallel state, else 1.
     """
     return ParallelSizes(**{name: given.get(name) or _configured(model, name) for name in _DIMENSIONS})
 
 
 def _configured(model: Any, dimension: str) -> int:
-    size = getattr(getattr(model, "config", None), f"{dimension}_model_parallel_size", None)
+    size: int = getattr(getattr(model, "config", None), f"{dimension}_model_parallel_size", None) or 1
     state = sys.modules.get("megatron.core.parallel_state")
-    if size is None and state is not None and state.model_parallel_is_initialized():
-        size = getattr(state, f"get_{dimension}_model_parallel_world_size")()
-    return size or 1
+    if state is not None and state.model_parallel_is_initialized():
+        size = max(size, getattr(state, f"get_{dimension}_model_parallel_world_size")())
+    return size
 
 
 def global_rank() -> int:

@@ -28,7 +28,8 @@ class ServeConfig:
 
     host, port:        address of the server; port 0 picks a free one: see `url`.
     parsers:           name of the tool-call parser; empty: chosen by the model's chat template.
-    verbose:           log each request.
+    verbose:           log each request: in this process to the logger uvicorn.access, at the level INFO; in the
+                       others to standard error.
     frontend_replicas: number of HTTP servers on the socket: one in this process, the others in child processes. Only
                        one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
@@ -77,6 +78,7 @@ class FrontEnd:
             tool_call_parser=config.parsers[0] if config.parsers else "auto",
             max_sequence_length=max_sequence_length,
             drain_seconds=DRAIN_SECONDS,
+            access_log=config.verbose,
             allowed_hosts=LOOPBACK_HOSTS if is_loopback(config.host) else (),
         )
         self._client = InferenceClient(coordinator, deserialize=False, libzmq=False)
@@ -86,7 +88,7 @@ class FrontEnd:
         except BaseException:
             self._client.stop()
             raise
-        self._http = HttpServer(self._app, access_log=config.verbose)
+        self._http = HttpServer(self._app, access_log=self._settings.access_log)
         self._serving: asyncio.Task[None] | None = None
         self._replicas = config.frontend_replicas - 1 if tokenizer_reference is not None else 0
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -138,7 +140,8 @@ class FrontEnd:
             *("--reasoning-parser", settings.reasoning_parser),
             *(f"--allowed-host={host}" for host in settings.allowed_hosts),
             "--health-port=off",  # the replicas would use the same port
-            *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),
+            *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0"),
+            *(("--access-log", "--log-level", "info") if settings.access_log else ("--log-level", "warning")),
         ]
         return subprocess.Popen(
             command,

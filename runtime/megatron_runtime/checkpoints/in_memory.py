@@ -25,10 +25,13 @@ def model_in_memory(model: Any, *, ends: tuple[int, ...] = ()) -> ModelInMemory:
     Raises UnsupportedModelError for anything else.
     """
     if is_megatron_model(model):
+        gpt = unwrapped(model)
+        records = getattr(gpt.config, "moe_enable_routing_replay", False)
         return ModelInMemory(
             LiveModelCheckpoint(model, ends=ends),
-            name=f"a {type(unwrapped(model)).__name__}",
+            name=f"a {type(gpt).__name__}",
             reopen=lambda: LiveModelCheckpoint(model, ends=ends),
+            records_routing=bool(gpt.config.num_moe_experts and records),
         )
     if isinstance(model, DecoderModel):
         return ModelInMemory(TensorsInMemory(model.config, dict(_own_tensors(model))), name="a DecoderModel")

@@ -52,11 +52,13 @@ class ModelInMemory:
     """A model in the memory of the program: a Checkpoint, and its name in messages.
 
     reopen: of a model that the program may train meanwhile, returns a Checkpoint of its present weights.
+    records_routing: whether the model's configuration asks for the experts of each token.
     """
 
     checkpoint: Any  # servers import this module, and the protocol's module names torch in its types
     name: str
     reopen: Callable[[], Any] | None = None
+    records_routing: bool = False
     format: ClassVar[str] = "memory"
 
     @property

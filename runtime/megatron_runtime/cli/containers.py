@@ -283,6 +283,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     help="After SIGTERM, time without a new request before the server closes: more than load balancers need to notice "
     "that it is not ready.",
 )
+@click.option("--access-log/--no-access-log", default=False, help="Log each HTTP request, at the level info.")
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @config_option()

@@ -258,6 +258,11 @@ engine_options = together(
         default=False,
         help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
     ),
+    click.option(
+        "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
+        default=False,
+        help="Record the experts of each token: routing_indices of an answer.",
+    ),
     click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes."),
     click.option(
         "--threads",

@@ -241,7 +241,8 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     )
     engine = arguments(
         *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
-        *("batch_invariant", "prefix_caching", "threads", "vllm_allow_code", "drain_seconds"),
+        *("batch_invariant", "moe_enable_routing_replay", "prefix_caching", "threads", "vllm_allow_code"),
+        "drain_seconds",
         *("tensor_parallel", "device"),
         vllm_arguments=json.dumps(options.vllm_arguments),
         coordinator=f"{_LOOPBACK}:{engine_port}",

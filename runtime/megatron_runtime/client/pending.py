@@ -44,7 +44,8 @@ PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 _REPLY_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("finish_reason", "stop_reason", "generated_text", "prompt_length", "generated_length", "error")),
-    **dict.fromkeys((*PER_TOKEN_DETAILS.values(), *PROMPT_DETAILS, "policy_epoch", "kv_cache_epoch")),
+    **dict.fromkeys((*PER_TOKEN_DETAILS.values(), *PROMPT_DETAILS)),
+    **dict.fromkeys(("policy_epoch", "kv_cache_epoch", "routing_indices")),
     "status": "COMPLETED",
     "num_cached_tokens": 0,
 }

@@ -39,6 +39,10 @@ class Collectives:
         """Return x_AD, the tokens of all expert ranks, before the routed experts."""
         return x_TD
 
+    def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
+        """Return y_TD, the rows of this rank's tokens."""
+        return y_AD
+
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
         """Return y_TD, this rank's tokens summed over the expert ranks, after the routed experts."""
         return y_AD
@@ -154,14 +158,19 @@ class Groups(Collectives):
             dist.all_gather_into_tensor(gathered, padded_MD, group=self._expert)
         return torch.cat([gathered[index * most : index * most + count] for index, count in enumerate(counts)])
 
+    def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
+        if self._expert is None:
+            return y_AD
+        start = sum(self._tokens_of_experts[: self.shard.expert_rank])
+        return y_AD[start : start + self._tokens_of_experts[self.shard.expert_rank]]
+
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
         if self._expert is None:
             return y_AD
         y_AD = y_AD.contiguous()
         with self._exchange():
             dist.all_reduce(y_AD, group=self._expert)
-        start = sum(self._tokens_of_experts[: self.shard.expert_rank])
-        return y_AD[start : start + self._tokens_of_experts[self.shard.expert_rank]]
+        return self.own_tokens(y_AD)
 
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
         """Start to send. `x_TD` must not change until flush()."""

@@ -140,6 +140,8 @@ class RequestOutput:
     stop_token: the last token, if it ended the request.
     error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
+    routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token but
+             the last, which is not computed, in the G layers with experts.
     """
 
     request_id: int
@@ -156,6 +158,7 @@ class RequestOutput:
     error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED
     summary: RequestSummary | None = None
+    routing: npt.NDArray[Any] | None = None
 
 
 @dataclass(slots=True)

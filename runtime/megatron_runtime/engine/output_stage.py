@@ -20,7 +20,8 @@ from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
-from megatron_runtime.requests.errors import serialize_error
+from megatron_runtime.requests.errors import PERMANENT_CODES, serialize_error
+from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
+    if code in PERMANENT_CODES:
+        described["is_transient"] = False
     if isinstance(error, InvalidSamplingParamsError):
         described["field"] = error.field
     return described
@@ -301,6 +304,8 @@ class OutputStage:
             reply.update(request.details.of_final())
         if output.hidden_state is not None:
             reply["hidden_state"] = output.hidden_state.astype("<f4").tobytes()
+        if output.routing is not None:
+            reply["routing_indices"] = pack_array(output.routing)
         if failed:
             reply["error"] = error_map(output.error_code, output.error or "the request failed")
         dispatch = request.dispatch

@@ -2,7 +2,8 @@
 
 Shapes: T tokens of a step, N rows whose logits are computed, D hidden, V vocabulary, W this rank's part of it,
 L layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
-head, Q = (H + 2 K) C, F twice the feed-forward. L, H, K, W, E and F count what this rank holds.
+head, Q = (H + 2 K) C, F twice the feed-forward, J experts of a token, G layers of the model. L, H, K, W, E and F count
+what this rank holds.
 """
 
 from __future__ import annotations
@@ -160,8 +161,12 @@ class DecoderModel(Decoder):
         *,
         attention: AttentionBatch,
         cache_LPXE: torch.Tensor,
+        routing_GTJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states after this rank's layers, and write their keys and values to the cache."""
+        """Return the hidden states after this rank's layers, and write their keys and values to the cache.
+
+        routing_GTJ: int32; written in this rank's layers with experts: the experts of each token by falling share.
+        """
         in_full = rotation(positions_T, self._frequencies, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
         if self._local_frequencies is not self._frequencies:
@@ -173,7 +178,8 @@ class DecoderModel(Decoder):
             normed_TD = self._norm(x_TD, layer.attention_norm_D)
             added_TD = self._attend(layer, normed_TD, cache_PXE, *(in_window if is_local else in_full))
             x_TD = x_TD + self._output_norm(added_TD, layer.attention_output_norm_D)
-            added_TD = self._feed_forward(layer.mlp, self._norm(x_TD, layer.mlp_norm_D))
+            routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
+            added_TD = self._feed_forward(layer.mlp, self._norm(x_TD, layer.mlp_norm_D), routing_TJ)
             x_TD = x_TD + self._output_norm(added_TD, layer.mlp_output_norm_D)
         return x_TD
 
@@ -210,22 +216,38 @@ class DecoderModel(Decoder):
         out_TH = self._attention(heads_THC[:, :heads], kv_TE, cache_PXE, attention)
         return self._collectives.all_reduce(layer.output_DH(out_TH))
 
-    def _feed_forward(self, mlp: FeedForward | ExpertWeights, x_TD: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(
+        self, mlp: FeedForward | ExpertWeights, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None
+    ) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
             return self._collectives.all_reduce(self._gated(mlp, x_TD))
         assert self.config.moe is not None
         x_AD = self._collectives.gather_tokens(x_TD)
-        y_AD = self._mix(mlp, x_AD, self.config.moe)
+        share_AJ, expert_AJ = self._route(mlp, x_AD, self.config.moe)
+        if routing_TJ is not None:
+            routing_TJ.copy_(self._collectives.own_tokens(expert_AJ))
+        y_AD = self._mix(mlp, x_AD, share_AJ, expert_AJ, self.config.moe)
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
-    def _mix(self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-        """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
-
-        A tokens, X experts of the model, J experts of a token, S tokens of one expert, computed in one product.
-        """
+    def _route(self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the shares and the numbers of the experts of each token, the largest share first."""
         share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
         if moe.normalize:
             share_AJ = share_AJ / share_AJ.sum(dim=-1, keepdim=True)
+        return share_AJ, expert_AJ
+
+    def _mix(
+        self,
+        weights: ExpertWeights,
+        x_AD: torch.Tensor,
+        share_AJ: torch.Tensor,
+        expert_AJ: torch.Tensor,
+        moe: MoEConfig,
+    ) -> torch.Tensor:
+        """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
+
+        A tokens, S tokens of one expert, computed in one product.
+        """
         # Choices in the order of their experts, so that the tokens of one expert lie together.
         order = expert_AJ.flatten().argsort(stable=True)
         counts = expert_AJ.flatten().bincount(minlength=moe.num_experts).tolist()

@@ -71,9 +71,15 @@ class NativeDecoder(DecoderModel):
         self._logits: Float32 = np.empty((0, config.vocab_size), dtype=np.float32)
 
     def run_plan(
-        self, plan: PlannedTokens, cache_LPXE: torch.Tensor, logit_rows_N: npt.NDArray[np.int64]
+        self,
+        plan: PlannedTokens,
+        cache_LPXE: torch.Tensor,
+        logit_rows_N: npt.NDArray[np.int64],
+        routing_GTJ: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Float32]:
         """Compute the plan's tokens in their order, and write their keys and values to the cache.
+
+        routing_GTJ: as in run_layers().
 
         Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits after the tokens
         `logit_rows_N`, which the next step overwrites.
@@ -84,11 +90,22 @@ class NativeDecoder(DecoderModel):
         logits_NV = self._logits[: len(logit_rows_N)]
         step = self._step(plan, x_TD, cache_LPXE)
         step.logit_rows, step.num_logits, step.logits = _address(logit_rows_N), len(logit_rows_N), _address(logits_NV)
+        step.routing = None if routing_GTJ is None else routing_GTJ.data_ptr()
         self._run(step, 0, self._phases + 1)
         return x_TD, logits_NV
 
-    def run_rank(self, plan: PlannedTokens, *, x_TD: torch.Tensor, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states after this rank's layers, and write their keys and values to the cache."""
+    def run_rank(
+        self,
+        plan: PlannedTokens,
+        *,
+        x_TD: torch.Tensor,
+        cache_LPXE: torch.Tensor,
+        routing_GTJ: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states after this rank's layers, and write their keys and values to the cache.
+
+        routing_GTJ: as in run_layers().
+        """
         x_TD = x_TD.float().contiguous()
         sums_TD = torch.empty_like(x_TD)
         step = self._step(plan, x_TD, cache_LPXE)
@@ -98,19 +115,25 @@ class NativeDecoder(DecoderModel):
             self._run(step, phase, phase + 1)
             self._add_sums(step, phase, sums_TD, sums_TD)
             if isinstance(layer.mlp, ExpertWeights):
-                mixed_TD = self._mixture(step, phase + 1, x_TD)
+                mixed_TD = self._mixture(step, phase + 1, x_TD, None if routing_GTJ is None else routing_GTJ[number])
             else:
                 self._run(step, phase + 1, phase + 2)
                 mixed_TD = sums_TD
             self._add_sums(step, phase + 1, mixed_TD, sums_TD)
         return x_TD
 
-    def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor) -> torch.Tensor:
+    def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
         """Return what the experts of all ranks that share the tokens add to x_TD."""
         x_AD = self._collectives.gather_tokens(x_TD).contiguous()
         y_AD = torch.empty_like(x_AD)
         step.gathered_tokens, step.gathered, step.gathered_sums = len(x_AD), x_AD.data_ptr(), y_AD.data_ptr()
-        self._run(step, phase, phase + 1)
+        if routing_TJ is None:
+            self._run(step, phase, phase + 1)
+        else:
+            routing_AJ = routing_TJ.new_empty(len(x_AD), routing_TJ.shape[1])
+            step.routing = routing_AJ.data_ptr()
+            self._run(step, phase, phase + 1)
+            routing_TJ.copy_(self._collectives.own_tokens(routing_AJ))
         return self._collectives.scatter_sums(y_AD)
 
     def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:

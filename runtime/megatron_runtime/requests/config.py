@@ -120,6 +120,8 @@ class InferenceConfig:
     Records and logs:
     track_paused_request_events:   record a PAUSE event for each step in which a request is paused.
     track_generated_token_events:  record a GENERATED_TOKEN event for each token.
+    moe_enable_routing_replay:     record the experts of each token: `routing_indices` of an answer. (A field of
+                           Megatron-Core's TransformerConfig, from which a GPTModel sets it.)
     logging_step_interval: steps between log lines with the load; 0: none.
 
     Many ranks:
@@ -160,6 +162,7 @@ class InferenceConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
+    moe_enable_routing_replay: bool = False
     logging_step_interval: int = 0
     ep_consensus_interval: int = 20
     disable_ep_consensus: bool = False

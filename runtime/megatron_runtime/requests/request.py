@@ -75,14 +75,21 @@ def pack_value(value: Any) -> Any:
     return value
 
 
+def pack_array(values: npt.NDArray[Any]) -> Any:
+    """Return an array as ("ndarray", {data, dtype, shape}) with the data as bytes, for the messages of this project."""
+    return ("ndarray", {"data": values.tobytes(), "dtype": values.dtype.str, "shape": list(values.shape)})
+
+
 def unpack_value(value: Any) -> Any:
-    """Return the argument of pack_value(). `value` may have been packed with msgpack in between."""
+    """Return the argument of pack_value() or pack_array(). `value` may have been packed with msgpack in between."""
     match value:
         case ["tensor" | b"tensor", values]:
             return deserialize_tensor(values)
         case ["tensor" | b"tensor", values, str(dtype)]:
             torch = load_torch()
             return torch.tensor(values, dtype=getattr(torch, dtype))
+        case ["ndarray" | b"ndarray", {"data": bytes(data), "dtype": dtype, "shape": shape}]:
+            return np.frombuffer(data, dtype).reshape(shape).copy()
         case ["ndarray" | b"ndarray", {"data": data, "dtype": dtype}]:
             return np.array(data, dtype=dtype)
     return value
@@ -166,6 +173,9 @@ class DynamicInferenceRequest(InferenceRequest):
     policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens and computed their KV.
     policy_staleness, kv_cache_staleness: epochs since then of each token of prompt and answer, int32 [n]: a tensor from
                             MegatronLLM, an array from InferenceClient, which imports no torch.
+    routing_indices:        [prompt + generated - 1, layers with experts, experts of a token]: numbers of the experts of
+                            each token but the last, which was not computed, by falling share; a tensor or an array
+                            as policy_staleness. None unless the engine records them (moe_enable_routing_replay).
     precomputed_block_hashes: of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
@@ -496,12 +506,14 @@ class DynamicInferenceRequestRecord:
         return merged
 
     def _joined(self, name: str) -> Any:
-        """Return the joined values of all segments, as a tensor if all are tensors; None if no segment has any."""
+        """Return the joined values of all segments, as a tensor or an array if all are; None if no segment has any."""
         parts = [getattr(request, name) for request in self.requests if getattr(request, name) is not None]
         if not parts:
             return None
         if all(map(is_tensor, parts)):
             return load_torch().cat(parts)
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return np.concatenate(parts)
         return [item for part in parts for item in as_list(part)]
 
     def serialize(self) -> dict[str, Any]:
@@ -583,6 +595,8 @@ def answered_request(
     for name in ("policy_staleness", "kv_cache_staleness"):
         if (staleness := getattr(request, name)) is not None:
             setattr(request, name, load_torch().from_numpy(staleness))
+    if request.routing_indices is not None:
+        request.routing_indices = load_torch().as_tensor(request.routing_indices).long()
     if text is None:
         return request
     if request.prompt is None:

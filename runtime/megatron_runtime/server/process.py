@@ -53,7 +53,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
         tokenizer = load_tokenizer(settings.model)
         tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
         gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
-        loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
+        loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
 
@@ -173,7 +173,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     certificate = None
     if settings.tls_certificate_file is not None and settings.tls_key_file is not None:
         certificate = Certificate(settings.tls_certificate_file, settings.tls_key_file)
-    http = HttpServer(app, limits=settings.connections, certificate=certificate)
+    http = HttpServer(app, limits=settings.connections, certificate=certificate, access_log=settings.access_log)
     stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -65,6 +65,7 @@ class ServerSettings:
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, the server closes when no request has begun for this long: load balancers notice
                         late that it is not ready.
+    access_log:         log each HTTP request.
     allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
                         header; empty: any.
     connections:        deadlines and limits of HTTP connections.
@@ -97,6 +98,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     connections: ConnectionLimits = ConnectionLimits()
     vllm_metrics: bool = True
+    access_log: bool = False
 
     @property
     def served_name(self) -> str:

@@ -1,6 +1,7 @@
 """MegatronLLM and MegatronAsyncLLM: rejected arguments, prompts and answers, and every lifecycle call."""
 
 import asyncio
+import sys
 import threading
 import types
 
@@ -31,10 +32,22 @@ class TestConstruction:
         with pytest.raises(ValueError, match="requires use_coordinator=True"):
             MegatronAsyncLLM(**options, use_coordinator=False)
 
-    def test_direct_mode_has_no_expert_ranks(self, options) -> None:
-        model = types.SimpleNamespace(config=types.SimpleNamespace(expert_model_parallel_size=2))
-        with pytest.raises(ValueError, match="expert_model_parallel_size > 1"):
-            MegatronLLM(**{**options, "model": model})
+    @pytest.mark.parametrize(
+        ("given", "configured", "initialised"),
+        [({"expert_model_parallel_size": 2}, None, None), ({}, 2, None), ({}, 1, 2), ({}, None, 2)],
+        ids=["an argument", "the TransformerConfig", "a TransformerConfig of its default", "the parallel state"],
+    )
+    def test_direct_mode_has_no_expert_ranks(self, options, monkeypatch, given, configured, initialised) -> None:
+        if configured is not None:
+            config = types.SimpleNamespace(expert_model_parallel_size=configured)
+            options["model"] = types.SimpleNamespace(config=config)
+        if initialised is not None:
+            sizes = {"tensor": 1, "pipeline": 1, "expert": initialised}
+            state = {f"get_{name}_model_parallel_world_size": lambda size=size: size for name, size in sizes.items()}
+            state["model_parallel_is_initialized"] = lambda: True
+            monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", types.SimpleNamespace(**state))
+        with pytest.raises(ValueError, match=r"expert_model_parallel_size > 1 \(it is 2\) needs use_coordinator=True"):
+            MegatronLLM(**options, **given)
 
     def test_an_unsupported_model_is_rejected_with_its_type(self, options) -> None:
         with pytest.raises(UnsupportedModelError, match=r"builtins\.dict"):

@@ -46,8 +46,10 @@ RANK = """
         llm.resume()
         llm.update_weights(directory, epoch=3)
         llm.unpause()
+        llm.set_generation_epoch(4)
         if llm.is_primary_rank:
             reported["after"] = generate()
+            reported["epochs"] = llm.generate([1], params).policy_epoch
 
             async def engines():
                 return {engine.name: engine.ranks for engine in (await llm._client().status()).engines}
@@ -158,6 +160,7 @@ def test_ranks_answer_as_one_and_take_part_in_every_verb(
     with MegatronLLM(**{**options, "model": str(directory)}) as alone:
         expected = [one.generated_tokens for one in alone.generate([[n, 1, 2] for n in range(6)], greedy(6))]
     assert first["before"] == first["after"] == expected
+    assert first["epochs"] == [[0, 4]]
     assert first["engines"] == {f"engine-{n}": 2 for n in range(world // 2)}
     assert [first["primary"], *(other["primary"] for other in others)] == [True] + [False] * (world - 1)
     assert all("primary rank" in other["error"] for other in others)

@@ -115,11 +115,11 @@ def test_a_stopped_front_end_disconnects_its_client(make) -> None:
     llm.run_sync(front_end.stop())
 
 
-def test_replicas_share_the_socket_and_end_with_it(make) -> None:
+def test_replicas_share_the_socket_log_requests_and_end_with_it(make, capfd) -> None:
     """The servers of connections are identified by the processes that hold them."""
     llm = make(use_coordinator=True, tokenizer="builtin:smollm2-135m")
     before = {child.pid for child in psutil.Process().children()}
-    config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=3)
+    config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=3, verbose=True)
     llm.serve(config, blocking=False)
     replicas = [child for child in psutil.Process().children() if child.pid not in before]
     assert len(replicas) == 2
@@ -136,6 +136,10 @@ def test_replicas_share_the_socket_and_end_with_it(make) -> None:
             waiting = [replica for replica in waiting if not _is_connected(replica, port)]
             time.sleep(0.1)  # it takes a moment to start
         assert not waiting, "a replica took no connection"
+        for connection in held:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+        assert "GET /v1/models" in capfd.readouterr().err
     finally:
         for connection in held:
             connection.close()

@@ -123,7 +123,7 @@ def test_ids_in_flight_point_to_their_client_and_plain_answers_carry_text(pool) 
     expected = coordinator.next_request_id
     client.send(pack([int(Header.SUBMIT_REQUEST), 5, "hi", PARAMS, None]))
     header, number, prompt, _, _ = unpack(engine.recv())
-    assert (header, number, prompt) == (Header.SUBMIT_REQUEST, expected, [104, 105])
+    assert (header, number, prompt) == (Header.SUBMIT_REQUEST, expected, "hi")
     ready.until(lambda: coordinator.request_id_to_client_id == {expected: b"client"})
     assert coordinator.request_id_to_client_request_id == {expected: 5}
     engine.send(pack([int(Header.ENGINE_REPLY), [{"request_id": number, "generated_tokens": [33, 33]}]]))

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import zmq
 from eventually import LONG_SECONDS
@@ -11,7 +12,9 @@ from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role
-from megatron_runtime.protocol.messages import pack, unpack
+from megatron_runtime.protocol.messages import Disconnect, pack, unpack
+from megatron_runtime.requests.config import RoutingPolicy
+from megatron_runtime.requests.request import pack_array
 from megatron_runtime.transport.event_socket import EventSocket
 
 RECONNECTS_AT_ONCE = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, recovery=0.0, plain_reconnect=0.2)
@@ -110,6 +113,24 @@ async def test_the_reply_fields_of_a_plain_engine_reach_the_client(stage, plain,
     reply = await future
     assert {key: reply[key] for key in said} == said
     assert (reply["status"], reply["generated_tokens"], reply["generated_length"]) == ("COMPLETED", [5, 6], 2)
+
+
+ROUTING = [[[0, 2], [3, 1]], [[1, 0], [2, 3]]]
+
+
+async def test_a_plain_client_gets_routing_indices_as_a_tensor(stage, plain, client) -> None:
+    """Of an engine of this project, which sends an array, and of a plain one."""
+    ours = await stage.engine(reply_fields={"routing_indices": pack_array(np.array(ROUTING, np.uint8))})
+    client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS)
+    assert (await client.hear())[2]["routing_indices"] == ["tensor", ROUTING]
+    ours.send(Disconnect())
+    theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
+    theirs.say()
+    client.say(Header.SUBMIT_REQUEST, 1, [1, 2], PARAMS)
+    message = await theirs.hear()
+    header, (answer,) = answer_as_engine(message, tokens=[9])
+    theirs.say(header, [{**answer, "routing_indices": ("tensor", ROUTING)}])
+    assert (await client.hear())[2]["routing_indices"] == ["tensor", ROUTING]
 
 
 async def test_plain_clients_are_bounded_in_number_like_others(stage, plain) -> None:
@@ -369,7 +390,51 @@ async def test_a_lost_text_prompt_with_tokens_is_not_continued_by_a_plain_engine
     first.say(Header.DISCONNECT)
     reply = (await client.hear())[2]
     assert reply["status"] == "FAILED"
-    assert "cannot continue a text prompt" in reply["events"][0]["payload"]["message"]
+    assert (
+        "mp-coord-1 cannot tokenize the prompt, and this coordinator has no tokenizer"
+        in (reply["events"][0]["payload"]["message"])
+    )
+
+
+async def test_a_coordinator_with_a_tokenizer_tokenizes_what_a_plain_engine_cannot_continue(stage, plain) -> None:
+    stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes=True))
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    first, second = plain(Role.ENGINE, identity=b"mp-coord-0"), plain(Role.ENGINE, identity=b"mp-coord-1")
+    first.say()
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", {**PARAMS, "streaming": True})
+    message = await first.hear()
+    assert message[2] == "some text"
+    first.say(Header.ENGINE_REPLY_PARTIAL, [{"request_id": message[1], "new_tokens": [5]}])
+    assert (await client.hear())[2]["new_tokens"] == [5]
+    second.say()
+    await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 2)
+    first.say(Header.DISCONNECT)
+    continued = await second.hear()
+    assert (continued[2], continued[3]["num_tokens_to_generate"]) == ([1, 2, 5], 3)
+    second.say(*answer_as_engine(continued, tokens=[6]))
+    assert (await client.hear())[2]["generated_tokens"] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt"),
+    [(RoutingPolicy.LOAD_BALANCED, "some text"), (RoutingPolicy.LONGEST_PREFIX, [1, 2])],
+)
+async def test_only_a_choice_by_prefix_needs_the_tokens_of_a_text(stage, plain, params, policy, prompt) -> None:
+    """Of a plain client and of a client of this project."""
+    stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes=True), routing_policy=policy)
+    engine, client = plain(Role.ENGINE, identity=b"mp-coord-0"), plain(Role.CLIENT)
+    engine.say()
+    client.say(Header.CONNECT)
+    await client.hear()
+    client.say(Header.SUBMIT_REQUEST, 0, "some text", PARAMS)
+    assert (await engine.hear())[2] == prompt
+    future = (await stage.client()).add_request("some text", params(2))
+    message = await engine.hear()
+    assert message[2] == prompt
+    engine.say(*answer_as_engine(message, tokens=[5, 6]))
+    assert (await future)["generated_tokens"] == [5, 6]
 
 
 @dataclass

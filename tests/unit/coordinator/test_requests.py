@@ -218,7 +218,10 @@ async def test_text_needs_a_tokenizer_at_the_coordinator_or_the_engine(stage, pa
     coordinator = stage.coordinator()
     engine = await stage.engine()
     client = await stage.client()
-    with pytest.raises(RequestRejectedError, match=r"engine .* has no tokenizer: send token ids"):
+    with pytest.raises(
+        RequestRejectedError,
+        match=r"engine .* cannot tokenize the prompt, and this coordinator has no tokenizer: send token ids",
+    ):
         await client.add_request("hello", params(1))
 
     class Letters:

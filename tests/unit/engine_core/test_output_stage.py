@@ -2,11 +2,13 @@
 
 import codecs
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.engine_request import RequestOutput
-from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.engine.output_stage import OutputStage, error_map
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Dispatch,
     Final,
@@ -196,3 +198,10 @@ def test_a_continued_request_includes_the_earlier_text() -> None:
     assert stage.final is not None
     assert stage.final["generated_text"] == "one two three "
     assert stage.final_tokens == list(whole)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_transient"), [(ErrorCode.INVALID_REQUEST, False), (ErrorCode.ENGINE_FAILED, True)]
+)
+def test_an_exception_of_an_invalid_request_is_permanent(code: ErrorCode, is_transient: bool) -> None:
+    assert error_map(code, AttributeError("an object without this parameter"))["is_transient"] is is_transient

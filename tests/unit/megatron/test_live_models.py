@@ -39,6 +39,18 @@ def test_tokens_and_log_probs_equal_those_of_megatron(case: str) -> None:
     assert result.answers[0] != result.answers[1]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_routing_indices_equal_those_that_megatron_records(case: str) -> None:
+    """A model with moe_enable_routing_replay, before and after it has other weights."""
+    result = one_rank(case)
+    has_experts = "num_moe_experts" in CASES[case]
+    for answers, expected in zip(result.answers, result.routing, strict=True):
+        for at in range(len(PROMPTS)):
+            recorded = expected[at]
+            assert (recorded is not None) is has_experts
+            assert answers[at].get("routing") == (recorded[:-1] if recorded is not None else None)
+
+
 @pytest.mark.parametrize("job", SEVERAL, ids=str)
 def test_several_ranks_equal_one(job: Job) -> None:
     """Each rank hands over its own shard, before and after an update."""
@@ -48,3 +60,4 @@ def test_several_ranks_equal_one(job: Job) -> None:
             assert ours[at]["tokens"] == theirs[at]["tokens"]
             for name in ("prompt_log_probs", "log_probs"):
                 assert ours[at][name] == pytest.approx(theirs[at][name], abs=1e-4)
+            assert ours[at].get("routing") == theirs[at].get("routing")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpt_models import fill, logits_of, make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.checkpoints.in_memory import model_in_memory
@@ -84,6 +86,30 @@ def test_the_engine_follows_the_trained_model() -> None:
         assert rollout["tokens"] == rollout["expected"]
     assert len({tuple(rollout["tokens"]) for rollout in rollouts}) == 3
     assert "family llama, this engine runs one with qwen3" in rejection
+
+
+@torch.no_grad()
+def _replay_experts(rank: int, port: int, send: Send) -> None:
+    begin_single_rank(port)
+    model = make_gpt("mixtral")
+    config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=-1)
+    tokenizer = load_tokenizer("builtin:smollm2-135m")
+    with MegatronLLM(model=model, tokenizer=tokenizer, inference_config=config, dtype="float32", threads=1) as llm:
+        answer = llm.generate(PROMPT, params)
+    tokens, routing = [*PROMPT, *answer.generated_tokens][:-1], answer.routing_indices
+    logits = [logits_of(model, tokens)]
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    for experts in (routing, (routing + 1) % 4):
+        RouterReplay.set_replay_data(list(experts.unbind(1)))
+        logits.append(logits_of(model, tokens))
+    send([one.numpy() for one in logits])
+
+
+def test_megatron_replays_the_routing_indices_of_an_answer() -> None:
+    computed, replayed, with_others = in_processes(1, _replay_experts)
+    np.testing.assert_allclose(replayed, computed, atol=1e-5)
+    assert abs(with_others - computed).max() > 0.1
 
 
 UNSUPPORTED = [

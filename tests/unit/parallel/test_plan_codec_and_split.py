@@ -85,7 +85,9 @@ def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
 
 def test_a_result_arrives_as_it_was_sent() -> None:
     found = LogProbs(np.ones(2, np.float32), np.zeros((2, 3), np.int32), np.full((2, 3), -1.5, np.float32))
-    result = StepResult(np.array([4, -1], np.int32), {0: found}, {1: found}, {1: np.ones(4, np.float32)})
+    result = StepResult(
+        np.array([4, -1], np.int32), {0: found}, {1: found}, {1: np.ones(4, np.float32)}, np.ones((3, 2, 2), np.uint8)
+    )
     assert_same(unpack(pack(result)), result)
 
 
@@ -136,9 +138,11 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
                 int(row): batch.plan.token_ids[starts[row] : starts[row] + 1].astype(np.float32)
                 for row in np.flatnonzero(batch.plan.sampling.returns_hidden)
             }
-            parts.append((batch.rows, StepResult(batch.plan.token_ids[starts], {}, told, hidden)))
+            routing = batch.plan.token_ids[:, None, None].repeat(2, axis=1)
+            parts.append((batch.rows, StepResult(batch.plan.token_ids[starts], {}, told, hidden, routing)))
     assert sorted(row for run, _ in parts for row in run) == list(range(rows))
-    merged = merge(parts, rows)
+    merged = merge(parts, plan)
+    np.testing.assert_array_equal(merged.routing[:, 1, 0], plan.token_ids)
     starts = plan.query_lengths.cumsum() - plan.query_lengths
     np.testing.assert_array_equal(merged.tokens, plan.token_ids[starts])
     assert sorted(merged.hidden_states) == np.flatnonzero(plan.sampling.returns_hidden).tolist()

@@ -35,7 +35,13 @@ SAMPLING: list[dict[str, Any]] = [
 def alone(model: str, options: dict[str, Any], *, decoder: type[DecoderModel] = DecoderModel) -> dict[int, Any]:
     """The answers of one rank. decoder: type of its decoder."""
     threads = torch.get_num_threads()
-    executor = CpuExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
+    executor = CpuExecutor(
+        resolve(model),
+        dtype="float32",
+        threads=1,
+        kv_cache_memory=KV_CACHE_MEMORY,
+        records_routing=options["records_routing"],
+    )
     executor.load()
     try:
         assert isinstance(executor.model, decoder)
@@ -49,6 +55,7 @@ def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
         assert found[index]["tokens"] == answer["tokens"]
         for kind in ("log_probs", "prompt_log_probs"):
             np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
+        assert found[index].get("routing") == answer.get("routing")
 
 
 @pytest.mark.long
@@ -70,7 +77,13 @@ def test_answers_of_ranks_equal_one_rank(
     kv_heads: int,
 ) -> None:
     model = llama(heads, kv_heads) if heads else mixtral
-    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    options = {
+        "prompts": PROMPTS,
+        "sampling": SAMPLING,
+        "suspend_after": 5,
+        "model": model,
+        "records_routing": not heads,
+    }
     held = model
     if tensor > 1 and tensor < tensor * pipeline * expert:  # what one rank wrote as a whole is read in other parts
         held = str(tmp_path / "megatron")
@@ -101,11 +114,14 @@ def test_experts_of_ranks_in_the_kernels_equal_one_rank(
         moe=MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=128, normalize=True),
     )
     model = str(write_model(tmp_path / "model", config, random_tensors(config, seed=3)))
-    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model, "records_routing": True}
     engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert})
     expected, found = alone(model, options, decoder=NativeDecoder), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)
+    layers, per_token = config.num_layers, 2
+    for prompt, answer in zip(PROMPTS, found.values(), strict=True):
+        assert np.shape(answer["routing"]) == (len(prompt) + 11, layers, per_token)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +134,8 @@ def test_answers_of_gpu_like_ranks_equal_one_rank(
 ) -> None:
     """All but NCCL, graphs and the kernels themselves: steps are padded as for graphs, and run launch by launch."""
     model = llama(9, 3) if tensor == 3 else llama(4, 2) if expert == 1 and pipeline > 1 else mixtral
-    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    options: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    options["records_routing"] = model == mixtral
     engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
     expected, found = alone(model, options), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)

@@ -175,3 +175,6 @@ def test_routing_of_the_segments_is_joined(request_factory) -> None:
     record.checkpoint()
     record[1].routing_indices = torch.zeros(2, 2)
     assert record.merge().routing_indices.tolist() == [[1, 1]] * 4 + [[0, 0]] * 2
+    for segment in record.requests:  # as a client gets them
+        segment.routing_indices = segment.routing_indices.numpy()
+    assert record.merge().routing_indices.tolist() == [[1, 1]] * 4 + [[0, 0]] * 2

@@ -66,7 +66,7 @@ void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end
       } else if (phase % 2 == 0) {
         attention(worker, step, phase / 2);
       } else if (layers_[phase / 2].router != nullptr) {
-        mixture(worker, step, layers_[phase / 2]);
+        mixture(worker, step, layers_[phase / 2], phase / 2 - first / 2);
       } else {
         feed_forward(worker, step, layers_[phase / 2]);
       }
@@ -264,15 +264,16 @@ void Decoder::feed_forward(Worker& worker, const Step& step, const Layer& layer)
 
 // Each token's experts compute in one product for all tokens of an expert (Shazeer et al. 2017, arXiv:1701.06538), without
 // capacity limits.
-void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
+void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer, int64_t layer_of_call) {
   const int64_t hidden = model_.hidden, per_token = model_.routed_per_token;
   const bool is_gathered = step.gathered != nullptr;
   const int64_t tokens = is_gathered ? step.gathered_tokens : step.tokens;
   const float* source = is_gathered ? step.gathered : step.x;
+  int32_t* routing = step.routing == nullptr ? nullptr : step.routing + layer_of_call * tokens * per_token;
   worker.share(tokens, [&](int64_t token) {
     float* normed = scratch(worker.number());
     operations_.rms_norm(source + token * hidden, layer.mlp_norm, normed, hidden, static_cast<float>(model_.epsilon));
-    route(layer, normed, token);
+    route(layer, normed, token, routing);
   });
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
@@ -298,8 +299,8 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer) {
   });
 }
 
-// Choose a token's experts: those of the largest probabilities.
-void Decoder::route(const Layer& layer, const float* x, int64_t token) {
+// Choose a token's experts: those of the largest probabilities. routing: of all tokens, null if it is not recorded.
+void Decoder::route(const Layer& layer, const float* x, int64_t token, int32_t* routing) {
   const int64_t per_token = model_.routed_per_token;
   std::vector<float> shares(model_.routed);
   for (int64_t expert = 0; expert < model_.routed; ++expert) {
@@ -314,6 +315,7 @@ void Decoder::route(const Layer& layer, const float* x, int64_t token) {
   std::partial_sort(order.begin(), order.begin() + per_token, order.end(), [&](int64_t a, int64_t b) {
     return shares[a] > shares[b] || (shares[a] == shares[b] && a < b);
   });
+  if (routing != nullptr) std::copy_n(order.begin(), per_token, routing + token * per_token);
   std::copy_n(order.begin(), per_token, chosen);
   std::sort(chosen, chosen + per_token);
   if (model_.routed_normalize) {

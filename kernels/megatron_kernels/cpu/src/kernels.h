@@ -112,6 +112,9 @@ struct Step {
   int64_t gathered_tokens;
   const float* gathered;
   float* gathered_sums;
+  // [layers of the call][gathered_tokens, or tokens][routed_per_token]: written by mixtures, the experts of each token, the
+  // largest share first; null if they are not recorded.
+  int32_t* routing;
 };
 
 }  // namespace megatron

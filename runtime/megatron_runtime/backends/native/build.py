@@ -136,6 +136,9 @@ def select_executor(
     Raises ValueError: there is no such device, it does not support `config`, or the model does not fit.
     """
     options["logprobs_mode"] = config.logprobs_mode
+    options["records_routing"] = config.moe_enable_routing_replay or getattr(source, "records_routing", False)
+    if options["records_routing"] and make_forward is not None:
+        raise ValueError("moe_enable_routing_replay=True: a custom inference_wrapper_cls does not record the experts")
     groups = options.get("groups")
     shard = groups.shard if groups is not None else options.get("shard") or Shard()
     if config.batch_invariant and (device == "cuda" or shard.sizes.world > 1):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,8 @@ class EngineCore:
         """Whether a request named an adapter since the start."""
         self._rows: StepRows | None = None
         """The rows of the step in progress."""
+        self._cache_slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        """The cache slots of its tokens."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class EngineCore:
         self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
+        routing = self._routing_of(request)
         self._scheduler.remove(request)
         request.note(Event.FAIL if reason == "error" else Event.FINISH)
         return RequestOutput(
@@ -173,7 +176,12 @@ class EngineCore:
             num_cached_tokens=request.num_cached_tokens,
             stop_token=newest if reason == "stop" and newest in request.stop_ids else None,
             summary=request.summary(self._clock()),
+            routing=routing,
         )
+
+    def _routing_of(self, request: OpenRequest) -> npt.NDArray[Any] | None:
+        """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
+        return self.context.routing_of(request.slot) if request.slot >= 0 else None
 
     def _end_overdue(self) -> list[RequestOutput]:
         outputs = []
@@ -199,7 +207,11 @@ class EngineCore:
     def schedule(self) -> StepPlan | None:
         """Choose the rows of the next step and return its plan; None if there is nothing to run."""
         self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
-        return self._plan(self._rows) if self._rows is not None else None
+        if self._rows is None:
+            return None
+        plan = self._plan(self._rows)
+        self._cache_slots = plan.slot_mapping
+        return plan
 
     def _plan(self, rows: StepRows) -> StepPlan:
         context, slots, counts = self.context, rows.slots, rows.counts
@@ -244,6 +256,8 @@ class EngineCore:
         rows, context = self._rows, self.context
         assert rows is not None, "schedule() first"
         self._rows = None
+        if result.routing is not None:
+            context.record_routing(self._cache_slots, result.routing)
         in_prompt = context.num_computed[rows.slots] < context.prompt_length[rows.slots]
         context.num_computed[rows.slots] += rows.counts
         sampled = np.flatnonzero(rows.needs_sample)
@@ -272,6 +286,7 @@ class EngineCore:
                 )
                 if request.params.stop_words:  # the output stage may find a stop text and end the request here
                     output.summary = request.summary(now)
+                    output.routing = self._routing_of(request)
             else:
                 output = self._end(request, reason, [token], newest=token)
             if reason == "error" and request.grammar is not None:

@@ -61,12 +61,15 @@ class StepResult:
     log_probs:        by row, of the rows whose num_log_probs requests them; one line each.
     prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
     hidden_states:    float32 [D] by row, of the sampled rows that return them.
+    routing:          unsigned [T, G, J]: the J experts of each token of the plan in the G layers with experts, by
+                      falling share; None if they are not recorded.
     """
 
     tokens: npt.NDArray[Any]
     log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
     prompt_log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
     hidden_states: Mapping[int, npt.NDArray[Any]] = field(default_factory=dict)
+    routing: npt.NDArray[Any] | None = None
 
 
 class NoCudaProfilerError(RuntimeError):

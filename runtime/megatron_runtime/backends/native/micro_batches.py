@@ -90,20 +90,26 @@ def take(plan: StepPlan, rows: Rows) -> StepPlan:
     )
 
 
-def merge(parts: Sequence[tuple[Rows, StepResult]], num_rows: int) -> StepResult:
+def merge(parts: Sequence[tuple[Rows, StepResult]], plan: StepPlan) -> StepResult:
     """Return the result of the whole plan, given the results of its parts and their rows."""
+    num_rows = len(plan.query_lengths)
     if len(parts) == 1 and len(parts[0][0]) == num_rows:
         return parts[0][1]
     tokens = np.full(num_rows, -1, dtype=np.int32)
     found: dict[int, LogProbs] = {}
     of_prompts: dict[int, LogProbs] = {}
     hidden: dict[int, npt.NDArray[Any]] = {}
+    routing: npt.NDArray[Any] | None = None
     for rows, result in parts:
         tokens[rows] = result.tokens
         found |= {int(rows[row]): value for row, value in result.log_probs.items()}
         of_prompts |= {int(rows[row]): value for row, value in result.prompt_log_probs.items()}
         hidden |= {int(rows[row]): value for row, value in result.hidden_states.items()}
-    return StepResult(tokens, found, of_prompts, hidden)
+        if result.routing is not None:
+            if routing is None:
+                routing = np.empty((len(plan.token_ids), *result.routing.shape[1:]), dtype=result.routing.dtype)
+            routing[plan.tokens_of(rows)] = result.routing
+    return StepResult(tokens, found, of_prompts, hidden, routing)
 
 
 def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:

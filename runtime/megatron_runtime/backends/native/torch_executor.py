@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_kernels.cpu.cores import default_threads
@@ -19,6 +21,7 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
+from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import require_divisible
@@ -43,6 +46,9 @@ class ForwardStep:
     x_TD:         hidden states of prompt tokens.
     hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
     targets:      (row of the plan, rows of x_TD whose logits its prompt targets need).
+    routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share. Undefined for a layer
+                  without experts. None if they are not recorded.
+    routed_rows:  int64 [n]; the plan's rows in the order of the tokens of routing_GTJ, which padding may follow.
     """
 
     sampled_rows: Int64
@@ -53,6 +59,8 @@ class ForwardStep:
     x_TD: torch.Tensor | None
     targets: list[tuple[int, slice]]
     hidden_of: Callable[[Int64], torch.Tensor]
+    routing_GTJ: torch.Tensor | None
+    routed_rows: Int64
 
     def draw(self) -> Int32 | None:
         """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
@@ -92,6 +100,7 @@ class TorchOptions(TypedDict, total=False):
     groups:          communication of a rank that holds a part of the model; None for the whole model.
     shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
     logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
+    records_routing: return the experts of each token.
     """
 
     kv_cache_memory: Required[int]
@@ -101,6 +110,7 @@ class TorchOptions(TypedDict, total=False):
     groups: Groups | None
     shard: Shard | None
     logprobs_mode: LogprobsMode
+    records_routing: bool
 
 
 class TorchExecutor(ABC):
@@ -132,6 +142,7 @@ class TorchExecutor(ABC):
         groups: Groups | None = None,
         shard: Shard | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        records_routing: bool = False,
     ) -> None:
         self.controller = controller or ModelText.of_model(source)
         self.device, self.dtype, self.page_size = device, dtype, page_size
@@ -144,6 +155,9 @@ class TorchExecutor(ABC):
             source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard
         )
         self.model_config = config = self._store.config
+        if records_routing and config.moe is None:
+            raise ValueError("moe_enable_routing_replay=True: this model has no experts to record: leave it out")
+        self._records_routing = records_routing
         require_divisible(config, shard)
         self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
@@ -254,7 +268,7 @@ class TorchExecutor(ABC):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return merge(self.execute_part(plan), len(plan.query_lengths))
+        return merge(self.execute_part(plan), plan)
 
     @torch.inference_mode()
     def execute_part(self, plan: StepPlan) -> Parts:
@@ -276,6 +290,8 @@ class TorchExecutor(ABC):
                 step.share_logits()
                 continue
             result = StepResult(*sample_step(step, batch.plan.sampling, reports_raw=self._reports_raw))
+            if step.routing_GTJ is not None:
+                result = replace(result, routing=self._routing_of(batch.plan, step.routing_GTJ, step.routed_rows))
             if groups is not None and not len(step.sampled_rows):
                 step.draw()  # wait for the device: a step must be computed before it is reported as done
             if len(batch.rows):
@@ -283,6 +299,44 @@ class TorchExecutor(ABC):
         if groups is not None:
             groups.flush()
         return parts
+
+    # --- the experts of a step's tokens -------------------------------------------------------------------------
+
+    def _new_routing(self, tokens: int) -> torch.Tensor | None:
+        """Return routing_GTJ with the experts in layers of earlier pipeline stages; None if they are not recorded."""
+        if not self._records_routing:
+            return None
+        routing_GTJ = empty_routing(self.model_config, tokens, self.device)
+        earlier_GTJ = routing_GTJ[: self._shard.layers(self.model_config.num_layers).start]
+        if self._groups is not None and len(earlier_GTJ):
+            rows, width = len(earlier_GTJ) * tokens, routing_GTJ.shape[2]
+            received = self._groups.receive_from_previous_stage(rows, width, dtype=routing_GTJ.dtype)
+            earlier_GTJ.copy_(received.view_as(earlier_GTJ))
+        return routing_GTJ
+
+    def _send_to_next_stage(self, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None) -> None:
+        assert self._groups is not None, "one rank is the last pipeline stage"
+        self._groups.send_to_next_stage(x_TD)
+        if routing_GTJ is not None:
+            layers = self._shard.layers(self.model_config.num_layers)
+            self._groups.send_to_next_stage(routing_GTJ[: layers.stop].flatten(0, 1))
+
+    def _routing_of(self, plan: StepPlan, routing_GTJ: torch.Tensor, rows: Int64) -> npt.NDArray[Any]:
+        """Return StepResult.routing. rows: as ForwardStep.routed_rows."""
+        config = self.model_config
+        assert config.moe is not None
+        mixtures = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
+        count = len(plan.token_ids)
+        found = routing_GTJ[mixtures, :count].transpose(0, 1).cpu().numpy()
+        routing = np.empty(found.shape, dtype=np.min_scalar_type(config.moe.num_experts - 1))
+        routing[plan.tokens_of(rows)] = found
+        return routing
+
+
+def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the experts of `tokens` tokens: routing_GTJ, as in ForwardStep."""
+    assert config.moe is not None, "TorchExecutor has checked that the model has experts"
+    return torch.empty(config.num_layers, tokens, config.moe.experts_per_token, dtype=torch.int32, device=device)
 
 
 def _on_host(logits_NV: torch.Tensor) -> Float32:

@@ -38,6 +38,8 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         )
     if settings.batch_invariant:
         raise ValueError("batch_invariant is not supported by the vLLM backend: leave it out or use the native backend")
+    if settings.moe_enable_routing_replay:
+        raise ValueError("moe_enable_routing_replay is not supported by the vLLM backend: use the native backend")
     if settings.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     if current_platform.is_cpu() and node.ranks_per_node > 1:

@@ -43,6 +43,7 @@ from megatron_runtime.protocol.messages import (
     Message,
     Partial,
     Plain,
+    RequestMeta,
     Status,
     StatusReply,
     Submit,
@@ -55,7 +56,7 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_TEXT_CHARACTERS = 512 * 1024
-"""Limit of a prompt that is sent as text: all other clients wait while it is tokenized."""
+"""Limit of a prompt that is sent as text: other requests wait while it is tokenized, here or at an engine."""
 
 _ADMIN = Role.ADMIN  # see context.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
@@ -107,7 +108,7 @@ class CoordinatorCore:
             stopped=self._engines_stopped,
             adapters_changed=lambda: self.membership.announce_adapters(),
         )
-        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs)
+        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, tokenize=self._tokenize)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
         self._of_clients: dict[type[Any], Handler] = {
@@ -283,16 +284,15 @@ class CoordinatorCore:
     # --- messages of clients ------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
-        if message.meta.text and (self.tokenizer is not None or len(message.prompt) > MAX_TEXT_CHARACTERS):
+        if message.meta.text:
             try:
-                text = message.prompt.decode("utf-8", "replace")
-                prompt = tokens_to_bytes(self._tokenize(text, request_id=message.meta.request_id))
+                meta, prompt = self._text_prompt(message.meta, message.prompt)
             except MalformedMessageError as error:
                 self.counters.error_answers += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
                 self.context.answer(client, rejection.to_frames(), uid=message.uid)
                 return
-            message = message._replace(meta=message.meta._replace(text=False), prompt=prompt)
+            message = message._replace(meta=meta, prompt=prompt)
         self._accept(client, message)
 
     def _accept(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
@@ -300,22 +300,31 @@ class CoordinatorCore:
         if client.blocked:
             self.membership.catch_up(client)
 
-    def _tokenize(self, text: str, *, request_id: str = "") -> list[int]:
-        if self.tokenizer is None:
-            raise MalformedMessageError("the prompt is text and this coordinator has no tokenizer: send token ids")
-        if len(text) > MAX_TEXT_CHARACTERS:
+    def _text_prompt(self, meta: RequestMeta, prompt: bytes) -> tuple[RequestMeta, bytes]:
+        """Return the prompt of a request as text, which an engine tokenizes, or as tokens, if the choice of the engine
+        needs them. Raises MalformedMessageError.
+        """
+        characters = len(prompt.decode("utf-8", "replace"))
+        if characters > MAX_TEXT_CHARACTERS:
             raise MalformedMessageError(
-                f"the prompt is a text of {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenized here, so "
-                "send token ids"
+                f"the prompt is a text of {characters} characters: at most {MAX_TEXT_CHARACTERS} are accepted, so send "
+                "token ids"
             )
+        if self.tokenizer is None or not self.router.by_prefix:
+            return meta, prompt
+        return meta._replace(text=False), self._tokenize(prompt, meta)
+
+    def _tokenize(self, prompt: bytes, meta: RequestMeta) -> bytes:
+        """Return the tokens of a text prompt, little-endian int32. Raises MalformedMessageError."""
+        if self.tokenizer is None:
+            raise MalformedMessageError("this coordinator has no tokenizer: send token ids")
+        text = prompt.decode("utf-8", "replace")
         try:
-            tokens = list(map(int, self.tokenizer.tokenize(text)))
-            tokens_to_bytes(tokens)
-            return tokens
+            return tokens_to_bytes(list(map(int, self.tokenizer.tokenize(text))))
         except BaseException as error:  # a panic of the tokenizers library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            extra = of_request(request_id)
+            extra = of_request(meta.request_id)
             logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error, extra=extra)
             raise MalformedMessageError(f"the prompt cannot be tokenized: {error}; send token ids") from error
 
@@ -354,23 +363,19 @@ class CoordinatorCore:
     def _plain_submit(self, client: Client, items: list[Any]) -> None:
         try:
             number, prompt, params = plain_protocol.read_submit(items)
-            is_text = False
+            meta = plain_protocol.meta_of(params, default_seed=self.context.randbits(64))
             if isinstance(prompt, list):
                 body = tokens_to_bytes(prompt)
-            elif self.tokenizer is None and len(prompt) <= MAX_TEXT_CHARACTERS:
-                body, is_text = prompt.encode("utf-8", "replace"), True  # an engine tokenizes it
             else:
-                body = tokens_to_bytes(self._tokenize(prompt))
+                meta, body = self._text_prompt(meta._replace(text=True), prompt.encode("utf-8", "replace"))
         except MalformedMessageError as error:
             self.counters.rejected["malformed"] += 1
             if len(items) > 1 and isinstance(items[1], int):
                 frames = plain_protocol.failed_reply(items[1], ErrorCode.INVALID_REQUEST, str(error))
                 self.context.answer(client, frames)
             return
-        randbits = self.context.randbits
-        uid = randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
+        uid = self.context.randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
         client.plain_ids[number] = uid
-        meta = plain_protocol.meta_of(params, default_seed=randbits(64))._replace(text=is_text)
         self._accept(client, Submit(uid, meta, body, b"", pack(params)), plain_id=number)
         if uid not in client.open:
             client.plain_ids.pop(number, None)
@@ -411,8 +416,7 @@ class CoordinatorCore:
             partial = plain_protocol.as_partial(output, entry)
             self.replies.partial(engine, partial, partial.to_frames())
         else:
-            final = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes)
-            self.replies.final(engine, final, [] if entry.client.plain else final.to_frames())
+            self.replies.plain_final(entry, output)
 
 
 def _is_for_admins(message: Message) -> bool:

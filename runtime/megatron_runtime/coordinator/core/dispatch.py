@@ -12,7 +12,7 @@ nothing is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_runtime.coordinator.core import plain_protocol
@@ -29,6 +29,7 @@ from megatron_runtime.protocol.messages import (
     Dispatch,
     Error,
     MalformedMessageError,
+    RequestMeta,
     Submit,
     dispatch_frames,
 )
@@ -56,9 +57,14 @@ class FormerDispatch:
 
 
 class Dispatcher:
-    """Owns the tables of open requests and the quarantine."""
+    """Owns the tables of open requests and the quarantine.
 
-    def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
+    tokenize: returns the tokens of a text prompt, little-endian int32. Raises MalformedMessageError.
+    """
+
+    def __init__(
+        self, context: Context, router: Router, verbs: Verbs, *, tokenize: Callable[[bytes, RequestMeta], bytes]
+    ) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
@@ -74,6 +80,7 @@ class Dispatcher:
         self._engines = context.engines
         self._router = router
         self._verbs = verbs
+        self._tokenize = tokenize
         self._counters = context.counters
         self._former: dict[int, FormerDispatch] = {}
 
@@ -307,10 +314,16 @@ class Dispatcher:
         self.fail(entry, ErrorCode.MODEL_CHANGED, f"{message}: submit it again")
 
     def _dispatch(self, entry: Entry, engine: Engine) -> None:
-        if entry.meta.text and not engine.tokenizes:
-            message = f"the prompt is text, and engine {engine.name} has no tokenizer: send token ids"
-            self.fail(entry, ErrorCode.INVALID_REQUEST, message)
-            return
+        # An engine of Megatron-Core cannot continue a text prompt.
+        if entry.meta.text and (not engine.tokenizes or (engine.plain and entry.generated)):
+            try:
+                prompt = self._tokenize(entry.prompt, entry.meta)
+            except MalformedMessageError as error:
+                message = f"engine {engine.name} cannot tokenize the prompt, and {error}"
+                self.fail(entry, ErrorCode.INVALID_REQUEST, message)
+                return
+            self.journal.replace_prompt(entry, prompt)
+            entry.meta = entry.meta._replace(text=False)
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
         meta = entry.meta

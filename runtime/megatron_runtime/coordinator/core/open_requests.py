@@ -47,6 +47,10 @@ class Journal:
         self.bytes += cost
         return True
 
+    def replace_prompt(self, entry: Entry, prompt: bytes) -> None:
+        self.bytes += len(prompt) - len(entry.prompt)
+        entry.prompt = prompt
+
     def append(self, entry: Entry, tokens: bytes, *, details: bytes = b"", details_cost: int = 0) -> None:
         """Add new tokens. All entries of a message share its `details`; this one is charged `details_cost` bytes."""
         if details:

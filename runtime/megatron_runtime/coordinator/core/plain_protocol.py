@@ -77,19 +77,26 @@ _FIELDS = (
 )
 """Fields of an engine's reply that every version of Megatron-Core's request class has. It rejects unknown ones."""
 _EPOCHS = ("policy_epoch", "kv_cache_epoch")
-"""Fields that only newer versions have: sent once an epoch has been set, which needs such a version."""
+"""Fields that only newer versions have: sent once an epoch has been set, which needs such a version. So has
+routing_indices, which engines record on request only."""
 
 
-def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
-    """ENGINE_REPLY to a plain client. The text is added here if the engine sent none."""
+def final_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
+    """ENGINE_REPLY to a plain client for the FINAL of an engine."""
     try:
         reply = unpack(final.reply, PLAIN)
     except MalformedMessageError as error:
         return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
-    reply = reply if isinstance(reply, dict) else {}
-    tokens = token_list_from_bytes(final.tokens)
+    return reply_frames(number, final.tokens, reply if isinstance(reply, dict) else {}, detokenize=detokenize)
+
+
+def reply_frames(number: int, raw_tokens: bytes, reply: dict[Any, Any], *, detokenize: Detokenize) -> Frames:
+    """ENGINE_REPLY to a plain client. The text is added here if the engine sent none."""
+    tokens = token_list_from_bytes(raw_tokens)
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
     fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
+    if (routing := _tensor_of(reply.get("routing_indices"))) is not None:
+        fields["routing_indices"] = routing
     if detokenize is not None and "generated_text" not in fields:
         try:
             fields["generated_text"] = detokenize(tokens)
@@ -118,6 +125,21 @@ def _reply(
         **(fields or {}),
     }
     return [pack([int(Header.ENGINE_REPLY), number, reply])]
+
+
+def _tensor_of(packed: Any) -> Any:
+    """Return the array of an engine of this project in the form of Megatron-Core, other values unchanged."""
+    match packed:
+        case ["ndarray", {"data": bytes()}]:
+            # With NumPy, which is imported when it is needed, not at the start.
+            from megatron_runtime.requests.request import unpack_value
+
+            try:
+                return ("tensor", unpack_value(packed).tolist())
+            except (TypeError, ValueError, KeyError) as error:
+                logger.warning("an array of an answer cannot be read: %r", error)
+                return None
+    return packed
 
 
 def _has_epoch(spans: Any) -> bool:
@@ -168,8 +190,9 @@ def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
 def submit_frames(dispatch: Dispatch) -> Frames:
     """A dispatch for a plain engine: tokens generated before become part of the prompt and leave the budget.
 
-    Raises MalformedMessageError for parameters that cannot be read, and for a text prompt with generated tokens.
+    Raises MalformedMessageError for parameters that cannot be read.
     """
+    assert not (dispatch.meta.text and dispatch.generated), "the dispatcher tokenizes such a prompt"
     try:
         params = unpack(dispatch.params, PARAMETERS)
     except MalformedMessageError as error:
@@ -179,8 +202,6 @@ def submit_frames(dispatch: Dispatch) -> Frames:
     budget = params.get("num_tokens_to_generate")
     if isinstance(budget, int):
         params["num_tokens_to_generate"] = max(1, budget - len(generated))
-    if dispatch.meta.text and generated:
-        raise MalformedMessageError("an engine of Megatron-Core cannot continue a text prompt: send token ids")
     prompt: str | list[int]
     if dispatch.meta.text:
         prompt = dispatch.prompt.decode("utf-8", "replace")
@@ -254,12 +275,16 @@ _REPLY_KEYS = (
     "generated_top_n_logprobs",
     "prompt_log_probs",
     "prompt_top_n_logprobs",
+    "routing_indices",
     "error",
 )
 
 
-def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Final:
-    """`generated_bytes`: tokens that the engine was given with the dispatch. They precede its own."""
+def answer_of(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> tuple[bytes, dict[str, Any]]:
+    """Return all tokens of an answer, and its reply map, as in FINAL.
+
+    generated_bytes: tokens that the engine was given with the dispatch. They precede its own.
+    """
     source = output.reply or {}
     reply = {key: source[key] for key in _REPLY_KEYS if source.get(key) is not None}
     reply.setdefault("status", "COMPLETED")
@@ -270,6 +295,11 @@ def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Fina
     reply["generated_length"] = len(tokens) // TOKEN_BYTES
     if generated_bytes and "generated_log_probs" in reply:
         reply["log_probs_from"] = generated_bytes // TOKEN_BYTES
+    return tokens, reply
+
+
+def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Final:
+    tokens, reply = answer_of(output, entry, generated_bytes=generated_bytes)
     return Final(output.dispatch_id, entry.uid, tokens, pack(reply))
 
 

@@ -98,6 +98,15 @@ class Replies:
         elif not self.late_final(engine.peer, message, frames):
             self._counters.stale += 1
 
+    def plain_final(self, entry: Entry, output: plain_protocol.PlainOutput) -> None:
+        """Deliver the answer of a plain engine. The answer of a plain client is not packed in between."""
+        if entry.client.plain:
+            answer = plain_protocol.answer_of(output, entry, generated_bytes=entry.dispatched_bytes)
+            frames = plain_protocol.reply_frames(entry.plain_id or 0, *answer, detokenize=self._detokenize)
+        else:
+            frames = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes).to_frames()
+        self._end(entry, frames)
+
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
         """An engine that lost its requests, by removal or silence, answers one of them.
 
@@ -120,11 +129,15 @@ class Replies:
         return True
 
     def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
+        if entry.client.plain:
+            frames = plain_protocol.final_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
+        self._end(entry, frames)
+
+    def _end(self, entry: Entry, frames: Frames) -> None:
+        """Send the frames of a request's answer."""
         client = entry.client
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s answered", entry.uid.hex(), extra=of_request(entry.meta.request_id))
-        if client.plain:
-            frames = plain_protocol.reply_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
         self._counters.completed += 1
         self._dispatcher.forget(entry)
         if not client.reachable:

@@ -58,6 +58,7 @@ class CpuExecutor(TorchExecutor):
         self._is_batch_invariant = batch_invariant
         self._make_forward = make_forward
         self._run: ForwardPass | None = None
+        """The forward pass of `make_forward`; None: this module's."""
         if batch_invariant and dtype not in ("auto", "float32"):
             raise ValueError(f"dtype={dtype!r}: batch_invariant=True needs float32: use float32 or auto")
         numbers = numbers_of("float32" if batch_invariant else dtype, open_checkpoint(source))
@@ -80,15 +81,18 @@ class CpuExecutor(TorchExecutor):
             self.model = BatchInvariantDecoder(config, weights)
         else:
             self.model = build_decoder(config, weights, shard=self._shard, collectives=groups)
-        make_forward = self._make_forward or (lambda model, dtype: partial(forward, model, dtype=dtype))
-        self._run = make_forward(self.model, self.dtype)
+        if self._make_forward is not None:
+            self._run = self._make_forward(self.model, self.dtype)
 
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
         model, groups, shard = self.model, self._groups, self._shard
         assert model is not None, "execute_part() checks that the weights are loaded"
-        assert self._run is not None, "_use_model() sets it with the model"
         if groups is None:
-            return self._run(plan, cache_LPXE)
+            if self._run is not None:
+                return self._run(plan, cache_LPXE)
+            return forward(
+                model, plan, cache_LPXE, dtype=self.dtype, routing_GTJ=self._new_routing(len(plan.token_ids))
+            )
         groups.begin(batch.tokens_of_experts)
         rows: StepLayout | LogitRows
         if _is_native(model, cache_LPXE):
@@ -104,11 +108,12 @@ class CpuExecutor(TorchExecutor):
         else:
             hidden = self.model_config.hidden_size
             x_TD = groups.receive_from_previous_stage(len(token_ids_T), hidden, dtype=self.dtype)
-        x_TD = run_layers(x_TD=x_TD, cache_LPXE=cache_LPXE)
+        routing_GTJ = self._new_routing(len(x_TD))
+        x_TD = run_layers(x_TD=x_TD, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)
         if not shard.has_head:
-            groups.send_to_next_stage(x_TD)
+            self._send_to_next_stage(x_TD, routing_GTJ)
             return None
-        return logits_of_step(model, rows, x_TD)
+        return logits_of_step(model, rows, x_TD, routing_GTJ)
 
     def _trim_memory(self) -> None:
         """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
@@ -120,18 +125,33 @@ class CpuExecutor(TorchExecutor):
 
 
 @torch.inference_mode()
-def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
-    """Compute the plan's tokens and write their keys and values to the cache. dtype: of the model's activations."""
+def forward(
+    model: DecoderModel,
+    plan: StepPlan,
+    cache_LPXE: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    routing_GTJ: torch.Tensor | None = None,
+) -> ForwardStep:
+    """Compute the plan's tokens and write their keys and values to the cache.
+
+    dtype:       of the model's activations.
+    routing_GTJ: memory for the experts of the tokens; None does not record them.
+    """
     if _is_native(model, cache_LPXE):
-        return _forward_native(model, plan, cache_LPXE)
+        return _forward_native(model, plan, cache_LPXE, routing_GTJ)
     layout = lay_out(plan, page_size=cache_LPXE.shape[2], dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
-    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
-    return logits_of_step(model, layout, x_TD)
+    x_TD = model.run_layers(
+        x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ
+    )
+    return logits_of_step(model, layout, x_TD, routing_GTJ)
 
 
-def logits_of_step(model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor) -> ForwardStep:
-    """Return the output of a step, given the hidden states after the last layer."""
+def logits_of_step(
+    model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
+) -> ForwardStep:
+    """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
     sampled = len(rows.sampled_rows)
     x_ND = model.finish(x_TD, rows.logit_rows_N)
     logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
@@ -139,7 +159,18 @@ def logits_of_step(model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor) -> 
     def hidden_of(which: Int64) -> torch.Tensor:
         return x_ND[torch.from_numpy(which)]
 
-    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets, hidden_of)
+    return ForwardStep(
+        rows.sampled_rows,
+        slice(None),
+        logits_NV,
+        None,
+        model.logits,
+        x_ND,
+        rows.targets,
+        hidden_of,
+        routing_GTJ,
+        rows.order,
+    )
 
 
 def _is_native(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[NativeDecoder]:
@@ -147,27 +178,42 @@ def _is_native(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Nativ
     return isinstance(model, NativeDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
-def _forward_native(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+def _forward_native(
+    model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None
+) -> ForwardStep:
     rows = logit_rows(plan)
     sampled = len(rows.sampled_rows)
-    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy())
+    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy(), routing_GTJ)
     x_ND = model.finish(x_TD, rows.logit_rows_N) if rows.targets else None
     logits_NV = torch.from_numpy(sampled_NV)
 
     def hidden_of(which: Int64) -> torch.Tensor:
         return model.finish(x_TD, rows.logit_rows_N[torch.from_numpy(which)])
 
-    return ForwardStep(rows.sampled_rows, slice(None), logits_NV, None, model.logits, x_ND, rows.targets, hidden_of)
+    return ForwardStep(
+        rows.sampled_rows,
+        slice(None),
+        logits_NV,
+        None,
+        model.logits,
+        x_ND,
+        rows.targets,
+        hidden_of,
+        routing_GTJ,
+        rows.order,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """Tokens of a step whose logits are needed.
+    """The order in which a step computes the rows of its plan, and the tokens whose logits are needed.
 
+    order:        int64 [n]; rows of the plan.
     logit_rows_N: one for each of sampled_rows, then those of `targets`.
     sampled_rows, targets: as in ForwardStep.
     """
 
+    order: Int64
     logit_rows_N: torch.Tensor
     sampled_rows: Int64
     targets: list[tuple[int, slice]]
@@ -182,7 +228,7 @@ def logit_rows(plan: StepPlan) -> LogitRows:
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    return LogitRows(torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
+    return LogitRows(np.arange(len(ends)), torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +278,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
             targets.append((row, slice(end, end + len(tokens))))
             end += len(tokens)
     return StepLayout(
+        order=rows,
         token_ids_T=torch.from_numpy(plan.token_ids[order_T]),
         positions_T=torch.from_numpy(plan.positions[order_T]),
         logit_rows_N=torch.from_numpy(np.concatenate(logit_rows)),

@@ -63,15 +63,16 @@ class DeviceMixture:
         self._down_YDF = _stack([expert.down_DF for expert in weights.experts])
         self._first = weights.first
 
-    def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> torch.Tensor:
-        """Return the sum of this rank's experts, y_AD."""
+    def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of this rank's experts, y_AD, and the experts of each token, int32 [A, J]."""
         places = expert_places(tokens=len(x_AD), top_k=moe.experts_per_token, num_experts=moe.num_experts)
         routing = kernels.moe_routing(
             F.linear(x_AD, self._router_ND), top_k=moe.experts_per_token, normalize=moe.normalize, alignment=places
         )
-        return kernels.moe_experts(
+        y_AD = kernels.moe_experts(
             x_AD, self._gate_up_YGD, self._down_YDF, routing, first=self._first, alignment=places
         )
+        return y_AD, routing.experts_TJ
 
 
 class KernelDecoder(Decoder):
@@ -103,12 +104,24 @@ class KernelDecoder(Decoder):
         if self._local_frequencies is not self._frequencies:
             self._local_cos_sin_S2F = _cos_sin(self._local_frequencies, max_length).to(device)
 
-    def __call__(self, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Write the step's keys and values to the cache; return x_TD before the last norm."""
-        return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE)
+    def __call__(
+        self, step: DeviceStep, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x_TD before the last norm. The arguments are those of run_layers()."""
+        return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE, routing_GTJ)
 
-    def run_layers(self, residual_TD: torch.Tensor, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states after this rank's layers. Overwrites `residual_TD`."""
+    def run_layers(
+        self,
+        residual_TD: torch.Tensor,
+        step: DeviceStep,
+        cache_LPXE: torch.Tensor,
+        routing_GTJ: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states after this rank's layers, and write the step's keys and values to the cache.
+        Overwrites `residual_TD`.
+
+        routing_GTJ: as in DecoderModel.run_layers().
+        """
         kernels, config = self._kernels, self.config
         rotated = local_rotated = _rotation(self._cos_sin_S2F, step)
         if self._local_cos_sin_S2F is not self._cos_sin_S2F:
@@ -140,7 +153,8 @@ class KernelDecoder(Decoder):
             added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
             added_TD = self._output_norm(added_TD, layer.attention_output_norm_D)
             normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
-            added_TD = self._output_norm(self._feed_forward(mlp, normed_TD), layer.mlp_output_norm_D)
+            routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
+            added_TD = self._output_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
@@ -189,12 +203,16 @@ class KernelDecoder(Decoder):
             parts.append(kernels.paged_prefill(*prompts, **options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _feed_forward(self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(
+        self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None
+    ) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
             gated_TF = self._kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
             return self._collectives.all_reduce(mlp.down_DF(gated_TF))
         assert self.config.moe is not None
-        y_AD = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
+        y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
+        if routing_TJ is not None:
+            routing_TJ.copy_(self._collectives.own_tokens(experts_AJ))
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
     def _norm(self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:

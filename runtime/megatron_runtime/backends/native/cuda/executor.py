@@ -17,7 +17,7 @@ from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelD
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
-from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
+from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, empty_routing
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.decoder import DecoderWeights
@@ -33,11 +33,13 @@ class StepOutput:
 
     logits_BV: of the last token of each row, in the model's type.
     tokens_B:  int32, drawn from them.
+    routing_GTJ: as in ForwardStep.
     x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
     """
 
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
+    routing_GTJ: torch.Tensor | None
     x_TD: torch.Tensor | None = None
 
 
@@ -169,17 +171,18 @@ class CudaExecutor(TorchExecutor):
             groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
         if size is not None:
             if self._graphs is None:
-                self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE))
+                self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE, self._records_routing))
             return _forward_step(model, batch.plan, staged, self._graphs.replay(size))
         if groups is None or shard.has_embedding:
             x_TD = model.embed(staged.step.token_ids_T)
         else:
             hidden = self.model_config.hidden_size
             x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=self.dtype)
-        x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
+        routing_GTJ = self._new_routing(len(x_TD))
+        x_TD = model.run_layers(x_TD, staged.step, cache_LPXE, routing_GTJ)
         if groups is None or shard.has_head:
-            return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged))
-        groups.send_to_next_stage(x_TD)
+            return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged, routing_GTJ))
+        self._send_to_next_stage(x_TD, routing_GTJ)
         return None
 
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
@@ -210,17 +213,22 @@ class CudaExecutor(TorchExecutor):
             torch.cuda.profiler.stop()
 
 
-def _decode(model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, size: int) -> StepOutput:
+def _decode(
+    model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, records_routing: bool, size: int
+) -> StepOutput:
     """Compute a step of `size` decodes from the buffers. Graphs capture this function."""
     step = buffers.step(size, tokens=size, decodes=size)
-    logits_BV = model.logits(model(step, cache_LPXE))
-    return StepOutput(logits_BV, model.sample(logits_BV, step))
+    routing_GTJ = empty_routing(model.config, size, step.token_ids_T.device) if records_routing else None
+    logits_BV = model.logits(model(step, cache_LPXE, routing_GTJ))
+    return StepOutput(logits_BV, model.sample(logits_BV, step), routing_GTJ)
 
 
-def _sample(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
+def _sample(
+    model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep, routing_GTJ: torch.Tensor | None
+) -> StepOutput:
     last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
     logits_BV = model.logits(x_TD.index_select(0, last_B))
-    return StepOutput(logits_BV, model.sample(logits_BV, staged.step), x_TD)
+    return StepOutput(logits_BV, model.sample(logits_BV, staged.step), routing_GTJ, x_TD)
 
 
 def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
@@ -236,4 +244,15 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
         return model.finish(x_TD.index_select(0, torch.from_numpy(ends[which]).to(x_TD.device)))
 
-    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model.logits, x_TD, targets, hidden_of)
+    return ForwardStep(
+        staged.rows[at],
+        at,
+        output.logits_BV,
+        output.tokens_B,
+        model.logits,
+        x_TD,
+        targets,
+        hidden_of,
+        output.routing_GTJ,
+        staged.rows,
+    )

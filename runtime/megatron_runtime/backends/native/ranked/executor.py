@@ -221,7 +221,7 @@ class RankedExecutor(Ranks):
         self._progress.end(number)
         for answer in channel.collect(number, self._samplers).values():
             parts += answer
-        return merge(parts, len(plan.query_lengths))
+        return merge(parts, plan)
 
     # --- Ranks --------------------------------------------------------------------------------------------------
 
