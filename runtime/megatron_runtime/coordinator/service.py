@@ -21,10 +21,11 @@ from typing import TypeAlias
 import uvloop
 
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
-from megatron_runtime.coordinator.core.coordinator import CoordinatorCore, Tokenizer
+from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.membership import Access
 from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.core.text_prompts import Tokenizer
 from megatron_runtime.coordinator.pair import Pair
 from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
 from megatron_runtime.process import tracing

@@ -223,31 +223,21 @@ class DecoderModel(Decoder):
             return self._collectives.all_reduce(self._gated(mlp, x_TD))
         assert self.config.moe is not None
         x_AD = self._collectives.gather_tokens(x_TD)
-        share_AJ, expert_AJ = self._route(mlp, x_AD, self.config.moe)
-        if routing_TJ is not None:
-            routing_TJ.copy_(self._collectives.own_tokens(expert_AJ))
-        y_AD = self._mix(mlp, x_AD, share_AJ, expert_AJ, self.config.moe)
+        y_AD = self._mix(mlp, x_AD, self.config.moe, routing_TJ)
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
-    def _route(self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the shares and the numbers of the experts of each token, the largest share first."""
-        share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
-        if moe.normalize:
-            share_AJ = share_AJ / share_AJ.sum(dim=-1, keepdim=True)
-        return share_AJ, expert_AJ
-
     def _mix(
-        self,
-        weights: ExpertWeights,
-        x_AD: torch.Tensor,
-        share_AJ: torch.Tensor,
-        expert_AJ: torch.Tensor,
-        moe: MoEConfig,
+        self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
         """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
 
         A tokens, S tokens of one expert, computed in one product.
         """
+        share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
+        if routing_TJ is not None:
+            routing_TJ.copy_(self._collectives.own_tokens(expert_AJ))
+        if moe.normalize:
+            share_AJ = share_AJ / share_AJ.sum(dim=-1, keepdim=True)
         # Choices in the order of their experts, so that the tokens of one expert lie together.
         order = expert_AJ.flatten().argsort(stable=True)
         counts = expert_AJ.flatten().bincount(minlength=moe.num_experts).tolist()

@@ -308,6 +308,7 @@ async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Runni
     [
         ({"dtype": "int4"}, "dtype int4: vLLM quantizes by its argument quantization"),
         ({"batch_invariant": True}, "batch_invariant is not supported by the vLLM backend"),
+        ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay is not supported by the vLLM backend"),
         ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.model.maxSequenceLength"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "trust_remote_code can load code"),
         ({"vllm_arguments": {"colour": 1}}, "colour is not supported: use one of"),

@@ -207,11 +207,7 @@ class EngineCore:
     def schedule(self) -> StepPlan | None:
         """Choose the rows of the next step and return its plan; None if there is nothing to run."""
         self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
-        if self._rows is None:
-            return None
-        plan = self._plan(self._rows)
-        self._cache_slots = plan.slot_mapping
-        return plan
+        return self._plan(self._rows) if self._rows is not None else None
 
     def _plan(self, rows: StepRows) -> StepPlan:
         context, slots, counts = self.context, rows.slots, rows.counts
@@ -225,13 +221,14 @@ class EngineCore:
             token_slots = slots[row_of_token]
         pages = context.block_tables[token_slots, positions // context.page_size].astype(np.int64)
         width = int(context.num_pages[slots].max())
+        self._cache_slots = pages * context.page_size + positions % context.page_size
         return StepPlan(
             token_ids=context.tokens[token_slots, positions],
             positions=positions,
             query_lengths=counts,
             context_lengths=starts + counts,
             block_tables=context.block_tables[slots, :width],
-            slot_mapping=pages * context.page_size + positions % context.page_size,
+            slot_mapping=self._cache_slots,
             needs_sample=rows.needs_sample,
             sampling=context.sampling.rows(
                 slots,
@@ -257,7 +254,7 @@ class EngineCore:
         assert rows is not None, "schedule() first"
         self._rows = None
         if result.routing is not None:
-            context.record_routing(self._cache_slots, result.routing)
+            context.routing.record(self._cache_slots, result.routing)
         in_prompt = context.num_computed[rows.slots] < context.prompt_length[rows.slots]
         context.num_computed[rows.slots] += rows.counts
         sampled = np.flatnonzero(rows.needs_sample)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context
@@ -19,8 +19,8 @@ from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Eng
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.core.text_prompts import TextPrompts, Tokenizer
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -43,7 +43,6 @@ from megatron_runtime.protocol.messages import (
     Message,
     Partial,
     Plain,
-    RequestMeta,
     Status,
     StatusReply,
     Submit,
@@ -55,17 +54,8 @@ from megatron_runtime.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_TEXT_CHARACTERS = 512 * 1024
-"""Limit of a prompt that is sent as text: other requests wait while it is tokenized, here or at an engine."""
-
 _ADMIN = Role.ADMIN  # see context.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
-
-
-class Tokenizer(Protocol):
-    """Tokenizes text prompts. With `detokenize(tokens)` too, plain clients get the text of their answers."""
-
-    def tokenize(self, text: str) -> list[int]: ...
 
 
 Handler: TypeAlias = Callable[[Any, Any, Frames], None]
@@ -88,7 +78,6 @@ class CoordinatorCore:
         tokenizer: Tokenizer | None = None,
         access: Access | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
         self.context = context = Context(settings, now=now, randbits=randbits)
         self.engines = context.engines
         self.clients = context.clients
@@ -100,6 +89,7 @@ class CoordinatorCore:
             deterministic=settings.deterministic,
             record=settings.schedule_output_path is not None,
         )
+        self.texts = TextPrompts(tokenizer, needs_tokens=self.router.by_prefix)
         self.access = access if access is not None else Access()
         self.verbs = verbs = Verbs(
             context,
@@ -108,7 +98,7 @@ class CoordinatorCore:
             stopped=self._engines_stopped,
             adapters_changed=lambda: self.membership.announce_adapters(),
         )
-        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, tokenize=self._tokenize)
+        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.texts)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
         self._of_clients: dict[type[Any], Handler] = {
@@ -286,7 +276,7 @@ class CoordinatorCore:
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
         if message.meta.text:
             try:
-                meta, prompt = self._text_prompt(message.meta, message.prompt)
+                meta, prompt = self.texts.accept(message.meta, message.prompt)
             except MalformedMessageError as error:
                 self.counters.error_answers += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
@@ -299,34 +289,6 @@ class CoordinatorCore:
         self.dispatcher.submit(client, message, plain_id=plain_id)
         if client.blocked:
             self.membership.catch_up(client)
-
-    def _text_prompt(self, meta: RequestMeta, prompt: bytes) -> tuple[RequestMeta, bytes]:
-        """Return the prompt of a request as text, which an engine tokenizes, or as tokens, if the choice of the engine
-        needs them. Raises MalformedMessageError.
-        """
-        characters = len(prompt.decode("utf-8", "replace"))
-        if characters > MAX_TEXT_CHARACTERS:
-            raise MalformedMessageError(
-                f"the prompt is a text of {characters} characters: at most {MAX_TEXT_CHARACTERS} are accepted, so send "
-                "token ids"
-            )
-        if self.tokenizer is None or not self.router.by_prefix:
-            return meta, prompt
-        return meta._replace(text=False), self._tokenize(prompt, meta)
-
-    def _tokenize(self, prompt: bytes, meta: RequestMeta) -> bytes:
-        """Return the tokens of a text prompt, little-endian int32. Raises MalformedMessageError."""
-        if self.tokenizer is None:
-            raise MalformedMessageError("this coordinator has no tokenizer: send token ids")
-        text = prompt.decode("utf-8", "replace")
-        try:
-            return tokens_to_bytes(list(map(int, self.tokenizer.tokenize(text))))
-        except BaseException as error:  # a panic of the tokenizers library is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            extra = of_request(meta.request_id)
-            logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error, extra=extra)
-            raise MalformedMessageError(f"the prompt cannot be tokenized: {error}; send token ids") from error
 
     def _abort(self, client: Client, message: Abort, _: Frames) -> None:
         uid = client.plain_ids.get(message.id) if isinstance(message.id, int) else message.id
@@ -367,7 +329,7 @@ class CoordinatorCore:
             if isinstance(prompt, list):
                 body = tokens_to_bytes(prompt)
             else:
-                meta, body = self._text_prompt(meta._replace(text=True), prompt.encode("utf-8", "replace"))
+                meta, body = self.texts.accept(meta._replace(text=True), prompt.encode("utf-8", "replace"))
         except MalformedMessageError as error:
             self.counters.rejected["malformed"] += 1
             if len(items) > 1 and isinstance(items[1], int):

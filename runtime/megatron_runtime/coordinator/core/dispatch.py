@@ -12,7 +12,7 @@ nothing is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_runtime.coordinator.core import plain_protocol
@@ -21,6 +21,7 @@ from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, 
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import PromptHashes, Router
+from megatron_runtime.coordinator.core.text_prompts import TextPrompts
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
@@ -29,7 +30,6 @@ from megatron_runtime.protocol.messages import (
     Dispatch,
     Error,
     MalformedMessageError,
-    RequestMeta,
     Submit,
     dispatch_frames,
 )
@@ -57,14 +57,9 @@ class FormerDispatch:
 
 
 class Dispatcher:
-    """Owns the tables of open requests and the quarantine.
+    """Owns the tables of open requests and the quarantine."""
 
-    tokenize: returns the tokens of a text prompt, little-endian int32. Raises MalformedMessageError.
-    """
-
-    def __init__(
-        self, context: Context, router: Router, verbs: Verbs, *, tokenize: Callable[[bytes, RequestMeta], bytes]
-    ) -> None:
+    def __init__(self, context: Context, router: Router, verbs: Verbs, texts: TextPrompts) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
@@ -80,7 +75,7 @@ class Dispatcher:
         self._engines = context.engines
         self._router = router
         self._verbs = verbs
-        self._tokenize = tokenize
+        self._texts = texts
         self._counters = context.counters
         self._former: dict[int, FormerDispatch] = {}
 
@@ -317,7 +312,7 @@ class Dispatcher:
         # An engine of Megatron-Core cannot continue a text prompt.
         if entry.meta.text and (not engine.tokenizes or (engine.plain and entry.generated)):
             try:
-                prompt = self._tokenize(entry.prompt, entry.meta)
+                prompt = self._texts.tokenize(entry.meta, entry.prompt)
             except MalformedMessageError as error:
                 message = f"engine {engine.name} cannot tokenize the prompt, and {error}"
                 self.fail(entry, ErrorCode.INVALID_REQUEST, message)

@@ -303,6 +303,14 @@ def as_final(output: PlainOutput, entry: Entry, *, generated_bytes: int) -> Fina
     return Final(output.dispatch_id, entry.uid, tokens, pack(reply))
 
 
+def answer_frames(output: PlainOutput, entry: Entry, *, detokenize: Detokenize) -> Frames:
+    """Return the answer of a plain engine for the client: ENGINE_REPLY or FINAL."""
+    if entry.client.plain:
+        answer = answer_of(output, entry, generated_bytes=entry.dispatched_bytes)
+        return reply_frames(entry.plain_id or 0, *answer, detokenize=detokenize)
+    return as_final(output, entry, generated_bytes=entry.dispatched_bytes).to_frames()
+
+
 def _error_of(events: Any) -> dict[str, Any]:
     """Return the last error among the events of a plain engine's request, as `error` of a reply."""
     payloads = [event.get("payload") for event in events or () if isinstance(event, dict)]

@@ -99,13 +99,8 @@ class Replies:
             self._counters.stale += 1
 
     def plain_final(self, entry: Entry, output: plain_protocol.PlainOutput) -> None:
-        """Deliver the answer of a plain engine. The answer of a plain client is not packed in between."""
-        if entry.client.plain:
-            answer = plain_protocol.answer_of(output, entry, generated_bytes=entry.dispatched_bytes)
-            frames = plain_protocol.reply_frames(entry.plain_id or 0, *answer, detokenize=self._detokenize)
-        else:
-            frames = plain_protocol.as_final(output, entry, generated_bytes=entry.dispatched_bytes).to_frames()
-        self._end(entry, frames)
+        """Deliver the answer of a plain engine."""
+        self._end(entry, plain_protocol.answer_frames(output, entry, detokenize=self._detokenize))
 
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
         """An engine that lost its requests, by removal or silence, answers one of them.

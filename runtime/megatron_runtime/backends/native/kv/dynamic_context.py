@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import OpenRequest
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
+from megatron_runtime.backends.native.kv.recorded_routing import RecordedRouting, Routing
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.sampling.batch import SamplingColumns
 
@@ -61,10 +61,7 @@ class DynamicInferenceContext:
         self.prompt_length = np.zeros(slots, dtype=np.int32)
         self.block_tables = np.full((slots, pages), self.prefix_cache.dummy, dtype=np.int32)
         self.sampling = SamplingColumns(slots)
-        self._routing: npt.NDArray[np.unsignedinteger[Any]] | None = None
-        """By page and place in it, [pages, page_size, …]: the experts of the token whose KV is there; None before the
-        first record. They are shared, and kept over a suspend, as the KV is.
-        """
+        self.routing = RecordedRouting(num_pages, page_size)
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
         self._computing: dict[bytes, int] = {}
@@ -92,6 +89,10 @@ class DynamicInferenceContext:
     def tokens_of(self, slot: int) -> Int32:
         tokens: Int32 = self.tokens[slot, : self.num_tokens[slot]]
         return tokens
+
+    def routing_of(self, slot: int) -> Routing | None:
+        """Return the experts of the tokens of a slot that are in the KV cache; None if they are not recorded."""
+        return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> int:
         """Take and return a slot, with pages for all tokens of the request; the first pages are those of `matched`, as
@@ -177,22 +178,6 @@ class DynamicInferenceContext:
         self.num_computed[slot] = 0
         self.num_tokens[slot] = 0
         self._free_slots.append(slot)
-
-    # --- experts ------------------------------------------------------------------------------------------------
-
-    def record_routing(self, cache_slots: npt.NDArray[np.int64], routing: npt.NDArray[Any]) -> None:
-        """Keep the experts of tokens, StepResult.routing. cache_slots: int64 [T], StepPlan.slot_mapping."""
-        if self._routing is None:
-            pages = self.prefix_cache.dummy + 1
-            self._routing = np.empty((pages, self.page_size, *routing.shape[1:]), dtype=routing.dtype)
-        self._routing[cache_slots // self.page_size, cache_slots % self.page_size] = routing
-
-    def routing_of(self, slot: int) -> npt.NDArray[Any] | None:
-        """Return the experts of the tokens of a slot that are in the KV cache; None if they are not recorded."""
-        if self._routing is None:
-            return None
-        pages = self.block_tables[slot, : self.num_pages[slot]]
-        return self._routing[pages].reshape(-1, *self._routing.shape[2:])[: self.num_computed[slot]]
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
