@@ -35,6 +35,7 @@ from megatron_runtime.protocol.messages import (
     decode,
 )
 from megatron_runtime.transport.security import KeyPair, PeerKeys
+from megatron_runtime.transport.zmtp.dealer import CONNECT_SECONDS, RETRY_SECONDS
 
 FAST = LinkTimings(
     hello_retry=0.05,
@@ -235,6 +236,10 @@ def test_a_lost_coordinator_is_noticed_within_3_5_s() -> None:
     timings = LinkTimings()
     assert timings.status_interval < timings.silence
     assert timings.silence + timings.hello_retry <= 3.5
+
+
+def test_an_attempt_to_connect_to_a_lost_pod_ends_before_the_pass_that_waits_for_its_successor() -> None:
+    assert LinkTimings().first_contact > 2 * (CONNECT_SECONDS + RETRY_SECONDS)
 
 
 async def test_the_time_since_a_coordinator_was_lost_counts_from_its_last_connection(

@@ -22,7 +22,9 @@ from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 1.0
+"""Timeout of a TCP connection. A SYN to a pod on a lost node is not answered, and all repetitions of it go to the same
+pod. The next attempt has another source port, so that kube-proxy chooses again."""
 HANDSHAKE_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
