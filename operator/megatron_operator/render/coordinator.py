@@ -86,8 +86,7 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
             ctx.spec.coordinator.pod_template, COORDINATOR, cpu="50m", request="128Mi", limit=MEMORY_LIMIT
         ),
         "startupProbe": http_probe("/readyz", periodSeconds=1, failureThreshold=120),
-        # Until the kubelet reports the pod as ready, no peer of a replaced coordinator reaches it.
-        "readinessProbe": http_probe("/readyz", periodSeconds=1, failureThreshold=10),
+        "readinessProbe": http_probe("/readyz", periodSeconds=5, failureThreshold=2),
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
     template = pod_template(
