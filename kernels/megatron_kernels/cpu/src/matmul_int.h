@@ -48,7 +48,7 @@ inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) 
 }
 
 #if defined(__AVX512F__)
-using IntegerFew = Tiles<1, 1, 2>;
+using IntegerFew = Tiles<4, 1, 2>;
 using IntegerMany = Tiles<2, 4, 6>;
 #elif defined(MEGATRON_PORTABLE)
 using IntegerFew = Tiles<1, 1>;
