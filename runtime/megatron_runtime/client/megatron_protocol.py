@@ -14,7 +14,7 @@ from megatron_runtime.protocol.messages import (
     Partial,
     PartialEntry,
     pack,
-    tokens_from_bytes,
+    token_list_from_bytes,
     tokens_to_bytes,
     unpack,
 )
@@ -26,7 +26,7 @@ _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 def submit_frames(request: PendingRequest) -> Frames:
     """SUBMIT_REQUEST. The coordinator tokenizes a text prompt, or an engine does."""
-    prompt = request.prompt.decode() if request.meta.text else tokens_from_bytes(request.prompt).tolist()
+    prompt = request.prompt.decode() if request.meta.text else token_list_from_bytes(request.prompt)
     return [pack([int(Header.SUBMIT_REQUEST), request.request_id, prompt, unpack(request.params, PARAMETERS)])]
 
 

@@ -20,7 +20,7 @@ from megatron_runtime.protocol.messages import (
     RequestMeta,
     Submit,
     pack,
-    tokens_from_bytes,
+    token_list_from_bytes,
     tokens_to_bytes,
     unpack,
 )
@@ -190,7 +190,7 @@ class PendingRequest:
         if not new:
             return None
         self.generated += new
-        frame: dict[str, Any] = {"request_id": self.request_id, "new_tokens": tokens_from_bytes(new).tolist()}
+        frame: dict[str, Any] = {"request_id": self.request_id, "new_tokens": token_list_from_bytes(new)}
         if isinstance(details, dict):
             self._add_details(frame, details, known)
         return frame
@@ -213,7 +213,7 @@ class PendingRequest:
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
-        tokens: list[int] = tokens_from_bytes(final.tokens).tolist()
+        tokens = token_list_from_bytes(final.tokens)
         reply = {**_REPLY_DEFAULTS, **body, "request_id": self.request_id, "generated_tokens": tokens}
         self._complete_details(reply)
         if reply["generated_length"] is None:
@@ -222,7 +222,7 @@ class PendingRequest:
             if reply["prompt_length"] is None:
                 reply["prompt_length"] = len(self.prompt) // TOKEN_BYTES
             if self.sampling_params.return_prompt_tokens:
-                reply["prompt_tokens"] = tokens_from_bytes(self.prompt).tolist()
+                reply["prompt_tokens"] = token_list_from_bytes(self.prompt)
         reply["latency"] = time.perf_counter() - self.submitted
         return reply
 
