@@ -96,6 +96,15 @@ class AsyncLLM:
         log("resume")
         self.is_paused_now = False
 
+    async def sleep(self, level: int, mode: str) -> None:
+        assert not self._requests, "vLLM keeps no KV of a request while it sleeps"
+        assert (self.is_paused_now, mode) == (True, "keep")
+        log(f"sleep {level}")
+
+    async def wake_up(self) -> None:
+        log("wake_up")
+        self.is_paused_now = False
+
     async def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError
