@@ -117,6 +117,13 @@ async def test_what_vllm_cannot_do_is_rejected_with_the_cause(
     assert text in str(last.error)
 
 
+async def test_the_priority_and_the_salt_of_a_request_reach_vllm(running: Running, fake_vllm: Path) -> None:
+    running.submit(1, PROMPT, num_tokens_to_generate=1, priority=-3, cache_salt="tenant")
+    running.submit(2, PROMPT, num_tokens_to_generate=1)
+    await running.listener.end_of(1, 2)
+    assert lines(fake_vllm, "begin 1 -3 tenant") == lines(fake_vllm, "begin 2 0 None") == 1
+
+
 async def test_a_deadline_and_an_abort_end_a_request(running: Running, fake_vllm: Path) -> None:
     running.submit(1, PROMPT, deadline=0.05)
     running.submit(2, PROMPT)

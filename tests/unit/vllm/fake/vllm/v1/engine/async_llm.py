@@ -61,6 +61,7 @@ class AsyncLLM:
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
+        log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
         try:
             while True:
