@@ -77,6 +77,12 @@ async def test_the_client_of_megatron_is_served(coordinator: str, monkeypatch: p
         signals = dict.fromkeys((Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE), 1)
         await engine.until(lambda: engine.acted == signals)
         assert (await client.add_request([5], params)).generated_tokens == echo_answer([5], 4)
+        client._send_signal_to_engines(DOCUMENTED.PAUSE)
+        client.unpause_engines()
+        assert (await client.add_request([6], params)).generated_tokens == echo_answer([6], 4)
+        client._send_signal_to_engines(DOCUMENTED.PAUSE)
+        client._send_signal_to_engines(DOCUMENTED.STOP)
+        await engine.until(lambda: engine.acted[Header.STOP] == 1)
     finally:
         client.stop()
         engine.close()
@@ -101,8 +107,10 @@ def megatron_engine(coordinator: str) -> Iterator[tuple[Any, Connection]]:
 
 
 async def test_the_engine_of_megatron_serves_our_coordinator(
-    coordinator: str, megatron_engine: tuple[Any, Connection]
+    coordinator: str, megatron_engine: tuple[Any, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(inference_client, "Headers", DOCUMENTED)
+    monkeypatch.setattr(inference_client, "DynamicInferenceRequestRecord", DynamicInferenceRequest)
     process, report = megatron_engine
     client = InferenceClient(coordinator, deserialize=False)
     await client.start()
@@ -118,6 +126,11 @@ async def test_the_engine_of_megatron_serves_our_coordinator(
             assert answer["generated_tokens"] == [number + 1, number + 2, number + 3, number + 4]
             assert answer["status"] == "COMPLETED"
         assert (await client.add_request("7 40", params))["generated_tokens"] == [41, 42, 43, 44]
+        theirs = inference_client.InferenceClient(coordinator)
+        await theirs.start()
+        of_text = await theirs.add_request("7 50", MegatronSamplingParams(num_tokens_to_generate=4))
+        assert of_text.generated_tokens == [51, 52, 53, 54]
+        theirs.stop()
         stream = client.add_request_streaming([100], params)
         assert [item["final"]["generated_tokens"] async for item in stream] == [[101, 102, 103, 104]]
         failing = client.add_request([1], SamplingParams(num_tokens_to_generate=10_000))
@@ -226,7 +239,7 @@ async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coor
                 "7 8 9",
                 "COMPLETED",
             )
-        for verb in ("pause", "suspend", "resume", "unpause"):
+        for verb in ("pause", "suspend", "resume", "unpause", "pause", "stop"):
             await getattr(client, f"{verb}_engines")()
             assert (await engine.hear())[0] == Header[verb.upper()]
         with pytest.raises(ControlRejectedError, match="a coordinator of Megatron-Core has no such message"):

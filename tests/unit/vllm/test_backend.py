@@ -25,7 +25,7 @@ from megatron_runtime.engine.backend import Capability, UnsupportedByBackendErro
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 from .conftest import FAKE, Running, Start, answer, lines, weights_of
@@ -99,6 +99,12 @@ async def test_a_stop_token_ends_the_answer_and_is_named(running: Running, model
             InvalidSamplingParamsError,
             "structured_output",
         ),
+        (
+            PROMPT,
+            {"structured_output": {"type": "regex", "value": "[0-9]", "after": [7]}},
+            ValueError,
+            "structured_output with 'after', text that follows reasoning, is not supported by vLLM engines",
+        ),
     ],
 )
 async def test_what_vllm_cannot_do_is_rejected_with_the_cause(
@@ -109,6 +115,13 @@ async def test_what_vllm_cannot_do_is_rejected_with_the_cause(
     assert last.error_code is ErrorCode.INVALID_REQUEST
     assert isinstance(last.error, kind)
     assert text in str(last.error)
+
+
+async def test_the_priority_and_the_salt_of_a_request_reach_vllm(running: Running, fake_vllm: Path) -> None:
+    running.submit(1, PROMPT, num_tokens_to_generate=1, priority=-3, cache_salt="tenant")
+    running.submit(2, PROMPT, num_tokens_to_generate=1)
+    await running.listener.end_of(1, 2)
+    assert lines(fake_vllm, "begin 1 -3 tenant") == lines(fake_vllm, "begin 2 0 None") == 1
 
 
 async def test_a_deadline_and_an_abort_end_a_request(running: Running, fake_vllm: Path) -> None:
@@ -158,6 +171,38 @@ async def test_a_suspend_ends_vllms_process_and_a_resume_continues_every_answer(
     await running.listener.end_of(*range(9))
     for request_id in range(9):
         assert running.listener.tokens(request_id) == answer([request_id, 5], 40, weights_of(model))
+
+
+@pytest.mark.parametrize("is_updated", [False, True])
+async def test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes(
+    start: Start, model: Path, other_weights: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, is_updated: bool
+) -> None:
+    """The process stays, unless the weights that it keeps are replaced meanwhile."""
+    monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
+    running = await start()
+    await running.backend.load()
+    await running.backend.unpause()
+    running.submit(1, PROMPT, num_tokens_to_generate=40)
+    await running.until(5, 1)
+    vllm = vllm_of(running)
+    await running.backend.pause()
+    assert not (await running.backend.release_memory()).failed
+    assert (lines(fake_vllm, "sleep 1"), vllm.is_running()) == (1, True)
+    held = running.listener.tokens(1)
+    if is_updated:
+        assert not (await running.backend.stage_weights(str(other_weights), 7)).failed
+        assert not (await running.backend.commit_weights()).failed
+    assert not (await running.backend.restore_memory()).failed
+    assert (lines(fake_vllm, "wake_up"), vllm.is_running()) == ((0, False) if is_updated else (1, True))
+    running.submit(2, PROMPT, num_tokens_to_generate=5)
+    steps = lines(fake_vllm, "step")
+    await asyncio.sleep(0.05)
+    assert (lines(fake_vllm, "step"), running.listener.tokens(1)) == (steps, held), "it resumes paused"
+    await running.backend.unpause()
+    await running.listener.end_of(1, 2)
+    weights = weights_of(other_weights if is_updated else model)
+    assert running.listener.tokens(1) == held + answer(PROMPT + held, 40 - len(held), weights)
+    assert running.listener.tokens(2) == answer(PROMPT, 5, weights)
 
 
 async def test_new_weights_are_used_from_the_next_token_and_stamped(
@@ -288,6 +333,12 @@ async def test_adapters_answer_and_return_after_a_suspend(
     assert lines(fake_vllm, "add_lora mine@1 1") == 2
     assert not (await running.backend.unload_adapter("mine@1")).failed
     assert lines(fake_vllm, "remove_lora 1") == 1
+
+
+async def test_hidden_states_are_rejected(running: Running) -> None:
+    """POST /v1/embeddings asks for them."""
+    with pytest.raises(InvalidSamplingParamsError, match=r"return_hidden_state=True.*no support for hidden states"):
+        running.backend.info.check_request(SamplingParams(return_hidden_state=True, num_tokens_to_generate=1))
 
 
 async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Running) -> None:

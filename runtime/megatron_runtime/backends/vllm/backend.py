@@ -50,7 +50,7 @@ UNUSED_SECONDS = 60.0
 """A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
 pool. Its imports alone take 900 MiB."""
 
-CAPABILITIES = frozenset(Capability) - {Capability.PROFILER, Capability.ADAPTERS}
+CAPABILITIES = frozenset(Capability) - {Capability.PROFILER, Capability.ADAPTERS, Capability.HIDDEN_STATES}
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }

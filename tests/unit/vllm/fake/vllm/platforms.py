@@ -3,7 +3,7 @@ import os
 
 class _Platform:
     def is_sleep_mode_available(self) -> bool:
-        return False
+        return "FAKE_VLLM_CAN_SLEEP" in os.environ
 
     def is_cpu(self) -> bool:
         return True

@@ -61,6 +61,7 @@ class AsyncLLM:
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
+        log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
         try:
             while True:
@@ -94,6 +95,15 @@ class AsyncLLM:
 
     async def resume_generation(self) -> None:
         log("resume")
+        self.is_paused_now = False
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert not self._requests, "vLLM keeps no KV of a request while it sleeps"
+        assert (self.is_paused_now, mode) == (True, "keep")
+        log(f"sleep {level}")
+
+    async def wake_up(self) -> None:
+        log("wake_up")
         self.is_paused_now = False
 
     async def check_health(self) -> None:
