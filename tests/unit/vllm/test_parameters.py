@@ -70,15 +70,15 @@ def test_a_row_may_only_have_its_next_forced_token_wherever_the_batch_moves_it()
 
     from megatron_runtime.backends.vllm.forced_tokens import FORCED, ForcedTokens
 
-    processor = ForcedTokens(SimpleNamespace(), torch.device("cpu"), is_pin_memory=False)
+    forcing = ForcedTokens(SimpleNamespace(), torch.device("cpu"), is_pin_memory=False)
 
     def allowed() -> list[list[int]]:
         """Return the tokens that each row may have."""
-        logits = processor.apply(torch.zeros(3, 4))
+        logits = forcing.apply(torch.zeros(3, 4))
         return [[token for token, value in enumerate(row) if value > -math.inf] for row in logits.tolist()]
 
     def update(*, removed: Any = (), added: Any = (), moved: Any = ()) -> None:
-        processor.update_state(BatchUpdate(batch_size=3, removed=[*removed], added=[*added], moved=[*moved]))
+        forcing.update_state(BatchUpdate(batch_size=3, removed=[*removed], added=[*added], moved=[*moved]))
 
     every = [0, 1, 2, 3]
     first: list[int] = []
@@ -93,7 +93,7 @@ def test_a_row_may_only_have_its_next_forced_token_wherever_the_batch_moves_it()
     assert allowed() == [[3], every, [2]]
     first.append(3)
     second.append(2)
-    processor.update_state(None)
+    forcing.update_state(None)
     assert allowed() == [[1], every, every]
     update(moved=[(0, 1, MoveDirectionality.SWAP)])
     assert allowed() == [every, [1], every]
