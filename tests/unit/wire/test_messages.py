@@ -38,6 +38,8 @@ metas = st.builds(
     st.text(max_size=20),
     st.text(max_size=64),
     st.text(max_size=64),
+    request_id=st.text(max_size=64),
+    traceparent=st.text(max_size=64),
 )
 bodies = st.binary(max_size=60)
 
