@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 700
+MOST_LINES = 650
 """A file beyond that holds more than one thing."""
 
 
@@ -24,4 +24,4 @@ def test_the_reading_path_is_short() -> None:
     page = ROOT / "docs" / "development" / "reading-path.md"
     files = [ROOT / path for path in re.findall(r"^\| `([^`]+\.py)` \|", page.read_text(), re.MULTILINE)]
     assert len(files) > 20
-    assert sum(file.read_text().count("\n") for file in files) <= 8100
+    assert sum(file.read_text().count("\n") for file in files) <= 8000

@@ -7,6 +7,7 @@ from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
+from megatron_operator.plan.losses import is_lost
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import MAX_STARTING, Scene
@@ -98,7 +99,7 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
         return _creation_finding(failed, ENGINE)
     if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
         return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
-    if scene.lost(engine):
+    if is_lost(scene, engine):
         return Reason.ENGINE_LOST, f"the pods of engine {engine.name} run and it is not registered at its coordinator"
     return None
 

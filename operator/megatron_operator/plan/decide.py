@@ -11,6 +11,7 @@ from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.blockers import component_pods
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.incidents import crash_events
+from megatron_operator.plan.losses import lost_in, unknown_in
 from megatron_operator.plan.lost_coordinator import replacement, replacement_in
 from megatron_operator.plan.lost_nodes import forced_deletions, forced_in
 from megatron_operator.plan.policies import POLICIES
@@ -67,8 +68,8 @@ def decide(world: World) -> Decision:
             scene.rendered.rejection_retry_in,
             scene.events_due_in,
             DOWNLOAD_SECONDS if scene.downloading else None,
-            scene.lost_in,
-            scene.unknown_in,
+            lost_in(scene),
+            unknown_in(scene),
             scene.retry_in,
             scene.adapters.retry_in,
             replacement_in(scene),

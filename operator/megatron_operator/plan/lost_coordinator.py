@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.blockers import Finding, component_pods
+from megatron_operator.plan.losses import reports_lost_coordinator
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import UNKNOWN_SECONDS, Action, DeletePods, EmitEvent, PodView
 from megatron_operator.render.context import COORDINATOR, STANDBY
@@ -24,7 +25,7 @@ def loss(scene: Scene) -> Finding | None:
     if scene.world.membership_known:
         return None
     silent = scene.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
-    if not scene.coordinator_lost and not (silent and _lost_pods(scene)):
+    if not reports_lost_coordinator(scene) and not (silent and _lost_pods(scene)):
         return None
     return Reason.COORDINATOR_UNREACHABLE, "the coordinator is lost; which engines serve is unknown until one recovers"
 

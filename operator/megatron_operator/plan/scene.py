@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -36,7 +35,6 @@ from megatron_operator.plan.rollout import Canary, EngineFacts, kept_extras
 from megatron_operator.plan.update import Update
 from megatron_operator.plan.world import (
     EVENT_SECONDS,
-    LOST_SECONDS,
     UNKNOWN_SECONDS,
     ChildRef,
     EngineReport,
@@ -60,7 +58,7 @@ WEIGHTS_REPORT_SECONDS = 30
 UNREACHABLE_GRACE_SECONDS = 30
 LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
 """States of an engine in the status, besides those that it reports."""
-_REPORTED_STATES = frozenset(state.value for state in EngineState)
+REPORTED_STATES = frozenset(state.value for state in EngineState)
 STUCK_GRACE_SECONDS = 120
 """Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
 engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
@@ -523,34 +521,10 @@ class Scene:
         bare = any(engine.scaled > 0 and not engine.pods for engine in self.engines)
         return EVENT_SECONDS if bare or any(pod.unexplained for pod in self.world.pods) else None
 
-    def lost(self, engine: EngineView) -> bool:
-        """Return whether an engine has left its coordinator although no pod of it is being replaced."""
-        if not self.world.membership_known or engine.report is not None or self.desired is DesiredState.STOPPED:
-            return False
-        if not engine.whole:
-            return False
-        # After the loss of a coordinator, engines that did not register while the next one recovered are lost too.
-        state = self.engine_status(engine.name).get("state")
-        known = state in (UNRESPONSIVE, LOST) or (state == UNKNOWN and self.coordinator_lost)
-        return known or self.world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
-
-    @cached_property
-    def coordinator_lost(self) -> bool:
-        """Whether the status reports the loss of the coordinator."""
-        wanted = (ConditionType.DEGRADED.value, "True", Reason.COORDINATOR_UNREACHABLE.value)
-        found = self.status.get("conditions") or ()
-        return any((entry["type"], entry["status"], entry["reason"]) == wanted for entry in found)
-
     @cached_property
     def downloading(self) -> tuple[PodView, ...]:
         """Pods whose init container downloads the model, or waits for another pod that does."""
         return tuple(pod for pod in self.world.pods if pod.fetching_at and not pod.deleting)
-
-    @cached_property
-    def lost_in(self) -> float | None:
-        """Seconds until the next engine that is not registered is lost; None if none is about to be."""
-        waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
-        return min((left for left in waits if left > 0), default=None)
 
     def serves(self, engine: EngineView) -> bool:
         """Return whether an engine serves and responds. While the coordinator does not know its engines, an engine
@@ -558,20 +532,7 @@ class Scene:
         if self.world.membership_known or engine.serving:
             return engine.responsive
         recent = self.world.coordinator.unknown_seconds < UNKNOWN_SECONDS
-        return recent and engine.whole and self.engine_status(engine.name).get("state") in _REPORTED_STATES
-
-    def is_unknown(self, engine: EngineView) -> bool:
-        """Return whether an engine has served, its pods still run, and no coordinator has known it for a while."""
-        if self.world.membership_known or engine.serving or self.serves(engine) or not engine.whole:
-            return False
-        return self.engine_status(engine.name).get("state") in (*_REPORTED_STATES, UNKNOWN)
-
-    @cached_property
-    def unknown_in(self) -> float | None:
-        """Seconds until engines no longer count as before; None if none counts so."""
-        if self.world.membership_known or not any(self.serves(engine) for engine in self.engines):
-            return None
-        return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds
+        return recent and engine.whole and self.engine_status(engine.name).get("state") in REPORTED_STATES
 
     # --- The check of a new revision ------------------------------------------------------------------------------
 

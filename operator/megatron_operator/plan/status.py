@@ -16,6 +16,7 @@ from megatron_operator.model.text import printable
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
+from megatron_operator.plan.losses import is_lost, is_unknown
 from megatron_operator.plan.lost_coordinator import loss
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.reduce import child_ref
@@ -70,7 +71,7 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
-    weights = _weights(scene, serving=[*serving, *filter(scene.is_unknown, scene.engines)])
+    weights = _weights(scene, serving=[*serving, *(engine for engine in scene.engines if is_unknown(scene, engine))])
     if weights is not None:
         status["weights"] = weights
     if scene.adapters.entries:
@@ -204,11 +205,11 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
         if engine.report.suspect:
             return UNRESPONSIVE
         return engine.report.state.value if engine.report.serving else "Loading"
-    if scene.lost(engine):
+    if is_lost(scene, engine):
         return LOST
     if scene.serves(engine):
         return str(scene.engine_status(engine.name)["state"])
-    if scene.is_unknown(engine):
+    if is_unknown(scene, engine):
         return UNKNOWN
     return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
 
@@ -221,7 +222,7 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
     # A coordinator that restarts does not change what runs.
-    remembered = report is None and (scene.serves(engine) or scene.is_unknown(engine))
+    remembered = report is None and (scene.serves(engine) or is_unknown(scene, engine))
     known = scene.engine_status(engine.name) if remembered else {}
     digest = report.digest if report else known.get("digest")
     return {
