@@ -135,23 +135,27 @@ def transformers_engine(options: Options) -> Generate:
     return generate
 
 
-def measure(generate: Generate, options: Options) -> dict[str, list[float]]:
+def measure(
+    generate: Generate, options: Options, *, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Return tokens per second of each run, by cell."""
     found: dict[str, list[float]] = {}
+
+    def seconds(prompts: list[list[int]], new_tokens: int) -> float:
+        begun = clock()
+        generate(prompts, new_tokens)
+        return clock() - begun
+
     for batch in options.batch:
         prompts = _prompts(options, batch, options.prompt_tokens)
         generate(prompts, 4)  # warm-up
         found[f"decode b{batch}"] = [
-            batch
-            * (options.new_tokens - 1)
-            / (_seconds(generate, prompts, options) - _seconds_of_one(generate, prompts))
+            batch * (options.new_tokens - 1) / (seconds(prompts, options.new_tokens) - seconds(prompts, 1))
             for _ in range(RUNS)
         ]
     prompts = _prompts(options, 1, options.prefill_tokens)
     generate(prompts, 1)
-    found[f"prefill {options.prefill_tokens}"] = [
-        options.prefill_tokens / _seconds_of_one(generate, prompts) for _ in range(RUNS)
-    ]
+    found[f"prefill {options.prefill_tokens}"] = [options.prefill_tokens / seconds(prompts, 1) for _ in range(RUNS)]
     return found
 
 
@@ -191,18 +195,6 @@ def rows_of(ours: dict[str, list[float]], peers: dict[str, list[float]], most: d
 def _prompts(options: Options, count: int, length: int) -> list[list[int]]:
     random = np.random.default_rng(count)
     return random.integers(1, options.config.vocab_size, (count, length)).tolist()  # type: ignore[no-any-return]
-
-
-def _seconds(generate: Generate, prompts: list[list[int]], options: Options) -> float:
-    begun = time.perf_counter()
-    generate(prompts, options.new_tokens)
-    return time.perf_counter() - begun
-
-
-def _seconds_of_one(generate: Generate, prompts: list[list[int]]) -> float:
-    begun = time.perf_counter()
-    generate(prompts, 1)
-    return time.perf_counter() - begun
 
 
 def _no_tokenizer() -> Any:
