@@ -32,7 +32,9 @@ async def test_streams_wait_for_the_only_engine_that_supports_them(fleet: Fleet)
     await until_status(
         link, lambda status: status.queued == 9, what="the streams that the other engine does not support wait"
     )
-    with pytest.raises(InvalidRequestError, match=r"temperature needs temperatures above 2.*backend 'echo'") as rejected:
+    with pytest.raises(
+        InvalidRequestError, match=r"temperature needs temperatures above 2.*backend 'echo'"
+    ) as rejected:
         await client.add_request([7], SamplingParams(num_tokens_to_generate=5, temperature=3.0))
     assert (rejected.value.code, rejected.value.field) == (400, "temperature")
     await fleet.engine("whole", *STEPS)

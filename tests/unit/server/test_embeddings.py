@@ -55,8 +55,7 @@ async def test_wrong_fields_are_named(running: Any, fields: dict[str, Any], para
 
 
 async def test_engines_without_hidden_states_are_named(running: Any) -> None:
-    """The coordinator or an engine of another backend rejects the parameter; an engine of an earlier release ignores it.
-    """
+    """The coordinator or an engine rejects the parameter. Engines of an earlier release ignore it."""
     running.backend.failure = {"code": 400, "message": "no hidden states", "field": "return_hidden_state"}
     for _ in range(2):
         with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
