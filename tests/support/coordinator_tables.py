@@ -65,7 +65,7 @@ def _check_quarantine(quarantine: Quarantine) -> None:
 def _check_queue(queue: WaitingQueue) -> None:
     waiting = 0
     for key, band in queue._bands.items():
-        assert key == (band.priority, band.model, band.adapter), "a band is under the key of another"
+        assert key == (band.priority, band.model, band.adapter, band.needs), "a band is under the key of another"
         assert band.replays or band.tenants, "an empty band is kept"
         tenants = [tenant for level in band.tenants._levels.values() for tenant in level]
         _check_levels(band.tenants, tenants)

@@ -62,6 +62,7 @@ class ScriptedEngine:
     failing: control messages that it answers with an error.
     adapters: the list that it has; None: its release has no adapters.
     adapter_errors: why adapters of the list are not loaded.
+    backend, lacks: its backend and the features that it lacks; None: its release announces neither.
     reply_fields: further fields of its replies.
     """
 
@@ -79,6 +80,8 @@ class ScriptedEngine:
     source: str | None = None
     adapters: AdapterList | None = field(default_factory=AdapterList)
     adapter_errors: dict[str, str] = field(default_factory=dict)
+    backend: str | None = None
+    lacks: tuple[str, ...] | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
@@ -136,6 +139,8 @@ class ScriptedEngine:
             adapter_errors=self.adapter_errors or None,
             max_requests=self.max_requests,
             block_size_tokens=self.block_size_tokens,
+            backend=self.backend,
+            lacks=self.lacks,
         )
 
     def say_hello(self) -> None:

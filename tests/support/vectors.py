@@ -111,6 +111,13 @@ VECTORS: dict[str, Vector] = {
         block_size_tokens=256,
         started_ms=1_764_000_000_000,
     ),
+    "HELLO, engine that lacks features": Hello(
+        role=Role.ENGINE,
+        name="demo-engine-1",
+        incarnation=3,
+        backend="vllm",
+        lacks=("HIDDEN_STATES", "HIGH_TEMPERATURE"),
+    ),
     "HELLO_ACK": HelloAck(incarnation=9, state=CoordinatorState.RUNNING, epoch=7, fence=3, route=1),
     "HEARTBEAT": Heartbeat(incarnation=2, state=EngineState.RUNNING, running=4, waiting=1, steps=100),
     "CONTROL_ACK, of an engine": ControlAck(operation_id="op-1", ok=True, state=EngineState.PAUSING, ranks=1),
@@ -136,6 +143,9 @@ VECTORS: dict[str, Vector] = {
     "ERROR, of a standby": Error(code=ErrorCode.STANDBY, message="on standby", other="demo-coordinator.prod.svc"),
     "PAIR_STATE": PairState(incarnation=9, term=3, active=True),
     "ERROR": Error(code=ErrorCode.QUEUE_FULL, message="queue full", uid=UID, retry_after_seconds=1.0),
+    "ERROR, of a parameter": Error(
+        code=ErrorCode.INVALID_REQUEST, message="no engine supports it", uid=UID, field="temperature"
+    ),
     "CACHED_BLOCKS": CachedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
     "CACHED_BLOCKS, stored": CachedBlocks(stored=(7).to_bytes(8, "little")),
     "CACHED_BLOCKS, all": CachedBlocks(cleared=True),
@@ -149,6 +159,7 @@ VECTORS: dict[str, Vector] = {
     "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
     "SUBMIT, of a tenant": Submit(UID, _META._replace(tenant="5eed" * 8), _PROMPT, _NONE, _PARAMS),
     "SUBMIT, for an adapter": Submit(UID, _META._replace(adapter="sql"), _PROMPT, _NONE, _PARAMS),
+    "SUBMIT, with needs": Submit(UID, _META._replace(needs="HIGH_TEMPERATURE"), _PROMPT, _NONE, _PARAMS),
 }
 
 

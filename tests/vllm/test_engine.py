@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 from eventually import eventually
-from fleet import Fleet, Load
+from fleet import Fleet, Load, until_status
 
+from megatron_runtime.inference_client import InvalidRequestError
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
@@ -102,6 +103,41 @@ async def test_a_killed_engine_loses_no_request_and_doubles_no_token(pool: Pool,
         return not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in parts)
 
     await eventually(are_gone, what="the processes of the killed engine have ended")
+
+
+async def test_what_vllm_does_not_support_stays_with_the_native_engine(pool: Pool) -> None:
+    """The native engine is killed in the middle of streams with a temperature above 2, beside a vLLM engine."""
+    await pool.start(native="native", vllm="vllm")
+    wanted = prompts(6)
+    hot = {"temperature": 3.0, "seed": 7, "termination_id": -1}
+
+    def hot_load() -> Load:
+        load = Load([pool.client])
+        for prompt in wanted:
+            load.add(prompt, LENGTH, **hot)
+        return load
+
+    load = hot_load()
+    await load.finish(seconds=START_SECONDS)
+    expected = [record.final["generated_tokens"] for record in load.records]
+    hidden = SamplingParams(num_tokens_to_generate=1, return_hidden_state=True)
+    replies = await asyncio.gather(*(pool.client.add_request(prompt, hidden) for prompt in wanted))
+    assert all(reply["hidden_state"] for reply in replies)
+
+    load = hot_load()
+    await load.until(5 * len(wanted))
+    await pool.fleet.engines.pop("native").kill()
+    await until_status(pool.admin, lambda status: status.queued == len(wanted), what="the streams wait")
+    assert all(await answers(pool, wanted)), "the vLLM engine serves what it supports"
+    for params, field in (
+        (SamplingParams(num_tokens_to_generate=4, **hot), "temperature"),
+        (hidden, "return_hidden_state"),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"backend 'vllm'") as rejected:
+            await pool.client.add_request(wanted[0], params)
+        assert rejected.value.field == field
+    await pool.engine("native", "native")
+    await check(load, expected)
 
 
 async def test_moved_requests_keep_their_penalties_and_their_grammar(pool: Pool, model: Path) -> None:

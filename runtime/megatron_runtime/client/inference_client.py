@@ -408,7 +408,8 @@ class InferenceClient:
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None:
-                    self._reject(rejected, rejection(message.code, message.message, message.retry_after_seconds))
+                    code, text, retry = message.code, message.message, message.retry_after_seconds
+                    self._reject(rejected, rejection(code, text, retry, message.field))
             case _:
                 if not self._calls.handle(message) and isinstance(message, Error):
                     logger.warning("the coordinator rejected a message: %s %s", message.code.name, message.message)

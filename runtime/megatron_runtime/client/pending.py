@@ -25,6 +25,7 @@ from megatron_runtime.protocol.messages import (
     unpack,
 )
 from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.capabilities import needs_of
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class PendingRequest:
                 adapter=adapter,
                 request_id=request_id,
                 traceparent=traceparent,
+                needs=needs_of(params),
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),

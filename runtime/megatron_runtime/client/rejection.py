@@ -11,19 +11,23 @@ class RequestRejectedError(Exception):
     code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends
           engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
     is_transient: whether the same request may succeed later.
+    field: the sampling parameter at fault, if the coordinator named one.
     """
 
     is_transient = True
 
-    def __init__(self, code: int, message: str, retry_after_seconds: float | None = None) -> None:
+    def __init__(
+        self, code: int, message: str, retry_after_seconds: float | None = None, field: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.retry_after_seconds = retry_after_seconds
+        self.field = field
 
 
 class InvalidRequestError(RequestRejectedError):
-    """The request is invalid."""
+    """The request is invalid, or no engine supports one of its sampling parameters."""
 
     is_transient = False
 
@@ -83,6 +87,8 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
 }
 
 
-def rejection(code: int, message: str, retry_after_seconds: float | None = None) -> RequestRejectedError:
+def rejection(
+    code: int, message: str, retry_after_seconds: float | None = None, field: str | None = None
+) -> RequestRejectedError:
     """Return the error of an ErrorCode."""
-    return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds)
+    return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds, field)

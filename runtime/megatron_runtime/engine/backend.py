@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, Self
 
 from prometheus_client import Metric
@@ -18,23 +17,9 @@ from prometheus_client import Metric
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.requests.capabilities import NEEDS
+from megatron_runtime.requests.capabilities import Capability as Capability
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
-
-
-class Capability(StrEnum):
-    """Optional features of a backend. The value names the feature in errors."""
-
-    SUSPEND = "suspend and resume"
-    UPDATE_WEIGHTS = "weight updates"
-    ADAPTERS = "LoRA adapters"
-    PROFILER = "the CUDA profiler"
-    STRUCTURED_OUTPUT = "structured output"
-    LOGIT_BIAS = "logit bias"
-    LOG_PROBS = "log-probabilities"
-    PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
-    HIDDEN_STATES = "hidden states"
-    PRIORITY = "priorities"
-    TEXT = "text prompts"
 
 
 class UnsupportedByBackendError(RuntimeError):
@@ -78,19 +63,15 @@ class BackendInfo:
 
     def check_request(self, params: SamplingParams) -> None:
         """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare."""
-        needs = (
-            ("structured_output", Capability.STRUCTURED_OUTPUT, params.structured_output is not None),
-            ("logit_bias", Capability.LOGIT_BIAS, bool(params.logit_bias)),
-            ("top_n_logprobs", Capability.LOG_PROBS, params.top_n_logprobs > 0),
-            ("return_log_probs", Capability.LOG_PROBS, params.return_log_probs),
-            ("skip_prompt_log_probs", Capability.PROMPT_LOG_PROBS, params.wants_prompt_log_probs),
-            ("return_hidden_state", Capability.HIDDEN_STATES, params.return_hidden_state),
-            ("priority", Capability.PRIORITY, params.priority != 0),
-        )
-        for name, capability, is_used in needs:
-            if is_used and capability not in self.capabilities:
+        for name, capability, is_used in NEEDS:
+            if capability not in self.capabilities and is_used(params):
                 remedy = f"its default: backend {self.name!r} of this engine has no support for {capability.value}"
                 raise InvalidSamplingParamsError(name, getattr(params, name), remedy)
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Names of the capabilities that requests may need and the backend does not declare."""
+        return tuple(dict.fromkeys(need.capability.name for need in NEEDS if need.capability not in self.capabilities))
 
 
 @dataclass(frozen=True, slots=True)

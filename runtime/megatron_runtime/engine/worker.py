@@ -201,6 +201,8 @@ class EngineWorker:
             max_sequence_length=info.max_sequence_length,
             block_size_tokens=info.block_size_tokens,
             started_ms=self._started_ms,
+            backend=info.name,
+            lacks=info.lacks or None,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:

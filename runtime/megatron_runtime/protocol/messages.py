@@ -113,6 +113,11 @@ class Hello(ControlMessage):
     """Engines: a DISPATCH may have a text prompt."""
     started_ms: U64 | None = None
     """Engines: when the process started, in milliseconds since 1970. None: unknown."""
+    backend: Label | None = None
+    """Engines: name of the backend, for errors."""
+    lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
+    """Engines: names of the features that requests may need and that it does not have. None: it lacks none, or is of a
+    release that does not announce it."""
 
 
 class HelloAck(ControlMessage):
@@ -341,6 +346,8 @@ class Error(ControlMessage):
     incarnation: U64 | None = None
     other: Text | None = None
     """STANDBY: host of the other coordinator, with the same port."""
+    field: Label | None = None
+    """INVALID_REQUEST: the sampling parameter at fault."""
 
 
 class PairState(ControlMessage):

@@ -27,7 +27,6 @@ ALLOWED: Mapping[str, tuple[type, ...]] = {
     "max_cpu_loras": _COUNT,
     "max_lora_rank": _COUNT,
     "max_loras": _COUNT,
-    "max_logprobs": _COUNT,
     "moe_backend": _TEXT,
     "num_gpu_blocks_override": _COUNT,
     "prefix_caching_hash_algo": _TEXT,

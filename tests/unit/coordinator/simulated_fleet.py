@@ -64,6 +64,7 @@ class SimulatedEngine:
 
     poison_length: tokens of prompt and answer at which a poison request crashes the engine.
     silent:        neither generates nor sends.
+    lacks:         features that it announces not to have.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SimulatedEngine:
     incarnation: int
     max_requests: int = 64
     model: str = ""
+    lacks: tuple[str, ...] = ()
     plain: bool = False
     poison_length: int = 1
     alive: bool = True
@@ -91,6 +93,7 @@ class SimulatedEngine:
             state=self.state,
             model=self.model,
             max_requests=self.max_requests,
+            lacks=self.lacks,
         )
 
 
@@ -239,7 +242,8 @@ class SimulatedFleet:
             if item[0] <= 0:
                 self._returning.remove(item)
                 gone = item[1]
-                self.engine(gone.name, model=gone.model, poison_length=gone.poison_length, loading_turns=2)
+                options = {"model": gone.model, "lacks": gone.lacks, "poison_length": gone.poison_length}
+                self.engine(gone.name, loading_turns=2, **options)
         self.driver.advance(TURN_SECONDS)
         check_tables(self.core)
 

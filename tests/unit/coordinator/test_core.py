@@ -78,9 +78,9 @@ class Scene:
         check_tables(self.core)
         return sent
 
-    def engine(self, peer: Peer, *, max_requests: int = 8) -> None:
+    def engine(self, peer: Peer, *, max_requests: int = 8, **announced: Any) -> None:
         hello = Hello(role=Role.ENGINE, name=peer[1].decode(), incarnation=1, serving=True, max_requests=max_requests)
-        self.say(peer, hello.model_copy(update={"state": EngineState.RUNNING}))
+        self.say(peer, hello.model_copy(update={"state": EngineState.RUNNING, **announced}))
 
     def plain_engine(self) -> Peer:
         peer = (SHARED_PORT, b"plain")

@@ -24,6 +24,7 @@ USES = {
     "return_log_probs": ({"return_log_probs": True}, Capability.LOG_PROBS),
     "top_n_logprobs": ({"top_n_logprobs": 2}, Capability.LOG_PROBS),
     "skip_prompt_log_probs": ({"return_log_probs": True, "skip_prompt_log_probs": False}, Capability.PROMPT_LOG_PROBS),
+    "temperature": ({"temperature": 2.5}, Capability.HIGH_TEMPERATURE),
     "priority": ({"priority": -1}, Capability.PRIORITY),
 }
 
@@ -37,6 +38,15 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
         dataclasses.replace(info, capabilities=info.capabilities - {needs}).check_request(SamplingParams(**values))
     assert rejected.value.field == name
     assert needs.value in str(rejected.value)
+
+
+def test_a_backend_announces_what_it_does_not_declare() -> None:
+    info = EchoBackend(SETTINGS).info
+    assert info.lacks == ("HIDDEN_STATES",)
+    faulty = dataclasses.replace(SETTINGS, echo_faults=("lacks:capability=HIGH_TEMPERATURE",))
+    assert EchoBackend(faulty).info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE")
+    verbs = frozenset({Capability.SUSPEND, Capability.ADAPTERS})
+    assert "LOG_PROBS" in dataclasses.replace(info, capabilities=verbs).lacks
 
 
 async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.inference_client import InvalidRequestError, RequestRejectedError
 
 
 def unit(*values: float) -> list[float]:
@@ -55,13 +55,17 @@ async def test_wrong_fields_are_named(running: Any, fields: dict[str, Any], para
 
 
 async def test_engines_without_hidden_states_are_named(running: Any) -> None:
-    """Engines of another backend reject the parameter; those of an earlier release ignore it."""
+    """The coordinator or an engine rejects the parameter. Engines of an earlier release ignore it."""
     running.backend.failure = {"code": 400, "message": "no hidden states", "field": "return_hidden_state"}
     for _ in range(2):
         with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
             await running.openai.embeddings.create(model="smollm2", input="Hi")
         assert (raised.value.status_code, raised.value.code) == (501, "not_implemented")
         running.backend.failure, running.backend.has_hidden_states = None, False
+    running.backend.reject = InvalidRequestError(400, "no engine supports it", field="return_hidden_state")
+    with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
+        await running.openai.embeddings.create(model="smollm2", input="Hi")
+    assert raised.value.status_code == 501
     running.backend.reject = RequestRejectedError(503, "the engines are stopped", 2.0)
     with pytest.raises(openai.APIStatusError) as raised:
         await running.openai.embeddings.create(model="smollm2", input="Hi")

@@ -10,7 +10,12 @@ import openai
 import pytest
 from hostile_grammars import chained_references, chained_rules, nested_arrays
 
-from megatron_runtime.inference_client import EngineFailedError, ModelChangedError, RequestRejectedError
+from megatron_runtime.inference_client import (
+    EngineFailedError,
+    InvalidRequestError,
+    ModelChangedError,
+    RequestRejectedError,
+)
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -271,6 +276,20 @@ async def test_a_request_for_a_replaced_model_is_reported(running: Any, stream: 
     reply = await running.chat(stream=stream)
     assert reply.status_code == 409
     assert (error_of(reply)["code"], error_of(reply)["type"]) == ("model_changed", "conflict_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_parameter_that_no_engine_supports_is_named_by_its_field(running: Any, stream: bool) -> None:
+    message = "structured_output needs structured output after reasoning, which no engine supports"
+    running.backend.reject = InvalidRequestError(400, message, field="structured_output")
+    reply = await running.chat(stream=stream, response_format={"type": "json_object"})
+    assert reply.status_code == 400
+    assert error_of(reply) == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": "response_format",
+        "code": "unsupported_value",
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -99,12 +99,6 @@ async def test_a_stop_token_ends_the_answer_and_is_named(running: Running, model
             InvalidSamplingParamsError,
             "structured_output",
         ),
-        (
-            PROMPT,
-            {"structured_output": {"type": "regex", "value": "[0-9]", "after": [7]}},
-            ValueError,
-            "structured_output with 'after', text that follows reasoning, is not supported by vLLM engines",
-        ),
     ],
 )
 async def test_what_vllm_cannot_do_is_rejected_with_the_cause(
@@ -309,6 +303,14 @@ async def test_the_end_of_the_engine_ends_every_process_of_vllm(model: Path, fak
     await eventually(are_gone, what="vLLM has ended")
 
 
+def adapter_of(directory: Path, *, size: int) -> Path:
+    """Write an adapter that adds `size` to the weights of the fake."""
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (directory / "adapter_model.safetensors").write_bytes(bytes(size))
+    return directory
+
+
 async def test_adapters_answer_and_return_after_a_suspend(
     start: Start, model: Path, tmp_path: Path, fake_vllm: Path
 ) -> None:
@@ -335,10 +337,85 @@ async def test_adapters_answer_and_return_after_a_suspend(
     assert lines(fake_vllm, "remove_lora 1") == 1
 
 
-async def test_hidden_states_are_rejected(running: Running) -> None:
-    """POST /v1/embeddings asks for them."""
-    with pytest.raises(InvalidSamplingParamsError, match=r"return_hidden_state=True.*no support for hidden states"):
-        running.backend.info.check_request(SamplingParams(return_hidden_state=True, num_tokens_to_generate=1))
+@pytest.mark.parametrize("is_unloaded", [False, True], ids=["loaded", "unloaded"])
+async def test_adapters_that_change_while_vllm_sleeps_are_there_when_it_wakes(
+    start: Start, model: Path, tmp_path: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, is_unloaded: bool
+) -> None:
+    """Its process lives on with the adapters that it had."""
+    monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
+    old, new = adapter_of(tmp_path / "old", size=5), adapter_of(tmp_path / "new", size=9)
+    running = await start(vllm_arguments={"enable_lora": True})
+    await running.backend.load()
+    assert not (await running.backend.load_adapter("old@1", str(old))).failed
+    await running.backend.release_memory()
+    if is_unloaded:
+        assert not (await running.backend.unload_adapter("old@1")).failed
+    assert not (await running.backend.load_adapter("new@1", str(new))).failed
+    assert not (await running.backend.restore_memory()).failed
+    assert lines(fake_vllm, "wake_up") == 1
+    assert lines(fake_vllm, "remove_lora 1") == is_unloaded
+    await running.backend.unpause()
+    for request_id, name in enumerate(["", "new@1"] if is_unloaded else ["", "new@1", "old@1"]):
+        running.submit(request_id, PROMPT, num_tokens_to_generate=5, adapter=name)
+        await running.listener.end_of(request_id)
+        shift = {"": 0, "new@1": 9, "old@1": 5}[name]
+        assert running.listener.tokens(request_id) == answer(PROMPT, 5, weights_of(model) + shift)
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+async def test_a_resume_whose_adapter_cannot_be_loaded_is_undone_and_may_be_repeated(
+    start: Start, model: Path, tmp_path: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, can_sleep: bool
+) -> None:
+    if can_sleep:
+        monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
+    directory = adapter_of(tmp_path / "adapter", size=5)
+    running = await start(vllm_arguments={"enable_lora": True})
+    await running.backend.load()
+    await running.backend.release_memory()
+    assert not (await running.backend.load_adapter("mine@1", str(directory))).failed
+    weights = directory / "adapter_model.safetensors"
+    weights.rename(tmp_path / "moved")
+    assert "No such file" in (await running.backend.restore_memory()).error
+    assert lines(fake_vllm, "sleep 1") == (2 if can_sleep else 0)
+    assert lines(fake_vllm, "shutdown") == (0 if can_sleep else 2)
+    (tmp_path / "moved").rename(weights)
+    assert not (await running.backend.restore_memory()).failed
+    await running.backend.unpause()
+    running.submit(1, PROMPT, num_tokens_to_generate=5, adapter="mine@1")
+    await running.listener.end_of(1)
+    assert running.listener.tokens(1) == answer(PROMPT, 5, weights_of(model) + 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        # POST /v1/embeddings asks for them.
+        (
+            {"return_hidden_state": True, "num_tokens_to_generate": 1},
+            "return_hidden_state=True.*no support for hidden states",
+        ),
+        ({"temperature": 3.0}, r"temperature=3\.0.*no support for temperatures above 2"),
+        (
+            {"structured_output": {"type": "regex", "value": "[0-9]", "after": [7]}},
+            "structured_output=.*no support for structured output after reasoning",
+        ),
+    ],
+)
+async def test_what_vllm_cannot_do_is_announced_and_rejected(
+    running: Running, params: dict[str, Any], text: str
+) -> None:
+    info = running.backend.info
+    assert info.lacks == ("STRUCTURE_AFTER_REASONING", "HIDDEN_STATES", "HIGH_TEMPERATURE")
+    with pytest.raises(InvalidSamplingParamsError, match=text):
+        info.check_request(SamplingParams(**params))
+
+
+async def test_stop_tokens_outside_the_vocabulary_never_end_an_answer(running: Running, model: Path) -> None:
+    """vLLM rejects them, a native engine does not."""
+    running.submit(1, PROMPT, num_tokens_to_generate=5, stop_token_ids=[-7, 10**6])
+    [last] = await running.listener.end_of(1)
+    assert last.finish_reason == "length"
+    assert running.listener.tokens(1) == answer(PROMPT, 5, weights_of(model))
 
 
 async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Running) -> None:

@@ -40,6 +40,7 @@ metas = st.builds(
     st.text(max_size=64),
     request_id=st.text(max_size=64),
     traceparent=st.text(max_size=64),
+    needs=st.text(max_size=64),
 )
 bodies = st.binary(max_size=60)
 
@@ -154,19 +155,31 @@ def test_a_tenant_is_the_last_element_of_the_meta_and_may_be_absent() -> None:
             RequestMeta.from_list([*items[:7], wrong])
 
 
-def test_the_id_and_the_trace_of_a_request_end_the_meta_and_may_be_absent() -> None:
+def test_the_id_and_the_trace_of_a_request_may_be_absent() -> None:
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     items = [True, 7, None, False, 0, "", "", "", "", "req-1", trace]
     meta = RequestMeta.from_list(items)
     assert (meta.request_id, meta.traceparent) == ("req-1", trace)
     assert list(meta.items()) == items
-    assert RequestMeta.from_list([*items, "of a later release"]) == meta
     assert RequestMeta.from_list(items[:9]).request_id == ""
     assert len(RequestMeta(request_id="req-1").items()) == 10
     for place, longest in ((9, 128), (10, 64)):
         for wrong in ("x" * (longest + 1), b"t", None, 5):
             with pytest.raises(MalformedMessageError, match="request_id, traceparent"):
                 RequestMeta.from_list([*items[:place], wrong])
+
+
+def test_needs_end_the_meta_and_are_sent_only_if_there_are_some() -> None:
+    items = [True, 7, None, False, 0, "", "", "", "", "", "", "HIGH_TEMPERATURE PRIORITY"]
+    meta = RequestMeta.from_list(items)
+    assert meta.needs == "HIGH_TEMPERATURE PRIORITY"
+    assert list(meta.items()) == items
+    assert RequestMeta.from_list([*items, "of a later release"]) == meta
+    assert RequestMeta.from_list(items[:11]).needs == "", "of a peer of an earlier release"
+    assert len(RequestMeta(True, 7).items()) == 6
+    for wrong in ("x" * 513, b"t", None, 5):
+        with pytest.raises(MalformedMessageError, match="needs"):
+            RequestMeta.from_list([*items[:11], wrong])
 
 
 def test_an_adapter_follows_the_tenant_in_the_meta_and_may_be_absent() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
-from megatron_runtime.backends.echo.faults import FailVerb, Faults, StallVerb, parse_faults
+from megatron_runtime.backends.echo.faults import FailVerb, Faults, Lacks, StallVerb, parse_faults
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
@@ -51,8 +51,8 @@ class EchoBackend(NativeBackend):
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )
-        capabilities = (self.info.capabilities | {Capability.ADAPTERS}) - {Capability.HIDDEN_STATES}
-        self.info = replace(self.info, capabilities=capabilities)
+        lacking = {Capability.HIDDEN_STATES, *(Capability[fault.capability] for fault in faults.of(Lacks))}
+        self.info = replace(self.info, capabilities=(self.info.capabilities | {Capability.ADAPTERS}) - lacking)
         self.adapters: dict[str, str] = {}
         """Sources of the loaded adapters by name."""
 

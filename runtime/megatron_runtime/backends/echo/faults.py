@@ -10,6 +10,7 @@ A fault is written `NAME` or `NAME:key=value,key=value`:
     ignore-aborts                   aborted requests are generated to their end
     crash-on-token:token=666        a request whose prompt begins with token 666 ends the process with SIGSEGV
                                     (length=N: when prompt and answer have N tokens; signal=SIGKILL: with SIGKILL)
+    lacks:capability=HIGH_TEMPERATURE   the backend does not declare this capability
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_runtime.protocol.headers import CONTROLS
 from megatron_runtime.protocol.messages import Abort, Message
+from megatron_runtime.requests.capabilities import Capability
 from megatron_runtime.transport.peer_link import PeerLink
 
 
@@ -88,8 +90,13 @@ class CrashOnToken(_Fault):
     """SIGSEGV is raised by a null pointer, because process 1 of a container ignores signals that it sends itself."""
 
 
+class Lacks(_Fault):
+    name: Literal["lacks"]
+    capability: Literal[*sorted(capability.name for capability in Capability)]  # type: ignore[valid-type]
+
+
 Fault: TypeAlias = Annotated[
-    FailStep | SlowStep | FailVerb | StallVerb | DropHeartbeats | IgnoreAborts | CrashOnToken,
+    FailStep | SlowStep | FailVerb | StallVerb | DropHeartbeats | IgnoreAborts | CrashOnToken | Lacks,
     Field(discriminator="name"),
 ]
 _FAULT: TypeAdapter[Any] = TypeAdapter(Fault)

@@ -50,7 +50,13 @@ UNUSED_SECONDS = 60.0
 """A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
 pool. Its imports alone take 900 MiB."""
 
-CAPABILITIES = frozenset(Capability) - {Capability.PROFILER, Capability.ADAPTERS, Capability.HIDDEN_STATES}
+CAPABILITIES = frozenset(Capability) - {
+    Capability.PROFILER,
+    Capability.ADAPTERS,
+    Capability.HIDDEN_STATES,
+    Capability.HIGH_TEMPERATURE,
+    Capability.STRUCTURE_AFTER_REASONING,
+}
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }
@@ -201,9 +207,12 @@ class VllmBackend(EngineBackend):
         await vllm.call("use_weights", self._directory)
         if self._followers is not None:
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
-        await vllm.call("load")
-        for name, directory in self._adapters.items():
-            await vllm.call("load_adapter", name, directory)
+        try:
+            await vllm.call("load")
+            await vllm.call("set_adapters", self._adapters)
+        except Exception:
+            await self._end_process()
+            raise
         self._digest = digest
         self._is_loaded = True
 
@@ -312,6 +321,9 @@ class VllmBackend(EngineBackend):
     def _attach(self, opened: OpenRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
         request = opened.request
+        # vLLM rejects ids outside the vocabulary. The model never generates them.
+        ends, size = request.stop_ids(self.info.eos_ids), self.info.vocab_size
+        stop_ids = [token for token in sorted(ends) if 0 <= token < size]
         assert self._process is not None
         opened.is_running = True
         self._process.send(
@@ -321,7 +333,7 @@ class VllmBackend(EngineBackend):
             request.adapter,
             request.prompt_tokens.tolist(),
             opened.tokens,
-            sorted(request.stop_ids(self.info.eos_ids)),
+            stop_ids,
             opened.max_tokens,
         )
 
@@ -434,7 +446,13 @@ class VllmBackend(EngineBackend):
 
     async def _restore_memory(self) -> None:
         if self._is_asleep:
-            await (await self._vllm()).call("wake_up")
+            vllm = await self._vllm()
+            await vllm.call("wake_up")
+            try:
+                await vllm.call("set_adapters", self._adapters)
+            except Exception:
+                await vllm.call("sleep")
+                raise
             self._is_asleep = False
         await self.load()
 

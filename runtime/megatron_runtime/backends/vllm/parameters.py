@@ -71,10 +71,6 @@ def to_vllm(
 def _structure(structure: dict[str, Any] | None) -> StructuredOutputsParams | None:
     if structure is None:
         return None
-    if "after" in structure:
-        raise ValueError(
-            "structured_output with 'after', text that follows reasoning, is not supported by vLLM engines"
-        )
     kind = structure["type"]
     return StructuredOutputsParams(**{_STRUCTURES[kind]: True if kind == "json_object" else structure["value"]})
 

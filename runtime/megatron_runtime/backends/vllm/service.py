@@ -214,6 +214,14 @@ class Service:
         await self._llm.wake_up()  # no request is in vLLM, so no step runs
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
+    async def set_adapters(self, adapters: dict[str, str]) -> None:
+        """Load and unload adapters until exactly these are loaded. adapters: directory by key."""
+        for name in self._adapters.keys() - adapters.keys():
+            await self.unload_adapter(name)
+        for name, directory in adapters.items():
+            if name not in self._adapters:
+                await self.load_adapter(name, directory)
+
     async def load_adapter(self, name: str, directory: str) -> None:
         assert self._llm is not None
         used = {adapter.lora_int_id for adapter in self._adapters.values()}
@@ -362,7 +370,7 @@ def check(settings: EngineSettings) -> None:
 
 METHODS = (
     *("load", "shutdown", "digest", "stage", "use_weights", "reset_prefix_cache", "sleep", "wake_up"),
-    *("load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort", "run_workers"),
+    *("set_adapters", "load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort", "run_workers"),
 )
 
 

@@ -33,6 +33,7 @@ from megatron_runtime.protocol.messages import (
     Submit,
     dispatch_frames,
 )
+from megatron_runtime.requests.capabilities import described
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class Dispatcher:
         if meta.engine:
             self._dispatch_pinned(entry)
             return
+        if meta.needs and self._verbs.may_dispatch and self._reject_needs(entry):
+            return
         if not self.queue.length and self._verbs.may_dispatch and self._has_room():
             self._offer(entry)  # a request that need not wait does not pass through the queue
             if entry.engine is not None or not entry.is_open:
@@ -163,6 +166,8 @@ class Dispatcher:
                 self._dispatch(entry, engine)
             elif not engine.has_model(entry.model):
                 self._reject_model(entry, engine)
+            elif engine.lacking(entry.meta.needs):
+                self._fail_needs(entry, engine)
         if entry.engine is None and entry.is_open:
             self._reject_pinned(entry)
 
@@ -172,7 +177,7 @@ class Dispatcher:
         why = "does not serve"
         if engine is not None and engine.reserved:
             why = "is reserved for a suspect request"
-        elif engine is not None and engine.serving and not engine.runs(entry):
+        elif engine is not None and engine.serving and entry.meta.adapter and entry.meta.adapter not in engine.adapters:
             why = f"has not loaded the adapter {entry.meta.adapter!r}"
         self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
 
@@ -235,7 +240,7 @@ class Dispatcher:
 
     def _choose(self, entry: Entry) -> Engine | None:
         """Return the engine for a request; None if none with room may answer it."""
-        needs_match = entry.model or entry.meta.adapter
+        needs_match = entry.model or entry.meta.adapter or entry.meta.needs
         if self._router.in_turn:
             open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
             fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]
@@ -257,7 +262,7 @@ class Dispatcher:
         )
 
     def _offer(self, entry: Entry) -> bool:
-        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine of its model and adapter."""
+        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine that may answer it."""
         if entry.meta.adapter and self._reject_adapter(entry):
             return True
         engine = self._choose(entry)
@@ -279,8 +284,35 @@ class Dispatcher:
             message = f"no engine could load the adapter {name!r}: {cause}"
             self.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
         else:
-            return False
+            return self._reject_needs(entry)
         return True
+
+    def _reject_needs(self, entry: Entry) -> bool:
+        """End a request that was never dispatched if every serving engine lacks a feature that it needs.
+
+        False if it may wait. A request that an engine has accepted waits for an engine to return, as it would without
+        any engine.
+        """
+        meta = entry.meta
+        if not meta.needs or entry.dispatches or entry.generated:
+            return False
+        engines = [
+            engine
+            for engine in self._engines.serving()
+            if engine.has_model(entry.model) and meta.adapter not in engine.adapter_errors
+        ]
+        if not engines or not all(engine.lacking(meta.needs) for engine in engines):
+            return False
+        self._fail_needs(entry, *engines)
+        return True
+
+    def _fail_needs(self, entry: Entry, *engines: Engine) -> None:
+        """End a request that needs a feature of these engines, the only ones that may answer. Each lacks one."""
+        parameter, feature = described(engines[0].lacking(entry.meta.needs))
+        backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
+        which = f"which no engine that may answer supports (backend {backends})"
+        message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"
+        self.fail(entry, ErrorCode.INVALID_REQUEST, message, field=parameter or None)
 
     def _reject_adapter(self, entry: Entry) -> bool:
         """End a request whose adapter was removed, or has another source than that of its tokens. False if it may wait:
@@ -542,13 +574,29 @@ class Dispatcher:
             self.forget(entry, error="aborted")
             self._counters.aborted += 1
 
-    def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
-        """End an open request with an error."""
+    def fail(
+        self,
+        entry: Entry,
+        code: ErrorCode,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        field: str | None = None,
+    ) -> None:
+        """End an open request with an error. field: the sampling parameter at fault."""
         self.withdraw(entry)
         self.forget(entry, error=message)
-        self._answer_error(entry, code, message, retry_after=retry_after)
+        self._answer_error(entry, code, message, retry_after=retry_after, field=field)
 
-    def _answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
+    def _answer_error(
+        self,
+        entry: Entry,
+        code: ErrorCode,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        field: str | None = None,
+    ) -> None:
         self._counters.error_answers += 1
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(entry.meta.request_id)
@@ -556,10 +604,14 @@ class Dispatcher:
         if entry.client.plain:
             frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
         else:
-            frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
+            error = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after, field=field)
+            frames = error.to_frames()
         self._context.answer(entry.client, frames, uid=entry.uid)
 
     def _expire(self, entry: Entry) -> None:
         waited = self._context.now - entry.arrived
-        where = "for an engine" if entry.engine is None else "to be finished"
+        where = "to be finished" if entry.engine is not None else "for an engine"
+        if entry.engine is None and entry.meta.needs:
+            features = ", ".join(described(name)[1] for name in entry.meta.needs.split())
+            where = f"for an engine that supports {features}"
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")

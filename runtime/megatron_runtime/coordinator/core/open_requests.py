@@ -68,16 +68,17 @@ class WaitingQueue:
     """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
     requests at engines, and each tenant's in the order of arrival.
 
-    Each model, and each adapter, has its own band, so that a request whose engines have no room is overtaken by others.
+    Each model, adapter and set of needs has its own band, so that a request whose engines have no room is overtaken by
+    others.
     """
 
     def __init__(self) -> None:
-        self._bands: dict[tuple[int, str, str], Band] = {}
+        self._bands: dict[tuple[int, str, str, str], Band] = {}
         self.length = 0
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """first: a replay, before all of its priority. moved: before the others of its tenant only."""
-        key = entry.meta.priority, entry.model, entry.meta.adapter
+        key = _band_of(entry)
         band = self._bands.get(key)
         if band is None:
             band = self._bands[key] = Band(*key)
@@ -96,7 +97,7 @@ class WaitingQueue:
         self.length += 1
 
     def discard(self, entry: Entry) -> None:
-        band = self._bands.get((entry.meta.priority, entry.model, entry.meta.adapter))
+        band = self._bands.get(_band_of(entry))
         if band is None:
             return
         tenant = entry.tenant
@@ -108,7 +109,7 @@ class WaitingQueue:
             del tenant.lanes[band]
             band.tenants.discard(tenant, tenant.load)
         if not band.replays and not band.tenants:
-            del self._bands[band.priority, band.model, band.adapter]
+            del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
         """The requests that may be dispatched next, at most two of each band; the next one of all comes first."""
@@ -121,6 +122,10 @@ class WaitingQueue:
         if len(heads) > 1:
             heads.sort(key=_place)
         return heads
+
+
+def _band_of(entry: Entry) -> tuple[int, str, str, str]:
+    return entry.meta.priority, entry.model, entry.meta.adapter, entry.meta.needs
 
 
 def _place(entry: Entry) -> tuple[int, int, int, float]:

@@ -108,6 +108,8 @@ class Engine:
     draining:  gets no new work until it registers again.
     digest:    digest of its weights; empty: not reported.
     tokenizes: it accepts text prompts.
+    backend:   name of its backend; empty: not announced.
+    lacks:     features that requests may need and that it announced not to have.
     started_ms: when its process started; 0: unknown.
     full:      its connection accepted no more; cleared at the next heartbeat.
     suspect:   no heartbeat came for a while.
@@ -141,6 +143,8 @@ class Engine:
     knows_adapters: bool = False
     digest: str = ""
     tokenizes: bool = False
+    backend: str = ""
+    lacks: frozenset[str] = frozenset()
     started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
@@ -176,8 +180,16 @@ class Engine:
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
-        """Whether it may answer a request: it has the model and the adapter."""
-        return self.has_model(entry.model) and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
+        """Whether it may answer a request: it has the model, the adapter and every feature that the request needs."""
+        return (
+            self.has_model(entry.model)
+            and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
+            and (not entry.meta.needs or not self.lacking(entry.meta.needs))
+        )
+
+    def lacking(self, needs: str) -> str:
+        """Return the first of the `needs` of a request that it lacks; empty: it has all."""
+        return next((name for name in needs.split() if name in self.lacks), "")
 
     def forget_adapters(self) -> None:
         self.adapters, self.adapter_errors = frozenset(), {}
@@ -197,6 +209,8 @@ class Engine:
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
         self.tokenizes = hello.tokenizes
+        self.backend = hello.backend or ""
+        self.lacks = frozenset(hello.lacks or ())
         self.started_ms = hello.started_ms or 0
         if hello.state is not None:
             self.state = hello.state
@@ -368,7 +382,7 @@ class Levels:
 
 @dataclass(slots=True, eq=False)
 class Band:
-    """Waiting requests of one priority, model and adapter.
+    """Waiting requests of one priority, model, adapter and set of needed features.
 
     replays: requests of lost engines, in order; they are dispatched before all others.
     tenants: tenants whose other requests wait; their lanes are in Tenant.lanes.
@@ -377,6 +391,7 @@ class Band:
     priority: int
     model: str
     adapter: str
+    needs: str
     replays: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     tenants: Levels = field(default_factory=Levels)
 

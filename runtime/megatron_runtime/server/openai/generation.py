@@ -214,7 +214,7 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
-            with _rejections():
+            with _rejections(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **self._options())
             return self._finished(job, choice, reply, observed)
 
@@ -278,7 +278,7 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
-        with self._observed(job, streams=True) as observed, _rejections():
+        with self._observed(job, streams=True) as observed, _rejections(self.field_names):
             stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options())
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
@@ -309,18 +309,25 @@ class Generation:
 
 
 @contextmanager
-def _rejections() -> Generator[None]:
+def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
     """Raise rejections of the InferenceClient as ApiError."""
     try:
         yield
     except RequestRejectedError as error:
-        details = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
+        details: dict[str, Any] = {
+            "code": error.code,
+            "message": str(error),
+            "retry_after_seconds": error.retry_after_seconds,
+            "field": error.field,
+        }
         if isinstance(error, ModelChangedError):
             details["type"] = "model_changed"
         elif isinstance(error, EngineFailedError):
             logger.error("engine_failed: %s", error)
             details |= {"type": "engine_failed", "is_transient": False}
-        raise from_reply_error(details, field_names={}) from error
+        elif error.field is not None:
+            details["type"] = "unsupported_value"
+        raise from_reply_error(details, field_names=field_names) from error
 
 
 async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:

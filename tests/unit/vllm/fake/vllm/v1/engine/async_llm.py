@@ -60,6 +60,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         if self._task is None:
             self._task = asyncio.create_task(self._run())
+        if any(not 0 <= token < self.config.model_config.get_vocab_size() for token in params.stop_token_ids):
+            raise ValueError("stop_token_ids contain out-of-vocab token ids")
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0

@@ -1,0 +1,50 @@
+"""Which features of an engine a request needs by its sampling parameters, and what its sender announces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_runtime.client.pending import PendingRequest
+from megatron_runtime.protocol.limits import MAX_LACKS, MAX_NEEDS_CHARACTERS
+from megatron_runtime.requests.capabilities import NEEDS, described, needs_of
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+JSON = {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, ""),
+        ({"temperature": 2.0, "top_k": 7, "seed": 3, "presence_penalty": 1.0, "stop_words": ["."]}, ""),
+        ({"temperature": 2.5}, "HIGH_TEMPERATURE"),
+        ({"structured_output": JSON}, "STRUCTURED_OUTPUT"),
+        ({"structured_output": {**JSON, "after": [7]}}, "STRUCTURED_OUTPUT STRUCTURE_AFTER_REASONING"),
+        ({"logit_bias": {7: 1.0}}, "LOGIT_BIAS"),
+        ({"return_log_probs": True, "top_n_logprobs": 2}, "LOG_PROBS PROMPT_LOG_PROBS"),
+        ({"return_log_probs": True, "skip_prompt_log_probs": True}, "LOG_PROBS"),
+        ({"return_hidden_state": True, "num_tokens_to_generate": 1}, "HIDDEN_STATES"),
+        ({"priority": -1, "temperature": 3}, "HIGH_TEMPERATURE PRIORITY"),
+    ],
+)
+def test_the_sender_of_a_request_announces_what_it_needs(values: dict[str, Any], needs: str) -> None:
+    params = SamplingParams(**values)
+    assert needs_of(params) == needs
+    assert PendingRequest.make([1], params, streaming=True).meta.needs == needs
+
+
+def test_every_need_fits_the_messages_and_has_a_name_that_other_releases_know() -> None:
+    names = list(dict.fromkeys(need.capability.name for need in NEEDS))
+    assert set(names) >= {
+        *("STRUCTURED_OUTPUT", "STRUCTURE_AFTER_REASONING", "LOGIT_BIAS", "LOG_PROBS", "PROMPT_LOG_PROBS"),
+        *("HIDDEN_STATES", "HIGH_TEMPERATURE", "PRIORITY"),
+    }
+    assert len(" ".join(names)) <= MAX_NEEDS_CHARACTERS
+    assert len(names) <= MAX_LACKS
+
+
+def test_a_need_is_described_by_its_parameter() -> None:
+    assert described("HIGH_TEMPERATURE") == ("temperature", "temperatures above 2")
+    assert described("OF_A_LATER_RELEASE") == ("", "OF_A_LATER_RELEASE")
