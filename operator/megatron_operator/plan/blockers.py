@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.check import check_finding
-from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.diagnosis import creation_error, first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.losses import is_lost
 from megatron_operator.plan.reduce import child_ref
@@ -49,13 +48,7 @@ def component_finding(scene: Scene, component: str) -> Finding | None:
     name = names[component]
     view = scene.world.children.get(ChildRef("Deployment", name, APPS))
     failed = view is not None and view.creation_error and not any(pod.ready for pod in pods)
-    return _creation_finding(view.creation_error, component) if view is not None and failed else None
-
-
-def _creation_finding(said: str, component: str) -> Finding:
-    cause = find_cause(said, CREATION)
-    remedy = f"; {cause.remedy.format(component=component)}" if cause else ""
-    return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {said}{remedy}"
+    return creation_error("its pods", view.creation_error, component=component) if view is not None and failed else None
 
 
 def coordinator_wait(scene: Scene) -> Finding:
@@ -96,7 +89,7 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
         return found
     failed = scene.world.failed_creations.get(engine.name)
     if failed is not None and not engine.pods and engine.scaled > 0:
-        return _creation_finding(failed, ENGINE)
+        return creation_error("its pods", failed, component=ENGINE)
     if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
         return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
     if is_lost(scene, engine):
