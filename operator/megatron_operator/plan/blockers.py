@@ -88,7 +88,7 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     if found is not None:
         return found
     failed = scene.world.failed_creations.get(engine.name)
-    if failed is not None and not engine.pods and engine.scaled > 0:
+    if failed is not None and engine.incomplete:
         return creation_error("its pods", failed, component=ENGINE)
     if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
         return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
@@ -112,9 +112,9 @@ def engines_wait(scene: Scene) -> Finding:
         found = engine_finding(scene, engine)
         if found is not None:
             return found[0], f"engine {engine.name}: {found[1]}"
-    bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
-    if bare is not None:
-        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
+    incomplete = next((engine for engine in absent if engine.incomplete), None)
+    if incomplete is not None:
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {incomplete.name} to create its pods"
     started = [engine for engine in absent if engine.name not in scene.held_back] or absent
     names = ", ".join(engine.name for engine in started[:8])
     loading = [engine for engine in absent if engine.report is not None]

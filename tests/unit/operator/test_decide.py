@@ -868,6 +868,21 @@ def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str,
     assert words in cluster.condition("Degraded")["message"]
 
 
+def test_a_pod_of_an_engine_that_cannot_be_created_is_explained(make_cluster: Any) -> None:
+    """A quota may have room for some pods of an engine."""
+    cluster = make_cluster(parallelism={"tensor": 2})
+    cluster.settle()
+    del cluster.coordinator.engines["demo-engine-0"]
+    cluster.pods = {name: pod for name, pod in cluster.pods.items() if name != "demo-engine-0-1"}
+    cluster.step()
+    cluster.now += timedelta(seconds=LOST_SECONDS)
+    assert cluster.step().requeue_after == EVENT_SECONDS, "Events are read again soon"
+    assert "the StatefulSet of demo-engine-0 to create its pods" in cluster.condition("Ready")["message"]
+    cluster.failed_creations["demo-engine-0"] = "pods is forbidden: exceeded quota: compute"
+    cluster.step()
+    assert cluster.condition("Degraded")["reason"] == cluster.condition("Ready")["reason"] == "QuotaExceeded"
+
+
 @pytest.mark.parametrize(
     ("name", "component"), [("coordinator", "coordinator"), ("standby", "coordinator"), ("server", "server")]
 )
