@@ -126,6 +126,20 @@ def evict_all(kube: Kubectl) -> None:
     settled(kube)
 
 
+def drain_node(kube: Kubectl) -> None:
+    """Drain the node of the coordinator, which also has an engine, and uncordon it once coordinator and servers serve
+    elsewhere."""
+    node = pods(kube, "coordinator")[0]["spec"]["nodeName"]
+    try:
+        kube("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", f"--pod-selector={INSTANCE}")
+        for component in ("coordinator", "server"):
+            kube("rollout", "status", f"deployment/demo-{component}")
+        assert node not in {pod["spec"].get("nodeName") for each in COMPONENTS for pod in pods(kube, each)}
+    finally:
+        kube("uncordon", node)
+    settled(kube)
+
+
 def reject_and_revert(kube: Kubectl, reason: str, *, to: dict[str, Any], back: dict[str, Any]) -> None:
     """Patch a spec that cannot run, wait until the status has the reason, and revert it."""
     kube.patch_spec("demo", **to)

@@ -44,16 +44,22 @@ class Disturbance:
     def faults(self) -> list[str]:
         return [answer.fault for answer in self.answers if answer.fault]
 
+    @property
+    def stall(self) -> float:
+        """The longest wait for a token of a stream."""
+        return max(answer.longest_gap for answer in self.answers if answer.streamed)
+
     def row(self) -> str:
-        gap = max((answer.longest_gap for answer in self.answers), default=0.0)
-        return f"| {self.what} | {len(self.answers)} | {len(self.faults)} | {gap:.1f} s |"
+        longest = max(answer.longest_gap for answer in self.answers)
+        return f"| {self.what} | {len(self.answers)} | {len(self.faults)} | {longest:.1f} s | {self.stall:.1f} s |"
 
 
-HEADING = "| disturbance | requests | failed | longest wait for a token |\n|---|---|---|---|"
+HEADING = "| disturbance | requests | failed | longest wait | in a stream |\n|---|---|---|---|---|"
 
 
 class LoadClient:
-    """Workers that ask one question after another, every second answer as a stream. Use as a context manager.
+    """Workers that ask one question after another. The first one has a stream open at any time; of the others every
+    second answer is a stream. Use as a context manager.
 
     url:    address of the server.
     tokens: length of each answer. The expected answers are requested first, undisturbed.
@@ -107,7 +113,7 @@ class LoadClient:
         asked = number
         while not self._stop.is_set():
             question = QUESTIONS[asked % len(QUESTIONS)]
-            answer = self._ask(question, stream=asked % 2 == 0)
+            answer = self._ask(question, stream=number == 0 or asked % 2 == 0)
             with self._grew:
                 self._answers.append(answer)
                 self._grew.notify_all()

@@ -8,6 +8,7 @@ import math
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -285,20 +286,20 @@ class Observer:
         return self._downloaded
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""
-        with_pods = {pod.engine for pod in self._cache.pods()}
-        bare = sorted(
+        """Return why StatefulSets cannot create all their pods. Events are read at most every few seconds."""
+        created = Counter(pod.engine for pod in self._cache.pods())
+        incomplete = sorted(
             ref.name
             for ref, view in self._cache.views().items()
-            if ref.kind == "StatefulSet" and view.owned and view.replicas > 0 and ref.name not in with_pods
+            if ref.kind == "StatefulSet" and view.owned and created[ref.name] < view.replicas
         )
-        if not bare:
+        if not incomplete:
             self._creations = {}
             self._creations_due = time.monotonic() + EVENT_SECONDS
         elif time.monotonic() >= self._creations_due:
             self._creations_due = time.monotonic() + EVENT_SECONDS
             selector = "reason=FailedCreate,regarding.kind=StatefulSet,regarding.name="
-            name = bare[0]
+            name = incomplete[0]
             events = await self._api.list(EVENT, resource.namespace, fields=f"{selector}{name}")
             latest = max(events, key=_seen_at, default=None)
             self._creations = {} if latest is None else {name: str(latest.get("note") or "")}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.check import check_finding
-from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.diagnosis import creation_error, first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.losses import is_lost
 from megatron_operator.plan.reduce import child_ref
@@ -49,13 +48,7 @@ def component_finding(scene: Scene, component: str) -> Finding | None:
     name = names[component]
     view = scene.world.children.get(ChildRef("Deployment", name, APPS))
     failed = view is not None and view.creation_error and not any(pod.ready for pod in pods)
-    return _creation_finding(view.creation_error, component) if view is not None and failed else None
-
-
-def _creation_finding(said: str, component: str) -> Finding:
-    cause = find_cause(said, CREATION)
-    remedy = f"; {cause.remedy.format(component=component)}" if cause else ""
-    return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {said}{remedy}"
+    return creation_error("its pods", view.creation_error, component=component) if view is not None and failed else None
 
 
 def coordinator_wait(scene: Scene) -> Finding:
@@ -95,8 +88,8 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     if found is not None:
         return found
     failed = scene.world.failed_creations.get(engine.name)
-    if failed is not None and not engine.pods and engine.scaled > 0:
-        return _creation_finding(failed, ENGINE)
+    if failed is not None and engine.incomplete:
+        return creation_error("its pods", failed, component=ENGINE)
     if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
         return Reason.ENGINE_UNRESPONSIVE, f"engine {engine.name} sends no heartbeats; its requests go to other engines"
     if is_lost(scene, engine):
@@ -119,9 +112,9 @@ def engines_wait(scene: Scene) -> Finding:
         found = engine_finding(scene, engine)
         if found is not None:
             return found[0], f"engine {engine.name}: {found[1]}"
-    bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
-    if bare is not None:
-        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
+    incomplete = next((engine for engine in absent if engine.incomplete), None)
+    if incomplete is not None:
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {incomplete.name} to create its pods"
     started = [engine for engine in absent if engine.name not in scene.held_back] or absent
     names = ", ".join(engine.name for engine in started[:8])
     loading = [engine for engine in absent if engine.report is not None]

@@ -172,10 +172,10 @@ CREATION: tuple[Cause, ...] = (
     _cause(
         Reason.INVALID_POD_TEMPLATE,
         r"violates PodSecurity|denied the request|is forbidden|is invalid",
-        "correct spec.{component}.podTemplate",
+        "correct {pod_template}",
     ),
 )
-"""Causes of a pod that the API server rejected; `{component}` is that of the pod."""
+"""Causes of a pod that the API server rejected; `{pod_template}` is the field of its podTemplate."""
 
 MALFORMED_OBJECT = "failed to create typed patch object"
 """The API server answers a server-side apply of an object with a wrong type or an unknown field with 500 and this."""

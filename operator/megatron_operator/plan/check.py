@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.clock import seconds_since
-from megatron_operator.plan.diagnosis import diagnose
+from megatron_operator.plan.diagnosis import creation_error, diagnose
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import ChildRef, PodView
 from megatron_operator.render.check import check_name
+from megatron_operator.render.context import CHECK
 
 Finding = tuple[Reason, str]
 
@@ -43,11 +43,8 @@ def check_finding(scene: Scene) -> Finding | None:
         rejection = scene.world.rejections.get(check_ref(scene))
         if rejection is None or scene.check_pods:
             return None
-        cause = find_cause(rejection.message, CREATION)
-        remedy = f"; {cause.remedy}" if cause else ""
-        reason = cause.reason if cause else Reason.CHILD_REFUSED
-        return reason, f"pod {check_ref(scene).name} cannot be created: {rejection.message}{remedy}"
-    found = diagnose(pod)
+        return creation_error(f"pod {check_ref(scene).name}", rejection.message, component=CHECK)
+    found = diagnose(pod, scene.references)
     if found is None and pod.phase == "Failed":
         return Reason.CRASH_LOOPING, f"pod {pod.name} ended without an exit code: {pod.reason} {pod.message}".rstrip()
     if found is not None and found[0] is Reason.CRASH_LOOPING and pod.exit_code in FINAL_EXIT_CODES:

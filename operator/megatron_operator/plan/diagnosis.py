@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.names import FETCH, PREFLIGHT
-from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, Cause, find_cause
-from megatron_operator.plan.references import NO_REFERENCES, References, missing_object
+from megatron_operator.plan.causes import CREATION, EXIT_CODES, SCHEDULING, Cause, find_cause
+from megatron_operator.plan.references import NO_REFERENCES, References, missing_object, pod_template
 from megatron_operator.plan.world import PodView
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -131,3 +131,10 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
         if found is not None:
             return found
     return None
+
+
+def creation_error(what: str, said: str, *, component: str) -> tuple[Reason, str]:
+    """Return why pods of a component cannot be created, from the words of the API server. `what` names the pods."""
+    cause = find_cause(said, CREATION)
+    remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
+    return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {said}{remedy}"

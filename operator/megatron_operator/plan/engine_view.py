@@ -40,7 +40,7 @@ class EngineView:
     def whole(self) -> bool:
         """All its pods have started, and none is being deleted."""
         started = all((pod.started or pod.ready) and not pod.deleting for pod in self.pods)
-        return bool(self.pods) and started and len(self.pods) >= self.scaled
+        return bool(self.pods) and started and not self.incomplete
 
     @property
     def serving_revision(self) -> str:
@@ -55,6 +55,11 @@ class EngineView:
     def scaled(self) -> int:
         """`spec.replicas` of its StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0
+
+    @property
+    def incomplete(self) -> bool:
+        """Its StatefulSet has not created all its pods."""
+        return len(self.pods) < self.scaled
 
     @property
     def starting(self) -> bool:

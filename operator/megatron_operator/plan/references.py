@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_operator.model.names import CHECK, COORDINATOR, ENGINE, STANDBY
+
 References = Mapping[tuple[str, str], str]
 """The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, or `volume` of
 a pod) and name."""
@@ -33,11 +35,19 @@ class MissingObject:
 
     def remedy(self, references: References, *, component: str) -> str:
         """Return what the user does, with the field of the spec; `component` is that of the pod."""
-        field = references.get((self.kind, self.name), f"spec.{component}.podTemplate")
+        field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
             return f"add key {self.key} to {what}, or correct {field}"
         return f"create {self.kind} {self.name} in the namespace of the resource, or correct {field}"
+
+
+_SECTIONS = {CHECK: ENGINE, STANDBY: COORDINATOR}
+
+
+def pod_template(component: str) -> str:
+    """Return the field of the spec that has the podTemplate of a component's pods."""
+    return f"spec.{_SECTIONS.get(component, component)}.podTemplate"
 
 
 def missing_object(message: str) -> MissingObject | None:

@@ -518,8 +518,8 @@ class Scene:
     @cached_property
     def events_due_in(self) -> float | None:
         """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
-        bare = any(engine.scaled > 0 and not engine.pods for engine in self.engines)
-        return EVENT_SECONDS if bare or any(pod.unexplained for pod in self.world.pods) else None
+        incomplete = any(engine.incomplete for engine in self.engines)
+        return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
     @cached_property
     def downloading(self) -> tuple[PodView, ...]:

@@ -101,3 +101,14 @@ def test_the_images_install_nothing_without_hashes() -> None:
 
 def test_the_base_of_the_images_has_a_digest() -> None:
     assert re.search(r"^ARG BASE_IMAGE=\S+:\S+@sha256:[0-9a-f]{64}$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+
+
+def test_engines_on_a_gpu_find_triton_a_compiler_and_the_driver_in_their_images() -> None:
+    runtime = PROJECT["project"]["optional-dependencies"]["runtime"]
+    assert "triton" in {Requirement(line).name for line in runtime}
+    stages = re.split(r"^(?=FROM )", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    (compilers,) = (stage for stage in stages if re.match(r"FROM \S+ AS compilers$", stage, re.MULTILINE))
+    assert re.search(r"apt-get install .*\bg\+\+ .*python3-dev", compilers)
+    assert re.search(r"^ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64$", compilers, re.MULTILINE)
+    built_on_it = {stage.split()[3] for stage in stages if stage.startswith("FROM compilers AS ")}
+    assert built_on_it == {"runtime", "runtime-vllm"}

@@ -868,11 +868,28 @@ def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str,
     assert words in cluster.condition("Degraded")["message"]
 
 
-@pytest.mark.parametrize("component", ["coordinator", "server"])
-def test_shared_pods_that_cannot_be_created_are_explained(make_cluster: Any, component: str) -> None:
-    cluster = make_cluster()
+def test_a_pod_of_an_engine_that_cannot_be_created_is_explained(make_cluster: Any) -> None:
+    """A quota may have room for some pods of an engine."""
+    cluster = make_cluster(parallelism={"tensor": 2})
+    cluster.settle()
+    del cluster.coordinator.engines["demo-engine-0"]
+    cluster.pods = {name: pod for name, pod in cluster.pods.items() if name != "demo-engine-0-1"}
     cluster.step()
-    deployment = cluster.objects[ChildRef("Deployment", f"demo-{component}", "apps/v1")]
+    cluster.now += timedelta(seconds=LOST_SECONDS)
+    assert cluster.step().requeue_after == EVENT_SECONDS, "Events are read again soon"
+    assert "the StatefulSet of demo-engine-0 to create its pods" in cluster.condition("Ready")["message"]
+    cluster.failed_creations["demo-engine-0"] = "pods is forbidden: exceeded quota: compute"
+    cluster.step()
+    assert cluster.condition("Degraded")["reason"] == cluster.condition("Ready")["reason"] == "QuotaExceeded"
+
+
+@pytest.mark.parametrize(
+    ("name", "component"), [("coordinator", "coordinator"), ("standby", "coordinator"), ("server", "server")]
+)
+def test_shared_pods_that_cannot_be_created_are_explained(make_cluster: Any, name: str, component: str) -> None:
+    cluster = make_cluster(coordinator={"replicas": 2})
+    cluster.step()
+    deployment = cluster.objects[ChildRef("Deployment", f"demo-{name}", "apps/v1")]
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'
     deployment["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": said}]}
     cluster.step()
@@ -1896,6 +1913,17 @@ def test_engines_drained_for_a_change_serve_again_if_the_next_change_fails_its_c
             "ImagePullFailed",
             "check the image's name",
         ),
+        (
+            {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'},
+            "ContainerConfigError",
+            "create secret hub in the namespace of the resource, or correct "
+            "spec.model.source.huggingFace.tokenSecretRef",
+        ),
+        (
+            {"reason": "CreateContainerConfigError", "message": 'configmap "gone" not found'},
+            "ContainerConfigError",
+            "create configmap gone in the namespace of the resource, or correct spec.engine.podTemplate",
+        ),
     ],
 )
 def test_a_check_pod_that_does_not_start_is_diagnosed(
@@ -1904,7 +1932,8 @@ def test_a_check_pod_that_does_not_start_is_diagnosed(
     cluster = make_cluster(replicas=2)
     cluster.settle()
     cluster.check = lambda arguments: None
-    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    hub = {"repo": "org/model", "tokenSecretRef": {"name": "hub", "key": "token"}}
+    cluster.patch(model={"source": {"huggingFace": hub}})
     cluster.settle()
     _check_pod(cluster)["status"] = {"phase": "Pending", **status}
     cluster.settle()
@@ -1923,6 +1952,10 @@ def test_a_check_pod_that_cannot_be_created_is_offered_again(make_cluster: Any) 
     _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
     assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
     assert cluster.signals() == []
+    cluster.rejections[pod] = replace(cluster.rejections[pod], message='violates PodSecurity "restricted:latest"')
+    cluster.step()
+    assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
+    assert cluster.condition("Degraded")["message"].endswith("; correct spec.engine.podTemplate")
     cluster.reject.clear()
     _play_until(cluster, lambda: cluster.status["updatedReplicas"] == 2, limit=60)
 

@@ -127,6 +127,18 @@ SPEC = parse_spec(
             'MountVolume.SetUp failed for volume "extra" : configmap "settings" not found',
             "create configmap settings in the namespace of the resource, or correct spec.coordinator.podTemplate",
         ),
+        (
+            "standby",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "extra" : configmap "settings" not found',
+            "or correct spec.coordinator.podTemplate",
+        ),
+        (
+            "check",
+            "FailedMount",
+            'MountVolume.SetUp failed for volume "extra" : configmap "settings" not found',
+            "or correct spec.engine.podTemplate",
+        ),
     ],
 )
 def test_a_missing_secret_or_configmap_is_named_with_the_field_that_refers_to_it(

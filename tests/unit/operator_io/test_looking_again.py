@@ -198,3 +198,25 @@ async def test_events_of_a_waiting_pod_are_read_at_intervals_and_written_once(
     await pause_of(task)
     assert len(api.asked) == 4
     assert cluster.condition("Degraded")["status"] == "False"
+
+
+async def test_events_of_a_statefulset_that_lacks_one_of_its_pods_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster({**SPEC, "parallelism": {"tensor": 2}}, security=False)
+    cluster.settle()
+    api = EventsApi(cluster)
+    watch = Watch(api)
+    clock = [1000.0]
+    monkeypatch.setattr("megatron_operator.controller.observe.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    task = new_operator(api, watch, DirectLink(cluster), term=1)
+    watch.show()
+    await pause_of(task)
+    assert api.asked == []
+    del cluster.pods["demo-engine-0-1"]
+    watch.show()
+    await pause_of(task)
+    said = "create Pod demo-engine-0-1 failed: exceeded quota: compute"
+    api.events = [{"reason": "FailedCreate", "note": said, "regarding": {"name": "demo-engine-0"}}]
+    clock[0] += EVENT_SECONDS
+    await pause_of(task)
+    assert api.asked == ["reason=FailedCreate,regarding.kind=StatefulSet,regarding.name=demo-engine-0"]
+    assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
