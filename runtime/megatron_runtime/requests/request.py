@@ -213,10 +213,15 @@ class DynamicInferenceRequest(InferenceRequest):
         if self.prompt_tokens is not None and self.remaining_prompt_tokens is None:
             self.remaining_prompt_tokens = copy.copy(self.prompt_tokens)
         if self.enable_prefix_caching and self.block_size_tokens is not None and not self.precomputed_block_hashes:
-            salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
-            self.precomputed_block_hashes = block_hashes(
-                as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
-            )
+            self._compute_block_hashes()
+
+    def _compute_block_hashes(self) -> None:
+        """Set the hashes of the complete prompt blocks; [] for a prompt that is shorter than a block."""
+        assert self.block_size_tokens is not None, f"request {self.request_id} has no block_size_tokens"
+        salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
+        self.precomputed_block_hashes = block_hashes(
+            as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
+        )
 
     @property
     def remaining_prompt_length(self) -> int:
