@@ -612,20 +612,4 @@ def answered_request(
         request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
     if sampling_params.return_segments:
         request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
-    for name in ("prompt_top_n_logprobs", "generated_top_n_logprobs"):
-        setattr(request, name, _by_text(getattr(request, name), text))
     return request
-
-
-def _by_text(positions: list[Any] | None, text: TextOfTokens) -> list[dict[str, float]] | None:
-    """Convert lists of [id, log-prob] to maps by the token's text. Of tokens with equal text the likeliest is kept."""
-    if positions is None:
-        return None
-    found = []
-    for position in positions:
-        likeliest: dict[str, float] = {}
-        for token, log_prob in position:
-            name = text.detokenize([token])
-            likeliest[name] = max(log_prob, likeliest.get(name, float("-inf")))
-        found.append(likeliest)
-    return found
