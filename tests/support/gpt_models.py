@@ -55,10 +55,15 @@ def patch_for_cpu() -> None:
     moe_utils.te_general_gemm = None  # named, but not defined, without Transformer Engine
 
 
-def make_gpt(case: str, *, sizes: ParallelSizes | None = None, seed: int = 0) -> GPTModel:
-    """Return this rank's part of a model in float32. Its values are those of the whole model of the same seed."""
+def make_gpt(
+    case: str, *, sizes: ParallelSizes | None = None, seed: int = 0, vocab_size: int = VOCAB, **more: Any
+) -> GPTModel:
+    """Return this rank's part of a model in float32. Its values are those of the whole model of the same seed.
+
+    more: fields of TransformerConfig.
+    """
     sizes = sizes or ParallelSizes()
-    traits = dict(CASES[case])
+    traits = {**CASES[case], **more}
     tied, scaled = traits.pop("tied", False), traits.pop("rope_scaling", False)
     config = TransformerConfig(
         num_layers=4,
@@ -90,7 +95,7 @@ def make_gpt(case: str, *, sizes: ParallelSizes | None = None, seed: int = 0) ->
     model = GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from eventually import LONG_SECONDS
-from gpt_models import fill, logits_and_routing, make_gpt, patch_for_cpu
+from gpt_models import VOCAB, fill, logits_and_routing, make_gpt, patch_for_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from rank_program import answers
@@ -36,10 +37,8 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.tokenization import load_tokenizer
 
 PROMPTS = [[5, 9, 200, 31, 7], [17], list(range(40, 80))]
-OPTIONS: dict[str, Any] = {
-    "prompts": PROMPTS,
-    "sampling": [{"temperature": 0.0, "return_log_probs": True, "skip_prompt_log_probs": False}] * len(PROMPTS),
-}
+SAMPLING = {"temperature": 0.0, "return_log_probs": True, "skip_prompt_log_probs": False, "top_n_logprobs": VOCAB}
+OPTIONS: dict[str, Any] = {"prompts": PROMPTS, "sampling": [SAMPLING] * len(PROMPTS)}
 KV_CACHE_MEMORY = 4 << 20
 Send = Callable[[Any], None]
 
@@ -56,12 +55,21 @@ class Job:
 class Result:
     """The answers with the weights of seed 0 and then of seed 1.
 
-    logits, routing: Megatron's, for each prompt with its answer; of one rank only. routing: the experts of each token.
+    answers: with the log-probabilities of the whole vocabulary.
+    logits, expected: [T, V], of the engine and of Megatron, for each prompt with its answer; of one rank only.
+    routing: the experts of each of these tokens that Megatron records; of one rank only.
     """
 
     answers: list[dict[int, dict[str, list[Any]]]]
     logits: list[list[npt.NDArray[Any]]]
+    expected: list[list[npt.NDArray[Any]]]
     routing: list[list[list[Any] | None]]
+
+
+def distributions(answer: dict[str, list[Any]]) -> npt.NDArray[Any]:
+    """Return the log-probabilities [T, V] of an answer: at each token of prompt and answer but the first."""
+    lines = [*answer["prompt_top"], *answer["top"]]
+    return np.array([[value for _, value in sorted(line)] for line in lines])
 
 
 def run_ranks(job: Job) -> Result:
@@ -141,24 +149,42 @@ def _executor(source: ModelSource, groups: Groups | None = None) -> CpuExecutor:
     return executor
 
 
-@torch.inference_mode()
-def _of_megatron(
-    model: GPTModel, found: dict[int, dict[str, list[Any]]]
-) -> tuple[list[npt.NDArray[Any]], list[list[Any] | None]]:
-    results = [logits_and_routing(model, [*prompt, *found[at]["tokens"]]) for at, prompt in enumerate(PROMPTS)]
-    routing = [None if experts is None else experts.tolist() for _, experts in results]
-    return [logits.numpy() for logits, _ in results], routing
+def _logits_of_engine(executor: CpuExecutor, prompt: list[int]) -> npt.NDArray[Any]:
+    """Return the logits [T, V] that the engine's sampler gets for a prompt and its answer but the last token."""
+    steps: list[npt.NDArray[Any]] = []
+    forward = executor._forward
+
+    def record(*arguments: Any) -> Any:
+        step = forward(*arguments)
+        assert step is not None, "one rank is the last pipeline stage"
+        steps.extend(part.copy() for _, _, part in step.prompt_logits())
+        steps.append(step.sampled_logits().copy())
+        return step
+
+    executor._forward = record  # type: ignore[method-assign]
+    answers(executor, {"prompts": [prompt], "sampling": [SAMPLING]})
+    executor._forward = forward  # type: ignore[method-assign]
+    return np.concatenate(steps)
 
 
 def _one_rank(model: GPTModel) -> Result:
     executor = _executor(model_in_memory(model))
     executor.load()
-    before = answers(executor, OPTIONS)
-    of_megatron = [_of_megatron(model, before)]
-    fill(model, seed=1)
-    after = _update(executor)
-    of_megatron.append(_of_megatron(model, after))
-    return Result([before, after], [logits for logits, _ in of_megatron], [routing for _, routing in of_megatron])
+    result = Result([], [], [], [])
+    for seed in range(2):
+        if seed:
+            fill(model, seed)
+            _swap(executor)
+        found = answers(executor, OPTIONS)
+        with torch.inference_mode():
+            of_megatron = [
+                logits_and_routing(model, [*prompt, *found[at]["tokens"][:-1]]) for at, prompt in enumerate(PROMPTS)
+            ]
+        result.answers.append(found)
+        result.logits.append([_logits_of_engine(executor, prompt) for prompt in PROMPTS])
+        result.expected.append([logits.numpy() for logits, _ in of_megatron])
+        result.routing.append([None if experts is None else experts.tolist() for _, experts in of_megatron])
+    return result
 
 
 def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
@@ -187,7 +213,8 @@ def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
     executor.load()
     before = answers(executor, OPTIONS)
     _train(models[0])
-    send(Result([before, _update(executor)], [], []))
+    _swap(executor)
+    send(Result([before, answers(executor, OPTIONS)], [], [], []))
     executor.end(None)
 
 
@@ -198,7 +225,6 @@ def _train(model: GPTModel) -> None:
     dist.barrier()
 
 
-def _update(executor: Executor) -> dict[int, dict[str, list[Any]]]:
+def _swap(executor: Executor) -> None:
     executor.stage_weights(IN_MEMORY)
     executor.swap_weights()
-    return answers(executor, OPTIONS)

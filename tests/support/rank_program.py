@@ -94,12 +94,15 @@ def _config() -> InferenceConfig:
 
 
 def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's answers to the prompts, computed by `executor`."""
+    """Return an engine's answers to the prompts, computed by `executor`.
+
+    top, prompt_top: for each token the likeliest ones, as in EngineOutput.
+    """
     engine = DynamicInferenceEngine(executor, _config())
     found: dict[int, dict[str, list[Any]]] = {}
     for index, (prompt, sampling) in enumerate(zip(options["prompts"], options["sampling"], strict=True)):
         params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)
-        found[index] = {"tokens": [], "log_probs": [], "prompt_log_probs": []}
+        found[index] = {name: [] for name in ("tokens", "log_probs", "prompt_log_probs", "top", "prompt_top")}
         engine.add_request(EngineRequest(index, np.array(prompt, np.int32), np.empty(0, np.int32), params, index))
     steps = 0
     while engine.has_work:
@@ -109,6 +112,8 @@ def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
             one["tokens"] += output.new_tokens
             one["log_probs"] += output.new_log_probs or []
             one["prompt_log_probs"] += output.prompt_log_probs or []
+            one["top"] += output.new_top_n_logprobs or []
+            one["prompt_top"] += output.prompt_top_n_logprobs or []
             if output.routing is not None:
                 one["routing"] = output.routing.tolist()
         steps += 1

@@ -185,7 +185,7 @@ class InferenceClient:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(starting, self._loop))
 
     async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
-        """Open the connection, send HELLO and wait for HELLO_ACK. The first step of start()."""
+        """Open the connection, send CONNECT, then HELLO, and wait for the answers. The first step of start()."""
         await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
@@ -423,6 +423,7 @@ class InferenceClient:
             result: Any = reply
             if self._deserialize is not False and request.stream is None:
                 result = DynamicInferenceRequestRecord.from_reply(reply)
+                result[0].sampling_params = request.sampling_params
                 if self._deserialize:
                     result = result.merge()
         except (MalformedMessageError, ValueError, TypeError, KeyError) as error:

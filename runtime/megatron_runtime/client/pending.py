@@ -220,7 +220,9 @@ class PendingRequest:
         self._complete_details(reply)
         if reply["generated_length"] is None:
             reply["generated_length"] = len(tokens)
-        if not self.meta.text:
+        if self.meta.text:
+            reply["prompt"] = self.prompt.decode()
+        else:
             if reply["prompt_length"] is None:
                 reply["prompt_length"] = len(self.prompt) // TOKEN_BYTES
             if self.sampling_params.return_prompt_tokens:

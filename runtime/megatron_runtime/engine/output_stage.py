@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
@@ -25,6 +25,10 @@ from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
+"""The likeliest tokens at one position, in falling order."""
 
 
 class StopText(NamedTuple):
@@ -72,19 +76,34 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request, from token number `first` on. Another engine reported the earlier ones."""
+    """Log-probabilities of one request, from token number `first` on. Another engine reported the earlier ones.
+
+    text_of: returns the text of a token: the likeliest tokens are then maps by text. None: they are pairs with the id.
+    """
 
     first: int
+    text_of: Callable[[int], str] | None = None
     chosen: list[float] = field(default_factory=list)
-    top: list[TopLogProbs] = field(default_factory=list)
+    top: list[LikeliestTokens] = field(default_factory=list)
     prompt: list[float] | None = None
-    prompt_top: list[TopLogProbs] | None = None
+    prompt_top: list[LikeliestTokens] | None = None
 
     def take(self, output: RequestOutput) -> None:
         self.chosen += output.new_log_probs or ()
-        self.top += output.new_top_n_logprobs or ()
+        self.top += map(self._named, output.new_top_n_logprobs or ())
         if output.prompt_log_probs is not None:
-            self.prompt, self.prompt_top = output.prompt_log_probs, output.prompt_top_n_logprobs
+            self.prompt = output.prompt_log_probs
+            if output.prompt_top_n_logprobs is not None:
+                self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
+
+    def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
+        """Return the likeliest tokens by text. Of tokens with equal text the likeliest is kept."""
+        if self.text_of is None:
+            return likeliest
+        named: dict[str, float] = {}
+        for token, log_prob in likeliest:
+            named.setdefault(self.text_of(token), log_prob)
+        return named
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
         """Return the extras of tokens `start` to `stop`. The first extras include those of the prompt."""
@@ -184,11 +203,23 @@ class OutputStage:
             tokens=list(generated),
             sent=len(generated),
             matcher=matcher,
-            details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
+            details=LogProbDetails(len(generated), self._text_of(params)) if params.wants_log_probs else None,
             times=[self._clock()] if params.return_record else None,
             added=time.time() if self._tracer is not None else 0.0,
         )
         self.idle.clear()
+
+    def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
+        """Return a function from a token to its text, if the request needs one and the tokens have a text."""
+        if not (params.return_record and params.top_n_logprobs and self._detokenizer() is not None):
+            return None
+
+        def text_of(token: int) -> str:
+            detokenizer = self._detokenizer()
+            assert detokenizer is not None
+            return detokenizer.feed((token,)) + detokenizer.finish()
+
+        return text_of
 
     def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
         """End a request. output: its last one. error: why it has none."""

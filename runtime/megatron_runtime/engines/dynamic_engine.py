@@ -34,7 +34,7 @@ from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
-from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
+from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import tokenizer_of
@@ -289,10 +289,16 @@ class DynamicInferenceEngine(EngineCore):
 
 
 def _config_of(context: Any) -> InferenceConfig:
-    """Return the configuration with which a context of Megatron-Core was built."""
+    """Return the configuration with which a context of Megatron-Core was built.
+
+    A context of release 0.16 has no `config`: its limits are attributes, and its KV cache is a number of blocks.
+    """
     source = getattr(context, "config", context)
-    names = (field.name for field in fields(InferenceConfig))
-    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
+    names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)
+    config = InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
+    if not hasattr(source, "buffer_size_gb") and hasattr(source, "block_size_bytes"):
+        config.buffer_size_gb = source.block_allocator.total_count * source.block_size_bytes / (1 << 30)
+    return config
 
 
 def _executor_of(model: Any, tokenizer: Any, config: InferenceConfig) -> Executor:

@@ -180,7 +180,7 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         self._check_limits()
-        _warn_of_ignored(*(name for name in _IGNORED if getattr(self, name)))
+        _warn_of_ignored(*(name for name in IGNORED_FIELDS if getattr(self, name)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field. Raises InvalidConfigError for a value out of range, AttributeError for an unknown name."""
@@ -194,7 +194,7 @@ class InferenceConfig:
             is_valid, allowed = _RULES[name]
             if not is_valid(value):
                 raise InvalidConfigError(name, value, f"want {allowed}")
-        elif name in _IGNORED and value and hasattr(self, name):  # __post_init__ warns of those of the constructor
+        elif name in IGNORED_FIELDS and value and hasattr(self, name):  # __post_init__ warns of those of the constructor
             _warn_of_ignored(name)
         object.__setattr__(self, name, value)
 
@@ -242,7 +242,7 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
     return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
 
-_IGNORED = (
+IGNORED_FIELDS = (
     "pg_collection",
     "mamba_inference_state_config",
     "mamba_memory_ratio",
@@ -254,6 +254,7 @@ _IGNORED = (
     "cuda_graph_all_prefills",
     "verbose",
 )
+"""Fields without meaning here."""
 
 
 def _warn_of_ignored(*names: str) -> None:

@@ -213,10 +213,15 @@ class DynamicInferenceRequest(InferenceRequest):
         if self.prompt_tokens is not None and self.remaining_prompt_tokens is None:
             self.remaining_prompt_tokens = copy.copy(self.prompt_tokens)
         if self.enable_prefix_caching and self.block_size_tokens is not None and not self.precomputed_block_hashes:
-            salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
-            self.precomputed_block_hashes = block_hashes(
-                as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
-            )
+            self._compute_block_hashes()
+
+    def _compute_block_hashes(self) -> None:
+        """Set the hashes of the complete prompt blocks; [] for a prompt that is shorter than a block."""
+        assert self.block_size_tokens is not None, f"request {self.request_id} has no block_size_tokens"
+        salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
+        self.precomputed_block_hashes = block_hashes(
+            as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
+        )
 
     @property
     def remaining_prompt_length(self) -> int:
@@ -607,20 +612,4 @@ def answered_request(
         request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
     if sampling_params.return_segments:
         request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
-    for name in ("prompt_top_n_logprobs", "generated_top_n_logprobs"):
-        setattr(request, name, _by_text(getattr(request, name), text))
     return request
-
-
-def _by_text(positions: list[Any] | None, text: TextOfTokens) -> list[dict[str, float]] | None:
-    """Convert lists of [id, log-prob] to maps by the token's text. Of tokens with equal text the likeliest is kept."""
-    if positions is None:
-        return None
-    found = []
-    for position in positions:
-        likeliest: dict[str, float] = {}
-        for token, log_prob in position:
-            name = text.detokenize([token])
-            likeliest[name] = max(log_prob, likeliest.get(name, float("-inf")))
-        found.append(likeliest)
-    return found

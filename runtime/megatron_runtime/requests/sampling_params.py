@@ -81,8 +81,9 @@ class SamplingParams:
                            model's last norm. Only with num_tokens_to_generate=1.
     return_prompt_tokens:  return the prompt's tokens.
     return_segments:       return the text of each token.
-    return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`).
-                           InferenceClient and MegatronLLM set it; a server that detokenizes itself does not need it.
+    return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`),
+                           and the likeliest tokens by their text. InferenceClient and MegatronLLM set it; a server that
+                           detokenizes itself does not need it.
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
     streaming_interval:    minimum number of tokens of a partial reply.

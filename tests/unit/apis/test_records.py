@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from megatron_runtime.apis import DynamicInferenceRequestRecord, MegatronLLM, SamplingParams
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 PROMPT = "The capital of France is"
@@ -52,6 +55,52 @@ def test_a_client_sends_text_and_gets_text(make: Make, greedy: Any) -> None:
     assert "generated_text" not in {
         name for name, value in asyncio.run(ask(llm, PROMPT, greedy(2), deserialize=False)).items() if value
     }, "a caller that takes the map detokenizes itself"
+
+
+def test_a_record_has_prompt_parameters_and_likeliest_tokens(make: Make, greedy: Any) -> None:
+    """As the answer of generate(); a stream of the client has the same."""
+    llm = make(use_coordinator=True)
+    params = greedy(6, return_log_probs=True, top_n_logprobs=2)
+    expected = llm.generate(PROMPT, params)
+    answer = asyncio.run(ask(llm, PROMPT, params, deserialize=True))
+    assert answer.prompt == PROMPT
+    assert answer.sampling_params.top_n_logprobs == 2
+    assert answer.generated_top_n_logprobs == expected.generated_top_n_logprobs
+    assert answer.prompt_top_n_logprobs == expected.prompt_top_n_logprobs
+    assert all(isinstance(likeliest, dict) for likeliest in answer.generated_top_n_logprobs)
+
+    async def stream() -> list[Any]:
+        client = InferenceClient(llm._coord_runtime.coord_addr)
+        await client.start()
+        try:
+            return [item async for item in client.add_request_streaming(PROMPT, params)]
+        finally:
+            client.stop()
+
+    *partials, final = asyncio.run(stream())
+    streamed = [one for item in partials for one in item["partial"]["new_top_n_logprobs"]]
+    assert streamed == expected.generated_top_n_logprobs[: len(streamed)]
+    assert len(streamed) >= 5
+    assert final["final"]["generated_top_n_logprobs"] == expected.generated_top_n_logprobs
+
+
+def test_a_client_of_megatron_gets_text_from_a_coordinator_without_a_tokenizer(make: Make, greedy: Any) -> None:
+    llm = make(use_coordinator=True)
+    params = greedy(6, return_log_probs=True, top_n_logprobs=2)
+    expected = llm.generate(PROMPT, params)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(llm._coord_runtime.coord_addr)
+        dealer.send(pack([int(Header.CONNECT)]))
+        assert unpack(dealer.recv()) == [Header.CONNECT_ACK]
+        for number, prompt in enumerate((PROMPT, llm.controller.tokenize_prompt(PROMPT))):
+            dealer.send(pack([int(Header.SUBMIT_REQUEST), number, prompt, params.serialize()]))
+            header, answered, reply = unpack(dealer.recv())
+            assert (header, answered) == (Header.ENGINE_REPLY, number)
+            assert reply.get("prompt") == (PROMPT if isinstance(prompt, str) else None)
+            for name in ("generated_tokens", "generated_text", "generated_log_probs", "generated_top_n_logprobs"):
+                assert reply[name] == getattr(expected, name)
+            assert reply["prompt_top_n_logprobs"] == expected.prompt_top_n_logprobs
+            assert len(reply["tpot"]) == 5
 
 
 def test_parameters_need_only_serialize(make: Make) -> None:

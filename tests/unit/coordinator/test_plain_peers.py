@@ -355,6 +355,7 @@ async def test_kv_handoff_is_answered_as_unsupported(client, header: Header) -> 
 
 async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, plain) -> None:
     """No message is sent to it that could fail."""
+    assert Timing().plain_reconnect < 10
     coordinator = stage.coordinator(single_port=True, timing=RECONNECTS_AT_ONCE)
     plain(Role.ENGINE, identity=b"mp-coord-0").say()
     await stage.until(lambda: len(coordinator.core.engines) == 1)

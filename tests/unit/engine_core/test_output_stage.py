@@ -33,6 +33,9 @@ class ByteDetokenizer:
     def feed(self, ids) -> str:
         return self._decoder.decode(bytes(ids))
 
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
 
 class Stage:
     def __init__(self, params: SamplingParams, generated: list[int] | None = None) -> None:
@@ -205,3 +208,20 @@ def test_a_continued_request_includes_the_earlier_text() -> None:
 )
 def test_an_exception_of_an_invalid_request_is_permanent(code: ErrorCode, is_transient: bool) -> None:
     assert error_map(code, AttributeError("an object without this parameter"))["is_transient"] is is_transient
+
+
+@pytest.mark.parametrize("return_record", [False, True])
+def test_a_record_names_the_likeliest_tokens_by_their_text(return_record: bool) -> None:
+    """Of tokens with equal text, here incomplete characters, the likeliest is kept."""
+    params = SamplingParams(top_n_logprobs=3, return_record=return_record)
+    stage = Stage(params)
+    likeliest = [(0x61, -0.5), (0xE2, -1.0), (0xC3, -2.0)]
+    output = RequestOutput(1, [0x61], 3, "length", new_log_probs=[-0.5], new_top_n_logprobs=[likeliest])
+    output.prompt_log_probs, output.prompt_top_n_logprobs = [-3.0], [[(0x62, -3.0)]]
+    stage.stage.step([output])
+    assert stage.final is not None
+    found = stage.final["generated_top_n_logprobs"], stage.final["prompt_top_n_logprobs"]
+    if return_record:
+        assert found == ([{"a": -0.5, "\ufffd": -1.0}], [{"b": -3.0}])
+    else:
+        assert found == ([[[0x61, -0.5], [0xE2, -1.0], [0xC3, -2.0]]], [[[0x62, -3.0]]])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
-from gpt_models import CASES
-from gpt_program import PROMPTS, Job, Result, run_ranks
+from gpt_models import CASES, VOCAB
+from gpt_program import PROMPTS, Job, Result, distributions, run_ranks
 
 from megatron_runtime.distributed.shard import ParallelSizes
 
 SEVERAL = [
     Job("llama", ParallelSizes(tensor=2)),
+    Job("qwen3, tied", ParallelSizes(tensor=4)),
     Job("llama, tied, scaled", ParallelSizes(pipeline=2)),
     Job("mixtral", ParallelSizes(expert=2)),
     Job("qwen2", ParallelSizes(tensor=2, pipeline=2)),
@@ -26,17 +28,29 @@ def one_rank(case: str) -> Result:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_log_probs_equal_those_of_megatron(case: str) -> None:
-    """Before and after the live model has other weights."""
+def test_logits_equal_those_of_megatron(case: str) -> None:
+    """Of every position and the whole vocabulary, before and after the live model has other weights."""
     result = one_rank(case)
-    for answers, logits in zip(result.answers, result.logits, strict=True):
+    for answers, logits, expected in zip(result.answers, result.logits, result.expected, strict=True):
         for at, prompt in enumerate(PROMPTS):
-            ours, tokens = answers[at], torch.tensor([*prompt, *answers[at]["tokens"]])
-            log_probs = torch.from_numpy(logits[at])[:-1].log_softmax(-1)
-            assert log_probs[len(prompt) - 1 :].argmax(-1).tolist() == ours["tokens"]
-            expected = log_probs.gather(1, tokens[1:, None])[:, 0].tolist()
-            assert ours["prompt_log_probs"] + ours["log_probs"] == pytest.approx(expected, abs=1e-4)
+            tokens = answers[at]["tokens"]
+            assert expected[at].shape == (len(prompt) + len(tokens) - 1, VOCAB)
+            np.testing.assert_allclose(logits[at], expected[at], rtol=0, atol=1e-4)
+            assert expected[at][len(prompt) - 1 :].argmax(-1).tolist() == tokens
     assert result.answers[0] != result.answers[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_are_those_of_the_logits_of_megatron(case: str) -> None:
+    """Of the whole vocabulary and of the chosen tokens, in steps with several requests."""
+    result = one_rank(case)
+    for answers, logits in zip(result.answers, result.expected, strict=True):
+        for at, prompt in enumerate(PROMPTS):
+            ours, expected = answers[at], torch.from_numpy(logits[at]).log_softmax(-1).numpy()
+            np.testing.assert_allclose(distributions(ours), expected, rtol=0, atol=1e-4)
+            tokens = [*prompt, *ours["tokens"]][1:]
+            chosen = expected[range(len(tokens)), tokens]
+            assert ours["prompt_log_probs"] + ours["log_probs"] == pytest.approx(chosen, abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,7 +62,7 @@ def test_routing_indices_equal_those_that_megatron_records(case: str) -> None:
         for at in range(len(PROMPTS)):
             recorded = expected[at]
             assert (recorded is not None) is has_experts
-            assert answers[at].get("routing") == (recorded[:-1] if recorded is not None else None)
+            assert answers[at].get("routing") == recorded
 
 
 @pytest.mark.parametrize("job", SEVERAL, ids=str)
@@ -58,6 +72,5 @@ def test_several_ranks_equal_one(job: Job) -> None:
     for ours, theirs in zip(result.answers, expected.answers, strict=True):
         for at in range(len(PROMPTS)):
             assert ours[at]["tokens"] == theirs[at]["tokens"]
-            for name in ("prompt_log_probs", "log_probs"):
-                assert ours[at][name] == pytest.approx(theirs[at][name], abs=1e-4)
+            np.testing.assert_allclose(distributions(ours[at]), distributions(theirs[at]), rtol=0, atol=1e-4)
             assert ours[at].get("routing") == theirs[at].get("routing")

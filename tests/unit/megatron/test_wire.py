@@ -18,19 +18,24 @@ from typing import Any
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from gpt_models import make_gpt
+from gpt_program import Send, begin_single_rank, in_processes
 from megatron.core.inference import headers, inference_client
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from megatron_engine import be_engine
 from scripted_engine import ScriptedEngine
 
+from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.event_socket import EventSocket
 
@@ -86,6 +91,47 @@ async def test_the_client_of_megatron_is_served(coordinator: str, monkeypatch: p
     finally:
         client.stop()
         engine.close()
+
+
+def _ask_with_the_client_of_megatron(rank: int, port: int, send: Send) -> None:
+    """Text and tokens, of an engine that MegatronLLM has started."""
+    begin_single_rank(port)
+    module: Any = inference_client
+    module.Headers, module.DynamicInferenceRequestRecord = DOCUMENTED, DynamicInferenceRequest
+    fields = {"num_tokens_to_generate": 5, "termination_id": -1, "top_k": 1, "return_log_probs": True}
+    tokenizer = load_tokenizer("builtin:smollm2-135m")
+    config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
+
+    async def ask(address: str, prompts: list[Any]) -> list[DynamicInferenceRequest]:
+        client = inference_client.InferenceClient(address)
+        await client.start()
+        try:
+            params = MegatronSamplingParams(**fields, top_n_logprobs=2)
+            return [await client.add_request(prompt, params) for prompt in prompts]
+        finally:
+            client.stop()
+
+    prompt = "1, 2, 3"
+    with MegatronLLM(
+        model=make_gpt("llama", vocab_size=tokenizer.vocab_size),
+        tokenizer=tokenizer,
+        inference_config=config,
+        use_coordinator=True,
+        dtype="float32",
+        threads=1,
+    ) as llm:
+        expected = llm.generate(prompt, SamplingParams(**fields, top_n_logprobs=2))
+        answers = asyncio.run(ask(llm._coord_runtime.coord_addr, [prompt, llm.controller.tokenize_prompt(prompt)]))
+    names = ("prompt", "generated_tokens", "generated_text", "generated_log_probs", "generated_top_n_logprobs")
+    send([{name: getattr(one, name) for name in names} for one in (expected, *answers)])
+
+
+def test_the_client_of_megatron_gets_the_text_of_an_answer() -> None:
+    expected, of_text, of_tokens = in_processes(1, _ask_with_the_client_of_megatron)
+    assert len(expected["generated_tokens"]) == 5
+    assert all(len(likeliest) == 2 for likeliest in expected["generated_top_n_logprobs"])
+    assert of_text == expected
+    assert of_tokens == {**expected, "prompt": None}
 
 
 # --- our client and coordinator, Megatron's engine --------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from megatron_runtime.requests.request import answered_request
 from megatron_runtime.sampling_params import SamplingParams
 
-TEXTS = {5: "a", 6: "a", 7: "b"}
+TEXTS = {5: "a", 6: "b"}
 
 
 class Texts:
@@ -13,19 +13,12 @@ class Texts:
         return "".join(TEXTS[token] for token in tokens)
 
 
-def test_of_tokens_with_equal_text_the_likeliest_is_kept() -> None:
-    reply = {
-        "request_id": 1,
-        "status": "COMPLETED",
-        "generated_tokens": [5, 7],
-        "generated_top_n_logprobs": [[[5, -0.5], [6, -2.0], [7, -3.0]], [[7, -0.25]]],
-    }
-    request = answered_request(
-        reply, prompt=[5, 6], prompt_tokens=[5, 6], sampling_params=SamplingParams(), text=Texts()
-    )
-    assert request.generated_top_n_logprobs == [{"a": -0.5, "b": -3.0}, {"b": -0.25}]
-    assert request.prompt_top_n_logprobs is None
+def test_prompt_answer_and_segments_get_their_text() -> None:
+    reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5, 6]}
+    params = SamplingParams(return_segments=True)
+    request = answered_request(reply, prompt=[5, 5], prompt_tokens=[5, 5], sampling_params=params, text=Texts())
     assert (request.prompt, request.generated_text) == ("aa", "ab")
+    assert request.generated_segments == ["a", "b"]
 
 
 def test_an_engine_without_text_returns_tokens_only() -> None:

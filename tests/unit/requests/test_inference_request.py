@@ -38,6 +38,16 @@ class TestHashes:
         assert request_factory(**on).precomputed_block_hashes == block_hashes([1, 2, 3], 2)
         assert request_factory(**on, precomputed_block_hashes=[9]).precomputed_block_hashes == [9]
 
+    def test_the_hashes_of_a_changed_prompt_are_computed_again(self, request_factory) -> None:
+        request = request_factory(prompt_tokens=[1, 2, 3, 4], block_size_tokens=2, enable_prefix_caching=True)
+        before = request.precomputed_block_hashes
+        request.prompt_tokens = [1, 2, 9]
+        request._compute_block_hashes()
+        assert request.precomputed_block_hashes == before[:1]
+        request.prompt_tokens = [1]
+        request._compute_block_hashes()
+        assert request.precomputed_block_hashes == []
+
     def test_merge_keeps_and_checkpoint_recomputes(self, request_factory) -> None:
         request = request_factory(enable_prefix_caching=True, block_size_tokens=2, precomputed_block_hashes=[9])
         request.generated_tokens = [4]

@@ -81,7 +81,8 @@ _FREQUENCY_TOLERANCE = 1e-3
 class LiveChunk:
     """The part of a stored tensor that a parameter of this rank is: its box, one range per axis, and its values.
 
-    values: without the leading axes of layers and experts, on any device.
+    values: with the extents of the box, on any device. A copy of the parameters of grouped experts, which are
+            transposed.
     """
 
     box: tuple[range, ...]
@@ -109,7 +110,7 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
                 range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
             )
             before = found[tensor.key].chunks if tensor.key in found else ()
-            chunk = LiveChunk(box, tensor.data)
+            chunk = LiveChunk(box, tensor.data[(None,) * leading])
             found[tensor.key] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
         super().__init__(
             _config_of(gpt, ends),
@@ -120,7 +121,8 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
         )
 
     def _values(self, chunk: LiveChunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        values = chunk.values.detach()
+        at = tuple(place - axis.start for place, axis in zip(index, chunk.box, strict=False))
+        values = chunk.values.detach()[at]
         return values.contiguous().view(torch.uint8).view(*values.shape, dtype.itemsize)
 
     def _incomplete(self, name: str, *, held: int, wanted: int) -> UnsupportedModelError:

@@ -338,7 +338,8 @@ class CoordinatorCore:
             return
         uid = self.context.randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
         client.plain_ids[number] = uid
-        self._accept(client, Submit(uid, meta, body, b"", pack(params)), plain_id=number)
+        # A plain client expects a record: an engine of this project adds the text and the times.
+        self._accept(client, Submit(uid, meta, body, b"", pack({**params, "return_record": True})), plain_id=number)
         if uid not in client.open:
             client.plain_ids.pop(number, None)
 

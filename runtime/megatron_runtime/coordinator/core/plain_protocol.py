@@ -81,19 +81,22 @@ _EPOCHS = ("policy_epoch", "kv_cache_epoch")
 routing_indices, which engines record on request only."""
 
 
-def final_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
+def final_frames(entry: Entry, final: Final, *, detokenize: Detokenize) -> Frames:
     """ENGINE_REPLY to a plain client for the FINAL of an engine."""
     try:
         reply = unpack(final.reply, PLAIN)
     except MalformedMessageError as error:
-        return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
-    return reply_frames(number, final.tokens, reply if isinstance(reply, dict) else {}, detokenize=detokenize)
+        text = f"unreadable answer of the engine: {error}"
+        return failed_reply(entry.plain_id or 0, ErrorCode.ENGINE_FAILED, text)
+    return reply_frames(entry, final.tokens, reply if isinstance(reply, dict) else {}, detokenize=detokenize)
 
 
-def reply_frames(number: int, raw_tokens: bytes, reply: dict[Any, Any], *, detokenize: Detokenize) -> Frames:
+def reply_frames(entry: Entry, raw_tokens: bytes, reply: dict[Any, Any], *, detokenize: Detokenize) -> Frames:
     """ENGINE_REPLY to a plain client. The text is added here if the engine sent none."""
-    tokens = token_list_from_bytes(raw_tokens)
+    number, tokens = entry.plain_id or 0, token_list_from_bytes(raw_tokens)
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
+    if entry.meta.text:
+        fields["prompt"] = entry.prompt.decode("utf-8", "replace")
     fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
     if (routing := _tensor_of(reply.get("routing_indices"))) is not None:
         fields["routing_indices"] = routing
@@ -198,6 +201,7 @@ def submit_frames(dispatch: Dispatch) -> Frames:
     except MalformedMessageError as error:
         raise MalformedMessageError(f"sampling parameters: {error}") from error
     params = dict(params) if isinstance(params, dict) else {}
+    params.pop("return_record", None)
     generated = token_list_from_bytes(dispatch.generated)
     budget = params.get("num_tokens_to_generate")
     if isinstance(budget, int):
@@ -307,7 +311,7 @@ def answer_frames(output: PlainOutput, entry: Entry, *, detokenize: Detokenize) 
     """Return the answer of a plain engine for the client: ENGINE_REPLY or FINAL."""
     if entry.client.plain:
         answer = answer_of(output, entry, generated_bytes=entry.dispatched_bytes)
-        return reply_frames(entry.plain_id or 0, *answer, detokenize=detokenize)
+        return reply_frames(entry, *answer, detokenize=detokenize)
     return as_final(output, entry, generated_bytes=entry.dispatched_bytes).to_frames()
 
 

@@ -125,7 +125,7 @@ class Replies:
 
     def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
         if entry.client.plain:
-            frames = plain_protocol.final_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
+            frames = plain_protocol.final_frames(entry, message, detokenize=self._detokenize)
         self._end(entry, frames)
 
     def _end(self, entry: Entry, frames: Frames) -> None:

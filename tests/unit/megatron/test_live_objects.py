@@ -1,0 +1,78 @@
+"""An engine of Megatron-Core's own model, wrapper, controller and context."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from gpt_models import VOCAB, logits_of, make_gpt
+from gpt_program import Send, begin_single_rank, in_processes
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.sampling_params import SamplingParams
+
+BUFFER_SIZE_GB = 0.01
+
+
+class NumberTokenizer:
+    """Texts are numbers."""
+
+    vocab_size = VOCAB
+    eod = VOCAB - 1
+    bos = None
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@torch.no_grad()
+def _generate(rank: int, port: int, send: Send) -> None:
+    begin_single_rank(port)
+    # It allocates pinned memory, which needs a GPU.
+    TextGenerationController._init_dynamic_sampling_tensors = lambda _self: None
+    model = make_gpt("llama")
+    context = DynamicInferenceContext(
+        params_dtype=torch.float32,
+        num_layers=4,
+        kv_channels=16,
+        num_attention_heads=4,
+        max_sequence_length=64,
+        buffer_size_gb=BUFFER_SIZE_GB,
+        max_tokens=512,
+        block_size_tokens=16,
+    )
+    limits = InferenceWrapperConfig(
+        hidden_size=64,
+        inference_batch_times_seqlen_threshold=-1,
+        fp32_residual_connection=False,
+        params_dtype=torch.float32,
+        padded_vocab_size=VOCAB,
+        inference_max_seq_length=64,
+        inference_max_requests=8,
+    )
+    controller = TextGenerationController(GPTInferenceWrapper(model, limits, context), NumberTokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = DynamicInferenceEngine(controller, context)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=4, termination_id=-1)
+    (answer,) = engine.generate(["5 9 200"], params)
+    tokens = answer.generated_tokens
+    expected = logits_of(model, [5, 9, 200, *tokens])[2:-1].argmax(-1).tolist()
+    limits_of_engine = (engine.config.max_requests, engine.config.max_tokens, engine.context.max_sequence_length)
+    send((tokens, expected, answer.generated_text, limits_of_engine, context.max_requests, engine.config.buffer_size_gb))
+
+
+def test_an_engine_takes_model_tokenizer_and_limits_of_the_objects_of_the_release() -> None:
+    tokens, expected, text, limits, max_requests, buffer_size_gb = in_processes(1, _generate)
+    assert tokens == expected
+    assert text == " ".join(map(str, tokens))
+    assert limits == (max_requests, 512, 64)
+    assert buffer_size_gb == pytest.approx(BUFFER_SIZE_GB, rel=0.01)
