@@ -296,14 +296,15 @@ class Dispatcher:
         meta = entry.meta
         if not meta.needs or entry.dispatches or entry.generated:
             return False
-        engines = [
-            engine
-            for engine in self._engines.serving()
-            if engine.has_model(entry.model) and meta.adapter not in engine.adapter_errors
-        ]
-        if not engines or not all(engine.lacking(meta.needs) for engine in engines):
+        unfit = []
+        for engine in self._engines.serving():
+            if engine.has_model(entry.model) and meta.adapter not in engine.adapter_errors:
+                if not engine.lacking(meta.needs):
+                    return False
+                unfit.append(engine)
+        if not unfit:
             return False
-        self._fail_needs(entry, *engines)
+        self._fail_needs(entry, *unfit)
         return True
 
     def _fail_needs(self, entry: Entry, *engines: Engine) -> None:
