@@ -30,6 +30,7 @@ class Capability(StrEnum):
     PROFILER = "the CUDA profiler"
     STRUCTURED_OUTPUT = "structured output"
     LOGIT_BIAS = "logit bias"
+    BAD_WORDS = "bad words"
     LOG_PROBS = "log-probabilities"
     PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
     HIDDEN_STATES = "hidden states"
@@ -81,6 +82,7 @@ class BackendInfo:
         needs = (
             ("structured_output", Capability.STRUCTURED_OUTPUT, params.structured_output is not None),
             ("logit_bias", Capability.LOGIT_BIAS, bool(params.logit_bias)),
+            ("bad_words", Capability.BAD_WORDS, bool(params.bad_words)),
             ("top_n_logprobs", Capability.LOG_PROBS, params.top_n_logprobs > 0),
             ("return_log_probs", Capability.LOG_PROBS, params.return_log_probs),
             ("skip_prompt_log_probs", Capability.PROMPT_LOG_PROBS, params.wants_prompt_log_probs),
@@ -205,6 +207,13 @@ class EngineBackend(Protocol):
         """Return the token ids of a text prompt. Only of a backend that declares Capability.TEXT.
 
         Raises ValueError if the text cannot be tokenized.
+        """
+        raise NotImplementedError
+
+    def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the token sequences of SamplingParams.bad_words. Only of a backend that declares BAD_WORDS.
+
+        Raises ValueError if a text cannot be tokenized.
         """
         raise NotImplementedError
 
