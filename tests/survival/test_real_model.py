@@ -7,7 +7,11 @@ import pytest
 from fleet import Fleet, Load, until_serving
 from soak import repeated
 
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.sampling.bad_words import BadWords
+
 REQUESTS = 50
+BAD_WORDS = [",", ".", "the", "a", "of", "and", "1", "I'm"]
 MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "128Mi")
 
 
@@ -28,7 +32,7 @@ async def test_answers_after_a_killed_model_engine_equal_an_undisturbed_run(
     def load() -> Load:
         load = Load([client])
         for prompt in prompts:
-            load.add(prompt, 8, temperature=0.0)
+            load.add(prompt, 8, temperature=0.0, bad_words=BAD_WORDS)
         return load
 
     undisturbed = load()
@@ -38,7 +42,9 @@ async def test_answers_after_a_killed_model_engine_equal_an_undisturbed_run(
     await disturbed.until(rng.randint(REQUESTS, 4 * REQUESTS))
     await fleet.engines.pop("engine-0").kill()
     await disturbed.finish(seconds=240)
+    bad_words = BadWords(ModelText.of_model("builtin:smollm2-135m").bad_words(BAD_WORDS, vocab_size=49152))
     for record, answer in zip(disturbed.records, answers, strict=True):
         record.check(answer)
+        assert not any(token in bad_words.after(answer[:place]) for place, token in enumerate(answer))
     gaps = [record.longest_gap(since=0) for record in disturbed.records]
     report(f"{REQUESTS} streams equal to the undisturbed run; longest wait for a frame {max(gaps):.2f} s")

@@ -80,6 +80,7 @@ async def test_it_serves_chat_and_rejects_unsupported_fields(pool: Pool) -> None
         for field, extra in (
             ("structured_output", {"response_format": {"type": "json_object"}}),
             ("logit_bias", {"logit_bias": {"7": 5}}),
+            ("bad_words", {"bad_words": ["toy"]}),
             ("return_log_probs", {"logprobs": True}),
         ):
             rejected = await http.post("/v1/chat/completions", json={**body, **extra})

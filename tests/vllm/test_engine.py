@@ -11,10 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from eventually import eventually
-from fleet import Fleet, Load, until_status
+from fleet import Fleet, Load, until_serving, until_status
 
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.inference_client import InvalidRequestError
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.sampling.bad_words import BadWords
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -159,6 +161,51 @@ async def test_moved_requests_keep_their_penalties_and_their_grammar(pool: Pool,
     for record in shaped.records:
         text = tokenizer.decode(record.final["generated_tokens"])
         assert text.isdigit(), text
+
+
+async def test_bad_words_give_the_answers_of_a_native_engine(pool: Pool, model: Path) -> None:
+    """Also when a request moves within its answer. A grammar that allows only banned tokens overrules them."""
+    await pool.start(first="native")
+    text = ModelText.of_model(str(model))
+    wanted = prompts(8)
+    plain = await answers(pool, wanted)
+    pieces = [text.detokenize(answer[start : start + 2]) for answer in plain for start in (3, 10, 20, 30)]
+    words = [piece for piece in pieces if piece.strip()]
+    native = load_of(pool, wanted, bad_words=words)
+    await native.finish(seconds=START_SECONDS)
+    expected = [record.final["generated_tokens"] for record in native.records]
+    banned = BadWords(text.bad_words(words, vocab_size=text.tokenizer.vocab_size))
+    for answer, before in zip(expected, plain, strict=True):
+        assert answer != before
+        assert not any(token in banned.after(answer[:place]) for place, token in enumerate(answer))
+
+    await pool.engine("second", "vllm")
+    await until_serving(pool.admin, ("first", "second"), seconds=START_SECONDS)
+    load = load_of(pool, wanted, bad_words=words)
+    await load.until(10 * len(wanted))
+    await pool.fleet.engines.pop("first").kill()
+    await check(load, expected)
+    await check(load_of(pool, wanted, bad_words=words), expected)
+
+    params = SamplingParams(
+        temperature=0.0,
+        num_tokens_to_generate=8,
+        bad_words=["Paris"],
+        structured_output={"type": "choice", "value": ["Paris"]},
+    )
+    reply = await pool.client.add_request(wanted[0], params)
+    assert text.detokenize(reply["generated_tokens"]) == "Paris"
+
+
+def test_bad_words_have_the_token_sequences_of_vllm(model: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams as VllmParams
+
+    words = ["Paris", " the", "New York", "ello", "a", "é", "🦙", "1 2", "\n x", "word\n", "<|im_end|>", "Paris"]
+    theirs = VllmParams(bad_words=words)
+    theirs.update_from_tokenizer(AutoTokenizer.from_pretrained(model))
+    ours = ModelText.of_model(str(model)).bad_words(words, vocab_size=1 << 20)
+    assert {*ours} == {tuple(sequence) for sequence in theirs.bad_words_token_ids}
 
 
 async def test_log_probabilities_of_prompt_and_answer_are_complete(pool: Pool) -> None:

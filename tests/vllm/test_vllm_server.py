@@ -87,3 +87,12 @@ async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(s
         parts = [chunk.choices[0].text async for chunk in stream if chunk.choices]
         assert "".join(parts) == theirs.choices[0].text
         assert len(parts) > 5
+        first, second, *_ = theirs.choices[0].text.split()
+        words = {"bad_words": [first, f"{first} {second}", second[:2]]}
+        theirs, ours = await asyncio.gather(
+            *(complete(clients[name], prompt, logprobs=3, extra_body=words) for name in ("vllm", "megatron"))
+        )
+        assert ours.choices[0].text == theirs.choices[0].text
+        assert ours.choices[0].logprobs.token_logprobs == pytest.approx(
+            theirs.choices[0].logprobs.token_logprobs, abs=1e-3
+        )

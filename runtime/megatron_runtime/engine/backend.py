@@ -189,6 +189,13 @@ class EngineBackend(Protocol):
         """
         raise NotImplementedError
 
+    def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the token sequences of SamplingParams.bad_words. Only of a backend that declares BAD_WORDS.
+
+        Raises ValueError if a text cannot be tokenized.
+        """
+        raise NotImplementedError
+
     def detokenizer(self) -> Detokenizer | None:
         """Return a new incremental decoder of the model's tokens; None if they have no text."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -38,6 +38,7 @@ class EngineRequest:
     adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
+    bad_words:        token sequences of the sampling parameter of this name; None: it is not set, or not tokenized.
     """
 
     request_id: int
@@ -50,12 +51,21 @@ class EngineRequest:
     adapter: str = ""
     params_bytes: int = 0
     client_request_id: str = ""
+    bad_words: Sequence[Sequence[int]] | None = None
 
     @classmethod
-    def of_dispatch(cls, dispatch: Dispatch, params: SamplingParams, *, adapter: Adapter | None = None) -> Self:
+    def of_dispatch(
+        cls,
+        dispatch: Dispatch,
+        params: SamplingParams,
+        *,
+        bad_words: Sequence[Sequence[int]] | None = None,
+        adapter: Adapter | None = None,
+    ) -> Self:
         """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`.
 
-        adapter: the one that the DISPATCH names.
+        bad_words: token sequences of params.bad_words.
+        adapter:   the one that the DISPATCH names.
         """
         meta = dispatch.meta
         return cls(
@@ -69,6 +79,7 @@ class EngineRequest:
             adapter=adapter.key if adapter is not None else "",
             params_bytes=len(dispatch.params),
             client_request_id=meta.request_id,
+            bad_words=bad_words,
         )
 
     def max_total_tokens(self, longest: int) -> int:

@@ -395,7 +395,8 @@ class EngineWorker:
             if dispatch.meta.text:
                 tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
                 dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
-            request = EngineRequest.of_dispatch(dispatch, params, adapter=adapter)
+            bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
+            request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except (ValueError, TypeError, AttributeError) as error:
             self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)

@@ -370,7 +370,10 @@ class _OfflineRun:
         self._open[request.uid] = (dispatch.dispatch_id, request)
         try:
             grammar = text.begin_grammar(params) if text is not None else None
-            engine_request = EngineRequest.of_dispatch(dispatch, params)
+            bad_words = None
+            if params.bad_words and text is not None:
+                bad_words = text.bad_words(params.bad_words, vocab_size=self._engine.executor.vocab_size)
+            engine_request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words)
             self._stage.add(dispatch, params, [])
             if dispatch.dispatch_id in self._stage.open:
                 self._engine.add_request(engine_request, grammar=grammar)

@@ -21,6 +21,7 @@ class Capability(StrEnum):
     STRUCTURED_OUTPUT = "structured output"
     STRUCTURE_AFTER_REASONING = "structured output after reasoning"
     LOGIT_BIAS = "logit bias"
+    BAD_WORDS = "bad words"
     LOG_PROBS = "log-probabilities"
     PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
     HIDDEN_STATES = "hidden states"
@@ -44,6 +45,7 @@ NEEDS = (
         lambda params: params.structured_output is not None and "after" in params.structured_output,
     ),
     Need("logit_bias", Capability.LOGIT_BIAS, lambda params: bool(params.logit_bias)),
+    Need("bad_words", Capability.BAD_WORDS, lambda params: bool(params.bad_words)),
     Need("top_n_logprobs", Capability.LOG_PROBS, lambda params: params.top_n_logprobs > 0),
     Need("return_log_probs", Capability.LOG_PROBS, lambda params: params.return_log_probs),
     Need("skip_prompt_log_probs", Capability.PROMPT_LOG_PROBS, lambda params: params.wants_prompt_log_probs),

@@ -16,6 +16,9 @@ STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "ch
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_CHARACTERS = 4096
+"""Of all texts together."""
 MAX_MARKER_TOKENS = 16
 
 MAX_QUOTED_CHARACTERS = 200
@@ -59,6 +62,9 @@ class SamplingParams:
     presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
     frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
     logit_bias:            added to the logits of these tokens, -100 to 100 each.
+    bad_words:             texts that may not be in the answer: the last token of a text's token sequence is not sampled
+                           where the answer ends with the tokens before it, unless structured output allows no others.
+                           Each text counts with and without a leading space, as in vLLM.
     structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES. With
                            "after": [token id, …] only the text that follows these tokens must match, such as the text
                            after reasoning.
@@ -99,6 +105,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
     structured_output: dict[str, Any] | None = None
     num_tokens_to_generate: int | None = None
     num_tokens_total: int | None = None
@@ -204,6 +211,15 @@ def _is_logit_bias(value: object) -> bool:
     )
 
 
+def _are_bad_words(value: Any) -> bool:
+    return (
+        list_of(str)(value)
+        and len(value) <= MAX_BAD_WORDS
+        and all(text.strip() for text in value)
+        and sum(map(len, value)) <= MAX_BAD_WORDS_CHARACTERS
+    )
+
+
 def _is_structured_output(value: object) -> bool:
     if isinstance(value, dict) and "after" in value:
         after = value["after"]
@@ -231,6 +247,12 @@ _RULES = field_rules(
         "logit_bias",
         optional(_is_logit_bias),
         f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from -100 to 100, or None",
+    ),
+    (
+        "bad_words",
+        optional(_are_bad_words),
+        f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
+        f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
     ),
     (
         "structured_output",

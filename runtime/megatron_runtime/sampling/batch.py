@@ -5,7 +5,7 @@ The parameters of a step are plain arrays, so that a plan can be sent to other r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.sampling.bad_words import BadWords
 
 if TYPE_CHECKING:  # llguidance is loaded with the first grammar
     from megatron_runtime.sampling.structured_output import GrammarState
@@ -124,26 +125,30 @@ class _TokenCounts:
 
 @dataclass(slots=True)
 class _Edits:
-    """The inputs of a slot's LogitEdits."""
+    """The inputs of a slot's LogitEdits. answer: its generated tokens, if it has bad words."""
 
     params: SamplingParams
     counts: _TokenCounts | None
     bias_ids: Int32 | None
     bias: Float32 | None
-    stop_ids: Int32
+    stop_ids: list[int]
+    bad_words: BadWords | None
+    answer: list[int]
     grammar: GrammarState | None
 
     def at(self, generated: int) -> LogitEdits | None:
         """Return the edits of the next token. generated: length of the answer so far."""
         counts, grammar = self.counts, self.grammar
-        is_short = generated < self.params.min_tokens and len(self.stop_ids) > 0
-        if counts is None and self.bias_ids is None and grammar is None and not is_short:
+        banned = self.stop_ids if generated < self.params.min_tokens else []
+        if self.bad_words is not None:
+            banned = banned + self.bad_words.after(self.answer)
+        if counts is None and self.bias_ids is None and grammar is None and not banned:
             return None
         return LogitEdits(
             penalties=None if counts is None else counts.penalties(self.params),
             bias_ids=self.bias_ids,
             bias=self.bias,
-            banned=self.stop_ids if is_short else None,
+            banned=np.array(banned, np.int32) if banned else None,
             allowed=None if grammar is None else grammar.allowed(),
         )
 
@@ -164,12 +169,14 @@ class SamplingColumns:
         prompt: npt.NDArray[np.int32],
         generated: npt.NDArray[np.int32],
         stop_ids: Collection[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
         grammar: GrammarState | None = None,
     ) -> None:
         """Set the parameters of the request in `slot`.
 
-        generated: the answer so far, which counts for penalties.
+        generated: the answer so far, which counts for penalties and bad words.
         stop_ids:  tokens that end the request; they are banned until `min_tokens`.
+        bad_words: token sequences that the answer may not contain.
         grammar:   state of the grammar after `generated`.
         """
         values: dict[str, float | np.uint64 | bool] = {
@@ -188,7 +195,8 @@ class SamplingColumns:
             counts = _TokenCounts(prompt)
             for token in generated:
                 counts.append(int(token))
-        if counts is None and not params.logit_bias and params.min_tokens == 0 and grammar is None:
+        is_edited = counts is not None or params.logit_bias or params.min_tokens > 0 or bad_words or grammar is not None
+        if not is_edited:
             return
         bias = params.logit_bias or {}
         self._edits[slot] = _Edits(
@@ -196,7 +204,9 @@ class SamplingColumns:
             counts,
             np.array(list(bias), np.int32) if bias else None,
             np.array(list(bias.values()), np.float32) if bias else None,
-            np.array(sorted(stop_ids), np.int32),
+            sorted(stop_ids),
+            BadWords(bad_words) if bad_words else None,
+            generated.tolist() if bad_words else [],
             grammar,
         )
 
@@ -210,6 +220,8 @@ class SamplingColumns:
                 continue
             if edits.counts is not None:
                 edits.counts.append(token)
+            if edits.bad_words is not None:
+                edits.answer.append(token)
             if edits.grammar is not None:
                 edits.grammar.accept(token)
 

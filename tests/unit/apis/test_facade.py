@@ -11,6 +11,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase, default_config
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
@@ -158,6 +159,17 @@ class TestDirectMode:
     def test_more_prompts_than_may_wait(self, make, greedy) -> None:
         llm = make(inference_config=InferenceConfig(buffer_size_gb=0.02, max_waiting=4, max_requests=2))
         assert len(llm.generate([[1, 2]] * 30, greedy(2))) == 30
+
+    @pytest.mark.parametrize("use_coordinator", [False, True])
+    def test_bad_words_are_not_in_the_answer(self, make, greedy, tokenizer, use_coordinator) -> None:
+        llm = make(use_coordinator=use_coordinator)
+        whole = llm.generate(PROMPT, greedy(12)).generated_tokens
+        words = [text for token in whole if (text := tokenizer.decode([token])).isalnum()]
+        sequences = ModelText(tokenizer).bad_words(words, vocab_size=tokenizer.vocab_size)
+        first = next(place for place, token in enumerate(whole) if (token,) in sequences)
+        answer = llm.generate(PROMPT, greedy(12, bad_words=words)).generated_tokens
+        assert answer[:first] == whole[:first]
+        assert not {(token,) for token in answer} & set(sequences)
 
     def test_every_rank_is_primary_and_verbs_need_a_coordinator(self, llm) -> None:
         assert llm.is_primary_rank

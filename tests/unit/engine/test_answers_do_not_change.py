@@ -1,6 +1,8 @@
 """A real forward pass in float32: whatever shares, splits, evicts, suspends or updates, the tokens stay the same."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +30,9 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     {"temperature": 1.0, "logit_bias": {7: 3.0, 9: -5.0}},
     {"temperature": 0.0, "return_log_probs": True, "top_n_logprobs": 3},
+    {"temperature": 0.9, "bad_words": ["as token sequences below"]},
 ]
+BAD_WORDS = [(token,) for token in range(0, 320, 2)] + [(first, 5) for first in range(1, 320, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,16 @@ def mixed_requests(count: int) -> list[EngineRequest]:
             termination_id=IGNORE_EOS,
             **KINDS[number % len(KINDS)],
         )
-        requests.append(EngineRequest(number, prompt.astype(np.int32), np.array([], np.int32), params, seed=number))
+        requests.append(
+            EngineRequest(
+                number,
+                prompt.astype(np.int32),
+                np.array([], np.int32),
+                params,
+                seed=number,
+                bad_words=BAD_WORDS if params.bad_words else None,
+            )
+        )
     return requests
 
 
@@ -80,6 +93,13 @@ def alone(tiny: tuple[CpuExecutor, str]) -> dict[int, list[int]]:
     for request in mixed_requests(32):
         answers |= run(make_engine(executor), [request])
     return answers
+
+
+def test_no_answer_has_its_bad_words(alone: dict[int, list[int]]) -> None:
+    answers = [alone[request.request_id] for request in mixed_requests(32) if request.bad_words]
+    pairs = [pair for answer in answers for pair in pairwise(answer)]
+    assert all(token % 2 for answer in answers for token in answer)
+    assert not [pair for pair in pairs if pair in BAD_WORDS]
 
 
 def test_a_batch_of_32_mixed_requests_equals_each_alone(
@@ -116,15 +136,7 @@ def test_no_disturbance_changes_an_answer(
             request = waiting.pop()
             # As after a failover: what another engine generated comes with it.
             given_before = alone[request.request_id][: random.randint(0, 3)]
-            engine.add_request(
-                EngineRequest(
-                    request.request_id,
-                    request.prompt_tokens,
-                    np.array(given_before, np.int32),
-                    request.sampling_params,
-                    request.seed,
-                )
-            )
+            engine.add_request(replace(request, generated_tokens=np.array(given_before, np.int32)))
             answers[request.request_id] = given_before
         elif event == "suspend":
             engine.suspend()

@@ -336,6 +336,12 @@ def test_an_early_stop_token_does_not_end_a_request_that_was_begun_elsewhere() -
     assert last == {0: "length", 1: "stop", 2: "length"}
 
 
+def test_bad_words_without_a_tokenizer_are_rejected_by_name() -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="model has a tokenizer") as rejected:
+        make_engine().add_request(request(0, [1, 2, 3], bad_words=["a"]))
+    assert rejected.value.field == "bad_words"
+
+
 def test_a_total_that_the_prompt_already_has_is_rejected_by_name() -> None:
     one = request(0, [1, 2, 3])
     params = SamplingParams(num_tokens_total=3)

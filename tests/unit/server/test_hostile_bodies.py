@@ -33,7 +33,7 @@ FIELDS = (
         "prompt_token_ids",
         "max_completion_tokens",
     ),
-    *("generation_token_ids", "prevent_retokenization", "return_token_ids", "return_raw_text", "add_BOS"),
+    *("bad_words", "generation_token_ids", "prevent_retokenization", "return_token_ids", "return_raw_text", "add_BOS"),
 )
 WORDS = ("smollm2", "user", "assistant", "tool", "function", "json_schema", "json_object", "object", "text", "auto")
 

@@ -225,6 +225,7 @@ async def test_sampling_fields_reach_the_backend(running: Any) -> None:
 async def test_sampling_fields_beyond_openai_reach_the_backend(start: Any) -> None:
     running = await start(allow_priority=True)
     fields = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5, "priority": 7}
+    fields["bad_words"] = ["ugly", "bad word"]
     others = {"cache_salt": "tenant", "streaming_interval": 4, "include_stop_str_in_output": True, "stop": "x"}
     await running.chat(temperature=0.5, logit_bias={"5": -100, "7": 1.5}, **fields, **others)
     params = running.backend.requests[0][1]

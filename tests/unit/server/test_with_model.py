@@ -132,6 +132,33 @@ def test_an_invalid_structured_output_names_its_field(client: openai.OpenAI) -> 
         assert caught.value.param == next(iter(fields))
 
 
+def test_bad_words_are_in_no_answer(client: openai.OpenAI) -> None:
+    def texts(**extra: Any) -> list[str]:
+        fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 30, "extra_body": extra}
+        chat = client.chat.completions.create(messages=QUESTION, **fields).choices[0].message.content
+        prompt = "The capital of France is"
+        stream = client.completions.create(prompt=prompt, stream=True, **fields)
+        return [chat or "", "".join(chunk.choices[0].text for chunk in stream)]
+
+    for text, other in zip(texts(), texts(bad_words=["Paris"]), strict=True):
+        assert "Paris" in text
+        assert len(other.split()) > 5
+        assert "Paris" not in other
+    reply = client.completions.create(
+        model=MODEL,
+        prompt="The capital of France is",
+        temperature=0,
+        max_tokens=1,
+        logprobs=1,
+        extra_body={"bad_words": ["Paris"]},
+    )
+    scores = reply.choices[0].logprobs
+    likeliest = max(scores.top_logprobs[0], key=scores.top_logprobs[0].get)
+    assert likeliest == " Paris" != scores.tokens[0], "the model's own log-probabilities, as with logit_bias"
+    allowed = texts(bad_words=["Paris"], guided_choice=["Paris"])
+    assert allowed == ["Paris", "Paris"], "structured output allows no others"
+
+
 def test_choices_of_a_seed_differ_and_repeat_and_bias_decides(client: openai.OpenAI) -> None:
     def texts(seed: int) -> list[str]:
         reply = client.completions.create(model=MODEL, prompt="Once", n=3, seed=seed, max_tokens=8)

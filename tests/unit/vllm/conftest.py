@@ -107,6 +107,7 @@ class Running:
         generated: Iterable[int] = (),
         deadline: float | None = None,
         adapter: str = "",
+        sequences: list[tuple[int, ...]] | None = None,
         **params: Any,
     ) -> None:
         self.backend.submit(
@@ -117,6 +118,7 @@ class Running:
                 SamplingParams(**{"temperature": 0.0, "termination_id": -1, **params}),
                 deadline_seconds=deadline,
                 adapter=adapter,
+                bad_words=sequences,
             )
         )
 

@@ -70,6 +70,16 @@ async def test_a_request_from_another_engine_continues_after_its_last_token(
     assert last.finish_reason == "length"
 
 
+async def test_bad_words_hold_after_the_tokens_of_another_engine(running: Running, model: Path) -> None:
+    whole = answer(PROMPT, 20, weights_of(model))
+    words = [(whole[7], whole[8]), (whole[2], whole[3])]
+    running.submit(1, PROMPT, generated=whole[:8], num_tokens_to_generate=20, bad_words=["as tokens"], sequences=words)
+    await running.listener.end_of(1)
+    assert running.listener.tokens(1)[0] == whole[8] + 1
+    [sequence, *_] = running.backend.bad_words(["a"])
+    assert list(sequence) == running.backend.tokenize("a", add_bos=False)
+
+
 async def test_a_request_that_came_complete_ends_without_a_step(running: Running) -> None:
     running.submit(1, PROMPT, generated=[5, 6], num_tokens_to_generate=2)
     running.submit(2, PROMPT, generated=[5, 6], num_tokens_to_generate=9, stop_token_ids=[6])

@@ -1,8 +1,9 @@
-"""Sampling parameters become vLLM's, and delivered tokens are forced."""
+"""Sampling parameters become vLLM's, delivered tokens are forced, and bad words are banned."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 
-def to_vllm(generated: list[int] | None = None, **params: Any) -> Any:
+def to_vllm(generated: Sequence[int] = (), *, sequences: Sequence[Sequence[int]] = (), **params: Any) -> Any:
     from megatron_runtime.backends.vllm.parameters import to_vllm
 
-    return to_vllm(SamplingParams(**params), stop_ids=[2, 9], max_tokens=20, generated=generated or [])
+    return to_vllm(SamplingParams(**params), bad_words=sequences, stop_ids=[2, 9], max_tokens=20, generated=generated)
 
 
 @pytest.mark.parametrize(
@@ -56,48 +57,35 @@ def test_structured_output_is_passed(kind: str, value: Any, field: str) -> None:
     assert to_vllm(structured_output={"type": "json_object"}).structured_outputs.json_object is True
 
 
+def test_bad_words_are_passed_as_token_sequences() -> None:
+    params = to_vllm(bad_words=["a", "b c"], sequences=[(5,), (6, 7)])
+    assert params.extra_args == {"megatron_bad_words": [[5], [6, 7]]}
+
+
 def test_tokens_of_another_engine_join_the_prompt_or_are_forced() -> None:
     moved = to_vllm([5, 6, 7], min_tokens=4)
     assert (moved.max_tokens, moved.min_tokens, moved.extra_args) == (17, 1, None)
-    for state in ({"presence_penalty": 0.5}, {"structured_output": {"type": "regex", "value": "a"}}):
+    structure = {"type": "regex", "value": "a"}
+    for state in ({"presence_penalty": 0.5}, {"structured_output": structure}, {"bad_words": ["a"]}):
         forced = to_vllm([5, 6, 7], min_tokens=4, **state)
         assert (forced.max_tokens, forced.min_tokens) == (20, 4)
         assert forced.extra_args == {"megatron_forced_tokens": [5, 6, 7]}
 
 
-def test_a_row_may_only_have_its_next_forced_token_wherever_the_batch_moves_it() -> None:
-    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+def test_a_logits_processor_forces_tokens_first_and_then_bans_the_ends_of_bad_words() -> None:
+    from megatron_runtime.backends.vllm.logits_processor import BAD_WORDS, FORCED, AnswerTokens
 
-    from megatron_runtime.backends.vllm.forced_tokens import FORCED, ForcedTokens
+    def allowed(answer: list[int], *, only: list[int] = [0, 1, 2, 3], **extra: Any) -> list[int]:  # noqa: B006
+        """Return the tokens that may follow `answer` where a grammar allows `only` these."""
+        apply = AnswerTokens().new_req_logits_processor(SimpleNamespace(extra_args=extra))
+        assert apply is not None
+        logits = torch.full((4,), -math.inf)
+        logits[only] = 1.0
+        return [token for token, value in enumerate(apply(answer, logits).tolist()) if value > -math.inf]
 
-    forcing = ForcedTokens(SimpleNamespace(), torch.device("cpu"), is_pin_memory=False)
-
-    def allowed() -> list[list[int]]:
-        """Return the tokens that each row may have."""
-        logits = forcing.apply(torch.zeros(3, 4))
-        return [[token for token, value in enumerate(row) if value > -math.inf] for row in logits.tolist()]
-
-    def update(*, removed: Any = (), added: Any = (), moved: Any = ()) -> None:
-        forcing.update_state(BatchUpdate(batch_size=3, removed=[*removed], added=[*added], moved=[*moved]))
-
-    every = [0, 1, 2, 3]
-    first: list[int] = []
-    second: list[int] = []
-    update(
-        added=[
-            (0, SimpleNamespace(extra_args={FORCED: [3, 1]}), None, first),
-            (1, SimpleNamespace(extra_args=None), None, []),
-            (2, SimpleNamespace(extra_args={FORCED: [2]}), None, second),
-        ]
-    )
-    assert allowed() == [[3], every, [2]]
-    first.append(3)
-    second.append(2)
-    forcing.update_state(None)
-    assert allowed() == [[1], every, every]
-    update(moved=[(0, 1, MoveDirectionality.SWAP)])
-    assert allowed() == [every, [1], every]
-    update(moved=[(1, 2, MoveDirectionality.UNIDIRECTIONAL)])
-    assert allowed() == [every, every, [1]]
-    update(removed=[2])
-    assert allowed() == [every] * 3
+    assert AnswerTokens().new_req_logits_processor(SimpleNamespace(extra_args=None)) is None
+    assert [allowed([3, 1][:count], **{FORCED: [3, 1]}) for count in range(3)] == [[3], [1], [0, 1, 2, 3]]
+    words: dict[str, Any] = {BAD_WORDS: [[2], [3, 1, 0]]}
+    assert [allowed(answer, **words) for answer in ([], [3, 1], [1, 3])] == [[0, 1, 3], [1, 3], [0, 1, 3]]
+    assert allowed([3, 1], only=[0, 2], **words) == [0, 2]
+    assert [allowed([3, 1][:count], **{FORCED: [3, 1]}, **words) for count in range(3)] == [[3], [1], [1, 3]]

@@ -182,6 +182,8 @@ class Admission:
         if params.structured_output is not None and not has_grammar:
             remedy = "an engine whose model has a tokenizer"
             raise InvalidSamplingParamsError("structured_output", params.structured_output["type"], remedy)
+        if params.bad_words and request.bad_words is None:
+            raise InvalidSamplingParamsError("bad_words", params.bad_words, "an engine whose model has a tokenizer")
         if self.longest <= prompt and self.longest < self.limit:
             message = too_long(prompt, self.longest) + " or give the engine more kv_cache_memory"
             raise BlockOverflowError(request.request_id, message)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
-_OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.TEXT})
+_OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.BAD_WORDS, Capability.TEXT})
 """Capabilities that need a tokenizer."""
 
 
@@ -186,6 +186,10 @@ class NativeBackend(EngineBackend):
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
         assert self.controller is not None
         return self.controller.tokenize_prompt(prompt, add_bos)
+
+    def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        assert self.controller is not None
+        return self.controller.bad_words(texts, vocab_size=self.info.vocab_size)
 
     def detokenizer(self) -> Detokenizer | None:
         return self.controller.detokenizer() if self.controller is not None else None

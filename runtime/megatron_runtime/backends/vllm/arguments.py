@@ -10,7 +10,7 @@ from vllm.config import KVEventsConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from megatron_runtime.backends.vllm.forced_tokens import ForcedTokens
+from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.vllm_arguments import problem_of
@@ -69,7 +69,7 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         "scheduling_policy": "priority",
         "generation_config": "vllm",
         "max_logprobs": MAX_TOP_LOGPROBS,
-        "logits_processors": [ForcedTokens],
+        "logits_processors": [AnswerTokens],
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=settings.prefix_caching, endpoint=cache_events),
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),

@@ -242,6 +242,9 @@ class VllmBackend(EngineBackend):
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
         return self._text.tokenize_prompt(prompt, add_bos)
 
+    def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return self._text.bad_words(texts, vocab_size=self.info.vocab_size)
+
     def detokenizer(self) -> Detokenizer:
         return self._text.detokenizer()
 
@@ -330,6 +333,7 @@ class VllmBackend(EngineBackend):
             "submit",
             request.request_id,
             request.sampling_params.serialize(),
+            request.bad_words,
             request.adapter,
             request.prompt_tokens.tolist(),
             opened.tokens,

@@ -9,7 +9,7 @@ from vllm import SamplingParams as VllmParams
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from megatron_runtime.backends.vllm.forced_tokens import FORCED
+from megatron_runtime.backends.vllm.logits_processor import BAD_WORDS, FORCED
 from megatron_runtime.engine.engine_request import TopLogProbs
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -27,22 +27,31 @@ _STRUCTURES = {
 def must_force(params: SamplingParams) -> bool:
     """Return whether tokens that were generated earlier must be generated again instead of joining the prompt.
 
-    Penalties on generated tokens and grammars depend on which tokens are the answer. All other parameters do not.
+    Penalties on generated tokens, bad words and grammars depend on which tokens are the answer. All other parameters do
+    not.
     """
-    return params.structured_output is not None or params.presence_penalty != 0 or params.frequency_penalty != 0
+    has_penalties = params.presence_penalty != 0 or params.frequency_penalty != 0
+    return has_penalties or bool(params.bad_words) or params.structured_output is not None
 
 
 def to_vllm(
-    params: SamplingParams, *, stop_ids: Sequence[int], max_tokens: int, generated: Sequence[int]
+    params: SamplingParams,
+    *,
+    bad_words: Sequence[Sequence[int]] = (),
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    generated: Sequence[int],
 ) -> VllmParams:
     """Return vLLM's sampling parameters for a request that continues after `generated`.
 
+    bad_words:  token sequences of params.bad_words.
     stop_ids:   tokens that end the answer, those of the model included.
     max_tokens: number of tokens after the prompt at which the request ends, `generated` included.
 
     Raises ValueError: vLLM supports no such value; its message names the parameter.
     """
     forced = list(generated) if must_force(params) else []
+    extra = {FORCED: forced, BAD_WORDS: [list(sequence) for sequence in bad_words]}
     in_prompt = 0 if forced else len(generated)
     return VllmParams(
         temperature=params.temperature,
@@ -61,7 +70,7 @@ def to_vllm(
         logprobs=params.top_n_logprobs if params.wants_log_probs else None,
         prompt_logprobs=params.top_n_logprobs if params.wants_prompt_log_probs and not generated else None,
         structured_outputs=_structure(params.structured_output),
-        extra_args={FORCED: forced} if forced else None,
+        extra_args={name: value for name, value in extra.items() if value} or None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,

@@ -76,6 +76,7 @@ class Submission:
     """A request as the engine sends it.
 
     params:     SamplingParams.serialize().
+    bad_words:  token sequences of the parameter of this name; None: it is not set.
     adapter:    key of a loaded LoRA adapter; empty: none.
     generated:  tokens of the answer that an engine generated earlier.
     stop_ids:   tokens that end the answer.
@@ -84,6 +85,7 @@ class Submission:
 
     request_id: int
     params: dict[str, Any]
+    bad_words: list[list[int]] | None
     adapter: str
     prompt: list[int]
     generated: list[int]
@@ -279,7 +281,13 @@ class Service:
             tokens["cache_salt"] = params.cache_salt
         stream = self._llm.generate(
             tokens,
-            to_vllm(params, stop_ids=request.stop_ids, max_tokens=request.max_tokens, generated=generated),
+            to_vllm(
+                params,
+                bad_words=request.bad_words or (),
+                stop_ids=request.stop_ids,
+                max_tokens=request.max_tokens,
+                generated=generated,
+            ),
             str(request.request_id),
             lora_request=self._adapters[request.adapter] if request.adapter else None,
             priority=params.priority,

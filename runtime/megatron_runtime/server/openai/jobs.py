@@ -27,6 +27,7 @@ _PASSED_ON = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "min_tokens": "min_tokens",
+    "bad_words": "bad_words",
     "stop_words": "stop",
     "detokenize_stop_sequence": "include_stop_str_in_output",
     "priority": "priority",

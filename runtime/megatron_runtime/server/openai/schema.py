@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megatron_runtime.requests.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
 
@@ -100,6 +101,11 @@ StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
     Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
     BeforeValidator(_as_strings),
+]
+
+BadWords = Annotated[
+    list[Annotated[StrictStr, Field(min_length=1, max_length=MAX_BAD_WORDS_CHARACTERS)]],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
 ]
 
 
@@ -185,6 +191,7 @@ class GenerationRequest(ModelRequest):
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    bad_words: BadWords | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: StrictBool | None = None

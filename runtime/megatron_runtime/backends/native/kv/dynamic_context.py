@@ -117,6 +117,7 @@ class DynamicInferenceContext:
             prompt=tokens[: request.prompt_length],
             generated=tokens[request.prompt_length :],
             stop_ids=request.stop_ids,
+            bad_words=request.request.bad_words or (),
             grammar=request.grammar,
         )
         self._chains[slot] = chain = _Chain(request.digests, len(matched))

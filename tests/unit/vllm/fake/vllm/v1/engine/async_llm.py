@@ -20,7 +20,7 @@ from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 TICK_SECONDS = 0.005
-FORCED = "megatron_forced_tokens"
+FORCED, BAD_WORDS = "megatron_forced_tokens", "megatron_bad_words"
 
 
 def next_token(context: Sequence[int], weights: int = 0) -> int:
@@ -156,8 +156,12 @@ class _Request:
 
     def step(self, weights: int) -> None:
         params, count = self._params, len(self._generated)
-        forced = (params.extra_args or {}).get(FORCED, [])
-        token = forced[count] if count < len(forced) else next_token(self._context, weights)
+        extra = params.extra_args or {}
+        forced = extra.get(FORCED, [])
+        token = next_token(self._context, weights)
+        while any([*self._generated, token][-len(word) :] == word for word in extra.get(BAD_WORDS, [])):
+            token += 1
+        token = forced[count] if count < len(forced) else token
         self._context.append(token)
         self._generated.append(token)
         reason, stop = None, None

@@ -1,0 +1,60 @@
+"""vLLM's logits processor for the tokens of an answer that are forced or not allowed. Runs in vLLM's engine process.
+
+A request that moves to this engine has tokens that its client already received. As part of the prompt they would not
+count for penalties on generated tokens, and the state of a grammar would not include them. Here vLLM generates exactly
+these tokens first, so that its own state becomes that of the interrupted request.
+
+vLLM's own `bad_words` are not used: where a grammar allows only tokens that they ban, the request fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from megatron_runtime.sampling.bad_words import BadWords
+
+if TYPE_CHECKING:
+    import torch
+
+FORCED = "megatron_forced_tokens"
+BAD_WORDS = "megatron_bad_words"
+"""Keys of `SamplingParams.extra_args`: the tokens to force, and the sequences that may not be in the answer."""
+
+
+class AnswerTokens(AdapterLogitsProcessor):
+    """Implements vLLM's LogitsProcessor by a function for each request."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        forced = (sampling_params.extra_args or {}).get(FORCED, [])
+        if not isinstance(forced, list) or not all(isinstance(token, int) and token >= 0 for token in forced):
+            raise ValueError(f"{FORCED} must be a list of token ids")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        extra = params.extra_args
+        if not extra:
+            return None
+        forced, bad_words = extra.get(FORCED, []), BadWords(extra.get(BAD_WORDS, []))
+
+        def apply(answer: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+            if len(answer) < len(forced):
+                logits_V.fill_(-math.inf)
+                logits_V[forced[len(answer)]] = 0.0
+            elif banned := bad_words.after(answer):
+                before_M = logits_V[banned]
+                logits_V[banned] = -math.inf
+                # Without waiting for a GPU: if no other token is allowed, these stay.
+                logits_V[banned] = before_M.where(logits_V.max() == -math.inf, -math.inf)
+            return logits_V
+
+        return apply

@@ -1,0 +1,54 @@
+"""Texts that an answer may not contain, as token sequences. No torch.
+
+The rule is that of vLLM's `bad_words`: the last token of a sequence is not allowed where the answer ends with the
+tokens before it. A text that the model writes with other tokens is not recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+
+
+def token_sequences(
+    texts: Iterable[str], encode: Callable[[str], list[int]], *, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of SamplingParams.bad_words.
+
+    A text counts without leading white space, and again after a space if that changes its first token but not the
+    number of its tokens. Sequences with a token that the model does not have are left out.
+
+    encode:     returns the tokens of a text without those that begin a prompt.
+    vocab_size: of the model.
+
+    Raises InvalidSamplingParamsError if the tokenizer has no tokens for a text.
+    """
+    sequences = []
+    for word in dict.fromkeys(text.lstrip() for text in texts):
+        try:
+            plain, spaced = encode(word), encode(f" {word}")
+        except ValueError as error:
+            raise InvalidSamplingParamsError("bad_words", word, f"other texts: {error}") from error
+        if not plain:
+            raise InvalidSamplingParamsError("bad_words", word, "texts for which the model's tokenizer has tokens")
+        sequences.append(tuple(plain))
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences.append(tuple(spaced))
+    return tuple(sequence for sequence in sequences if max(sequence) < vocab_size)
+
+
+class BadWords:
+    """Token sequences that an answer may not contain."""
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self._last: dict[tuple[int, ...], list[int]] = {}
+        for *prefix, last in sequences:
+            self._last.setdefault(tuple(prefix), []).append(last)
+        self._lengths = sorted({len(prefix) for prefix in self._last})
+
+    def after(self, answer: Sequence[int]) -> list[int]:
+        """Return the tokens that may not follow `answer`, the generated tokens so far."""
+        end = len(answer)
+        prefixes = (tuple(answer[end - length :]) for length in self._lengths if length <= end)
+        return [token for prefix in prefixes for token in self._last.get(prefix, ())]
