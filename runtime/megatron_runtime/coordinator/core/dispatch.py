@@ -15,11 +15,12 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_runtime.coordinator.core import plain_protocol
+from megatron_runtime.coordinator.core import plain_protocol, rejections
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.rejections import RETRY_AFTER_SECONDS, Rejection
 from megatron_runtime.coordinator.core.routing import PromptHashes, Router
 from megatron_runtime.coordinator.core.text_prompts import TextPrompts
 from megatron_runtime.coordinator.core.verbs import Verbs
@@ -33,11 +34,9 @@ from megatron_runtime.protocol.messages import (
     Submit,
     dispatch_frames,
 )
-from megatron_runtime.requests.capabilities import described
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 1.0
 NO_ROUTE = 0
 """Route of partials that the coordinator keeps to itself; those of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
@@ -131,12 +130,16 @@ class Dispatcher:
                 return
         self.tenants.opened(entry)
         client.open[uid] = entry
-        if meta.adapter and self._reject_adapter(entry):
+        if meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return
         if meta.engine:
             self._dispatch_pinned(entry)
             return
-        if meta.needs and self._verbs.may_dispatch and self._reject_needs(entry):
+        if (
+            meta.needs
+            and self._verbs.may_dispatch
+            and self._reject(entry, rejections.unsupported(entry, self._engines.serving()))
+        ):
             return
         if not self.queue.length and self._verbs.may_dispatch and self._has_room():
             self._offer(entry)  # a request that need not wait does not pass through the queue
@@ -165,9 +168,9 @@ class Dispatcher:
             if engine.runs(entry):
                 self._dispatch(entry, engine)
             elif not engine.has_model(entry.model):
-                self._reject_model(entry, engine)
-            elif engine.lacking(entry.meta.needs):
-                self._fail_needs(entry, engine)
+                self._reject(entry, rejections.other_model(entry, [engine]))
+            else:
+                self._reject(entry, rejections.unsupported(entry, [engine]))
         if entry.engine is None and entry.is_open:
             self._reject_pinned(entry)
 
@@ -263,7 +266,7 @@ class Dispatcher:
 
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a head of the queue. False if it has to wait for an engine that may answer it."""
-        if entry.meta.adapter and self._reject_adapter(entry):
+        if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
         engine = self._choose(entry)
         if engine is None:
@@ -273,73 +276,13 @@ class Dispatcher:
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
         """End a request that no serving engine may answer. False if it may wait for one."""
-        name = entry.meta.adapter
-        if name and self._reject_adapter(entry):
-            return True
-        engines = [engine for engine in self._engines.serving() if engine.has_model(entry.model)]
-        if not engines:
-            self._reject_model(entry)
-        elif name and all(name in engine.adapter_errors for engine in engines):
-            cause = f"{engines[0].name}: {engines[0].adapter_errors[name]}"
-            message = f"no engine could load the adapter {name!r}: {cause}"
-            self.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
-        else:
-            return self._reject_needs(entry)
-        return True
+        rejection = rejections.adapter_changed(entry, self._verbs.adapters)
+        return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 
-    def _reject_needs(self, entry: Entry) -> bool:
-        """End a request that was never dispatched if every serving engine lacks a feature that it needs.
-
-        False if it may wait. A request that an engine has accepted waits for an engine to return, as it would without
-        any engine.
-        """
-        meta = entry.meta
-        if not meta.needs or entry.dispatches or entry.generated:
-            return False
-        unfit = []
-        for engine in self._engines.serving():
-            if engine.has_model(entry.model) and meta.adapter not in engine.adapter_errors:
-                if not engine.lacking(meta.needs):
-                    return False
-                unfit.append(engine)
-        if not unfit:
-            return False
-        self._fail_needs(entry, *unfit)
-        return True
-
-    def _fail_needs(self, entry: Entry, *engines: Engine) -> None:
-        """End a request that needs a feature of these engines, the only ones that may answer. Each lacks one."""
-        parameter, feature = described(engines[0].lacking(entry.meta.needs))
-        backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
-        which = f"which no engine that may answer supports (backend {backends})"
-        message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"
-        self.fail(entry, ErrorCode.INVALID_REQUEST, message, field=parameter or None)
-
-    def _reject_adapter(self, entry: Entry) -> bool:
-        """End a request whose adapter was removed, or has another source than that of its tokens. False if it may wait:
-        before a list was set, too, because a restarted coordinator learns the list from engines or the operator.
-        """
-        adapters, name = self._verbs.adapters, entry.meta.adapter
-        wanted = adapters.find(name)
-        if not adapters.generation:
-            return False
-        if wanted is None:
-            known = ", ".join(adapter.name for adapter in adapters.adapters) or "none"
-            message = f"the engines have no adapter {name!r}: they have {known}"
-            self.fail(entry, ErrorCode.ADAPTER_NOT_FOUND, message)
-        elif entry.generated and entry.adapter not in (None, wanted):
-            message = f"the source of the adapter {name!r} changed after the request was begun: submit it again"
-            self.fail(entry, ErrorCode.MODEL_CHANGED, message)
-        else:
-            return False
-        return True
-
-    def _reject_model(self, entry: Entry, pinned: Engine | None = None) -> None:
-        engines = [pinned] if pinned is not None else self._engines.serving()
-        models = ", ".join(sorted({engine.model for engine in engines}))
-        what = "it was begun by" if entry.generated else "it was made for"
-        message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
-        self.fail(entry, ErrorCode.MODEL_CHANGED, f"{message}: submit it again")
+    def _reject(self, entry: Entry, rejection: Rejection | None) -> bool:
+        if rejection is not None:
+            self.fail(entry, *rejection)
+        return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine) -> None:
         # An engine of Megatron-Core cannot continue a text prompt.
@@ -576,27 +519,15 @@ class Dispatcher:
             self._counters.aborted += 1
 
     def fail(
-        self,
-        entry: Entry,
-        code: ErrorCode,
-        message: str,
-        *,
-        retry_after: float | None = None,
-        field: str | None = None,
+        self, entry: Entry, code: ErrorCode, message: str, retry_after: float | None = None, field: str | None = None
     ) -> None:
-        """End an open request with an error. field: the sampling parameter at fault."""
+        """End an open request with an error; the arguments are those of Rejection."""
         self.withdraw(entry)
         self.forget(entry, error=message)
-        self._answer_error(entry, code, message, retry_after=retry_after, field=field)
+        self._answer_error(entry, code, message, retry_after, field)
 
     def _answer_error(
-        self,
-        entry: Entry,
-        code: ErrorCode,
-        message: str,
-        *,
-        retry_after: float | None = None,
-        field: str | None = None,
+        self, entry: Entry, code: ErrorCode, message: str, retry_after: float | None = None, field: str | None = None
     ) -> None:
         self._counters.error_answers += 1
         if logger.isEnabledFor(logging.DEBUG):
@@ -611,8 +542,5 @@ class Dispatcher:
 
     def _expire(self, entry: Entry) -> None:
         waited = self._context.now - entry.arrived
-        where = "to be finished" if entry.engine is not None else "for an engine"
-        if entry.engine is None and entry.meta.needs:
-            features = ", ".join(described(name)[1] for name in entry.meta.needs.split())
-            where = f"for an engine that supports {features}"
+        where = "to be finished" if entry.engine is not None else f"for {rejections.awaited_engine(entry)}"
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")

@@ -1,0 +1,85 @@
+"""Why no engine may answer a request: its model, its adapter, or a feature that it needs. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_runtime.coordinator.core.records import Engine, Entry
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.capabilities import described
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class Rejection(NamedTuple):
+    """The error that ends a request. field: the sampling parameter at fault."""
+
+    code: ErrorCode
+    message: str
+    retry_after: float | None = None
+    field: str | None = None
+
+
+def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
+    """Return why none of the serving engines may answer a request; None if it may wait for one of them."""
+    name = entry.meta.adapter
+    engines = [engine for engine in serving if engine.has_model(entry.model)]
+    if not engines:
+        return other_model(entry, serving)
+    if name and all(name in engine.adapter_errors for engine in engines):
+        cause = f"{engines[0].name}: {engines[0].adapter_errors[name]}"
+        message = f"no engine could load the adapter {name!r}: {cause}"
+        return Rejection(ErrorCode.UNAVAILABLE, message, RETRY_AFTER_SECONDS)
+    return unsupported(entry, engines)
+
+
+def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
+    """Return which parameter of a request no serving engine supports.
+
+    None for a request that an engine has accepted. It waits for an engine to return, as it would without any engine.
+    """
+    needs, name = entry.meta.needs, entry.meta.adapter
+    if not needs or entry.dispatches or entry.generated:
+        return None
+    engines = [engine for engine in serving if engine.has_model(entry.model) and name not in engine.adapter_errors]
+    if not engines or not all(engine.lacking(needs) for engine in engines):
+        return None
+    parameter, feature = described(engines[0].lacking(needs))
+    backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
+    which = f"which no engine that may answer supports (backend {backends})"
+    message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"
+    return Rejection(ErrorCode.INVALID_REQUEST, message, field=parameter or None)
+
+
+def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
+    """Return why a request ends whose adapter was removed, or has another source than that of its tokens.
+
+    None before a list was set, because a restarted coordinator learns the list from engines or the operator.
+    """
+    name = entry.meta.adapter
+    if not name or not adapters.generation:
+        return None
+    wanted = adapters.find(name)
+    if wanted is None:
+        known = ", ".join(adapter.name for adapter in adapters.adapters) or "none"
+        return Rejection(ErrorCode.ADAPTER_NOT_FOUND, f"the engines have no adapter {name!r}: they have {known}")
+    if entry.generated and entry.adapter not in (None, wanted):
+        message = f"the source of the adapter {name!r} changed after the request was begun: submit it again"
+        return Rejection(ErrorCode.MODEL_CHANGED, message)
+    return None
+
+
+def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
+    """Return the error of a request whose model none of these engines runs."""
+    models = ", ".join(sorted({engine.model for engine in engines}))
+    what = "it was begun by" if entry.generated else "it was made for"
+    message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
+    return Rejection(ErrorCode.MODEL_CHANGED, f"{message}: submit it again")
+
+
+def awaited_engine(entry: Entry) -> str:
+    """Return which engine a request waits for, for its error at its deadline."""
+    features = [described(name)[1] for name in entry.meta.needs.split()]
+    return f"an engine that supports {', '.join(features)}" if features else "an engine"
