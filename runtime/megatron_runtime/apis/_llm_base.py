@@ -238,12 +238,15 @@ class _MegatronLLMBase:
     def _prepare(
         self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any = None
     ) -> tuple[list[Prompt], bool, SamplingParams]:
-        """Return (prompts as a list, whether it is a batch, sampling parameters)."""
+        """Return (prompts as a list, whether it is a batch, sampling parameters).
+
+        sampling_params: of this project or of Megatron-Core.
+        """
         self._assert_primary()
         if multi_modal_data is not None:
             raise ValueError("multi_modal_data: this model accepts text only: leave it out")
         listed, is_batch = self._normalize_prompts(prompts)
-        return listed, is_batch, sampling_params or SamplingParams()
+        return listed, is_batch, SamplingParams.of(sampling_params or SamplingParams())
 
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
         """Return the answers in the order of `prompts`.

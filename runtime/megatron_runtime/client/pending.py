@@ -100,7 +100,7 @@ class PendingRequest:
         Raises InvalidSamplingParamsError.
         """
         now = time.perf_counter()
-        params = copy.copy(params) if isinstance(params, SamplingParams) else _params_of(params.serialize())
+        params = copy.copy(SamplingParams.of(params))
         params.return_record |= record
         return cls(
             request_id=0,
@@ -265,11 +265,6 @@ def partial_frames(
             frame = request.take_partial(entry.offset, tokens, own)
             if frame is not None:
                 yield request, frame
-
-
-def _params_of(fields: dict[str, Any]) -> SamplingParams:
-    """Return sampling parameters of these fields; None and absent fields have their default."""
-    return SamplingParams.deserialize({name: value for name, value in fields.items() if value is not None})
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing.synchronize
 import threading
 from collections import deque
@@ -27,6 +28,8 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.requests.hashing import frame_hashes
 from megatron_runtime.transport.zmtp.router import Router
+
+logger = logging.getLogger(__name__)
 
 
 class DataParallelInferenceCoordinator:
@@ -210,7 +213,7 @@ class DataParallelInferenceCoordinator:
         schedule_output_path: str | None = None,
     ) -> None:
         """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
-        `ready_event` after `data_parallel_size` of them have registered.
+        `ready_event` after `data_parallel_size` of them have registered. An interrupt from the keyboard ends it.
         """
         coordinator = cls(
             pipe_connection,
@@ -226,5 +229,7 @@ class DataParallelInferenceCoordinator:
         try:
             ready_event.set()
             coordinator.start()
+        except KeyboardInterrupt:
+            logger.info("the coordinator was interrupted")
         finally:
             coordinator.stop()

@@ -128,12 +128,13 @@ class DynamicInferenceEngine(EngineCore):
     ) -> list[DynamicInferenceRequest]:
         """Answer all prompts in this thread; one call at a time. A prompt that cannot be answered has status FAILED.
 
-        sampling_params: of all prompts, or one for each.
+        sampling_params: of all prompts, or one for each; also of Megatron-Core.
 
         Raises RuntimeError while the engine serves a coordinator.
         """
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        if not isinstance(sampling_params, Sequence):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        sampling_params = [SamplingParams.of(params) for params in sampling_params]
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: want one, or one for each"

@@ -194,7 +194,8 @@ class InferenceConfig:
             is_valid, allowed = _RULES[name]
             if not is_valid(value):
                 raise InvalidConfigError(name, value, f"want {allowed}")
-        elif name in IGNORED_FIELDS and value and hasattr(self, name):  # __post_init__ warns of those of the constructor
+        elif name in IGNORED_FIELDS and value and hasattr(self, name):
+            # __post_init__ warns of those of the constructor.
             _warn_of_ignored(name)
         object.__setattr__(self, name, value)
 

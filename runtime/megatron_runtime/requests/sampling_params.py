@@ -158,6 +158,13 @@ class SamplingParams:
             )
         self.return_prompt_top_n_logprobs = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
 
+    @classmethod
+    def of(cls, params: Any) -> Self:
+        """Return `params`, or the parameters that serialize() of another class gives; None there means the default."""
+        if isinstance(params, cls):
+            return params
+        return cls.deserialize({name: value for name, value in params.serialize().items() if value is not None})
+
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -103,10 +103,17 @@ def test_a_client_of_megatron_gets_text_from_a_coordinator_without_a_tokenizer(m
             assert len(reply["tpot"]) == 5
 
 
-def test_parameters_need_only_serialize(make: Make) -> None:
-    llm = make(use_coordinator=True)
-    answer = asyncio.run(ask(llm, PROMPT, ParametersOfMegatron(), deserialize=True))
-    assert len(answer.generated_tokens) == 6
+@pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
+def test_parameters_need_only_serialize(make: Make, use_coordinator: bool) -> None:
+    llm = make(use_coordinator=use_coordinator)
+    answers = [llm.generate(PROMPT, ParametersOfMegatron())]
+    *_, last = llm.generate_stream(PROMPT, ParametersOfMegatron())
+    answers.append(last.request)
+    if use_coordinator:
+        answers.append(asyncio.run(ask(llm, PROMPT, ParametersOfMegatron(), deserialize=True)))
+    else:
+        answers += llm.engine.generate([PROMPT], ParametersOfMegatron())
+    assert [len(answer.generated_tokens) for answer in answers] == [6, 6, 6]
 
 
 @pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -174,6 +175,30 @@ def test_the_library_class_sends_its_address_waits_for_engines_and_ends(params) 
         address = ours.recv()
         assert not ready.is_set()
         asyncio.run(serve_one(address, ready, params))
+        process.join(LONG_SECONDS)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_an_interrupt_ends_the_library_class_without_an_error() -> None:
+    """The terminal sends it to all processes of a program."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    ready = context.Event()
+    process = context.Process(
+        target=DataParallelInferenceCoordinator.entrypoint, args=(theirs, ready, 0, None), daemon=True
+    )
+    process.start()
+    try:
+        assert ready.wait(LONG_SECONDS)
+        assert process.pid is not None
+        with zmq.Context() as zmq_context, zmq_context.socket(zmq.DEALER) as dealer:
+            dealer.connect(ours.recv())
+            dealer.send(pack([int(Header.CONNECT)]))
+            assert dealer.poll(LONG_SECONDS * 1000), "it serves"
+        os.kill(process.pid, signal.SIGINT)
         process.join(LONG_SECONDS)
         assert process.exitcode == 0
     finally:

@@ -66,8 +66,9 @@ def _generate(rank: int, port: int, send: Send) -> None:
     (answer,) = engine.generate(["5 9 200"], params)
     tokens = answer.generated_tokens
     expected = logits_of(model, [5, 9, 200, *tokens])[2:-1].argmax(-1).tolist()
-    limits_of_engine = (engine.config.max_requests, engine.config.max_tokens, engine.context.max_sequence_length)
-    send((tokens, expected, answer.generated_text, limits_of_engine, context.max_requests, engine.config.buffer_size_gb))
+    config = engine.config
+    found = (config.max_requests, config.max_tokens, engine.context.max_sequence_length)
+    send((tokens, expected, answer.generated_text, found, context.max_requests, config.buffer_size_gb))
 
 
 def test_an_engine_takes_model_tokenizer_and_limits_of_the_objects_of_the_release() -> None:

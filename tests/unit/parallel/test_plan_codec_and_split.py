@@ -74,6 +74,7 @@ def assert_same(one: Any, other: Any) -> None:
     elif isinstance(one, np.ndarray):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         np.testing.assert_array_equal(one, other)
+        assert one.flags.writeable, "torch warns of memory that cannot be written"
     else:
         assert one == other
 

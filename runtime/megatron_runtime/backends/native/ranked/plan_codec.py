@@ -74,4 +74,5 @@ def _unpack_extension(code: int, data: bytes, *, levels: int) -> Any:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise MalformedMessageError(f"an array of {name} cannot be sent between ranks")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+    # A copy that can be written: torch warns of tensors on memory that cannot.
+    return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()
