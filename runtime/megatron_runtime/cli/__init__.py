@@ -13,7 +13,7 @@ from megatron_runtime.process.parent import end_with_parent
     cls=LazyGroup,
     commands={
         "serve": ("serve", "Run everything on this machine: coordinator, engines, OpenAI server."),
-        "run": ("serve", "Serve a model on this machine and talk to it."),
+        "run": ("run", "Serve a model on this machine and talk to it."),
         "chat": ("terminal", "Talk to a model in the terminal."),
         "generate": ("terminal", "Complete one prompt."),
         "status": ("servers", "Show the servers on this machine."),

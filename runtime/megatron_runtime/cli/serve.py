@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +18,6 @@ import click
 from megatron_runtime.cli.devices import VISIBLE, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADAPTER,
-    PASSED_ON,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
@@ -35,21 +30,11 @@ from megatron_runtime.cli.options import (
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
 from megatron_runtime.cli.servers import Server, listed
-from megatron_runtime.cli.terminal import chat, chat_options
-from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.protocol.adapters import AdapterList
-from megatron_runtime.protocol.headers import Header, Role
-from megatron_runtime.protocol.messages import Control, Hello
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
-from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
-from megatron_runtime.transport.peer_link import PeerLink
 
 _LOOPBACK = "127.0.0.1"
-_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
-_CONNECT_SECONDS = 60.0
-_ADAPTER_SECONDS = 3600.0
-"""Time to fetch and load the adapters."""
 
 
 @click.command()
@@ -116,52 +101,8 @@ def serve(**options: Any) -> None:
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
-    except (ChildFailedError, ControlRejectedError) as error:
+    except ChildFailedError as error:
         raise click.ClickException(str(error)) from error
-
-
-@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.argument("reference", metavar="MODEL", shell_complete=cached_references)
-@chat_options
-@config_option(passes_on=serve)
-@click.pass_context
-def run(context: click.Context, reference: str, **conversation: Any) -> None:
-    """Serve MODEL on this machine, and talk to it until the end of the input.
-
-    It takes the options of `megatron serve` too, except --max-tokens of that command. The server uses a free port of
-    this machine unless --port is given.
-    """
-    given = {argument.partition("=")[0] for argument in context.args}
-    configured: list[str] = []
-    for option, values in context.meta.get(PASSED_ON, []):
-        if given.isdisjoint((*option.opts, *option.secondary_opts)):
-            configured += values
-    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
-    with subprocess.Popen(
-        [sys.executable, "-m", "megatron_runtime.cli", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        start_new_session=True,
-    ) as server:
-        try:
-            assert server.stdout is not None
-            for line in server.stdout:
-                if (ready := _READY.match(line)) is not None:
-                    break
-                click.secho(line.rstrip(), dim=True, err=True)
-            else:
-                raise click.ClickException(f"the server ended with status {server.wait()}")
-            threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
-            context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
-        finally:
-            server.terminate()
-
-
-_READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
-"""The line that `serve` prints when it is ready."""
 
 
 async def _serve(options: SimpleNamespace) -> None:
@@ -206,7 +147,10 @@ async def _serve(options: SimpleNamespace) -> None:
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
             addresses = {"coordinator": server.coordinator, "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
-            ready = _until_ready(options, url=url, **addresses, say=say)
+            # The children start while this process imports what it needs to communicate with them.
+            from megatron_runtime.cli.readiness import until_ready
+
+            ready = until_ready(options, url=url, **addresses, say=say)
             if await _unless(stop, supervisor.failed, ready):
                 supervisor.are_ready = True
                 _print_usage(options, url=url, seconds=time.monotonic() - started)
@@ -269,62 +213,6 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
         *engines,
         Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
     ]
-
-
-async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
-    """Wait until every engine serves with the adapters and the server is connected to the coordinator; report each
-    engine.
-    """
-    import httpx
-
-    from megatron_runtime.client.inference_client import InferenceClient
-
-    client = InferenceClient(coordinator, deserialize=False, libzmq=False)
-    await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
-    try:
-        serving: set[str] = set()
-        while len(serving) < options.engines:
-            status = await client.status()
-            for engine in status.engines:
-                if engine.serving and engine.name not in serving:
-                    serving.add(engine.name)
-                    say(None, f"{engine.name} has its weights ({len(serving)} of {options.engines})")
-            await asyncio.sleep(_POLL_SECONDS)
-    finally:
-        client.stop()
-    if options.adapters.adapters:
-        await _set_adapters(options.adapters, admin=admin)
-        say(None, f"adapters: {', '.join(adapter.name for adapter in options.adapters.adapters)}")
-    async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
-        # The socket listens already. The first answer arrives when the server process has started.
-        while (await http.get(f"{url}/readyz")).status_code != 200:  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
-    """Have every engine load the adapters. Raises ControlRejectedError with engine, adapter and cause."""
-    link = PeerLink(
-        admin,
-        keys=None,
-        hello=lambda incarnation: Hello(role=Role.ADMIN, name="megatron-serve", incarnation=incarnation),
-        on_ack=lambda ack, forgotten: None,
-        on_message=lambda message: calls.handle(message),
-    )
-    calls = ControlCalls(link.send, address=admin)
-    await link.start(connect_timeout_seconds=_CONNECT_SECONDS)
-    try:
-        await calls.control(
-            Control(
-                kind=Header.SET_ADAPTERS,
-                operation_id="adapters",
-                fence=1,
-                timeout_seconds=_ADAPTER_SECONDS,
-                adapters=adapters,
-            )
-        )
-    finally:
-        calls.close()
-        link.close("adapters are set")
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:

@@ -4,6 +4,9 @@
 
 #if defined(__AMX_TILE__)
 
+// Products of the test's sizes have several chunks of inputs.
+#define MEGATRON_CHUNK_BYTES (16 << 10)
+
 #include <immintrin.h>
 
 #include <cstdint>

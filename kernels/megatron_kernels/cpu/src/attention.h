@@ -1,8 +1,10 @@
 // Attention over the paged cache with an online softmax.
 //
+// Where the CPU multiplies bfloat16, queries and weights are rounded to it for a cache in bfloat16. Everything else is float32.
+//
 // The rows of a group are its tokens times its heads: all read the same keys and values. Keys are processed in blocks of
 // ATTENTION_BLOCK positions. The keys of a block are gathered from their pages once for all rows of a group, as columns.
-// Values are gathered, as float32, for many rows only: few rows read them in the cache. All groups of an item read a block
+// Values are gathered for many rows only: few rows read them in the cache. All groups of an item read a block
 // before the next one, because the keys and values of a token are contiguous. Blocks begin at multiples of
 // ATTENTION_BLOCK, and each row has its own sums in the order of positions. So a row's result is the same in a prompt,
 // in a part of a prompt and alone.
@@ -26,38 +28,93 @@ struct Block {
   const Rows& next_rows;  // what is computed next: those of the next group or block
   int64_t next_keys;
   int64_t next_values;
-  bool is_bfloat16;
-  float* gathered_keys;    // float [head_dim][ATTENTION_BLOCK], or bfloat16 [head_dim / 2][ATTENTION_BLOCK][2]
-  float* gathered_values;  // [ATTENTION_BLOCK][head_dim], or null: they are read in the cache
+  float* gathered_keys;  // float [head_dim][ATTENTION_BLOCK], or bfloat16 [head_dim / 2][ATTENTION_BLOCK][2]
 };
 
-// Second operands of products: LANES numbers of row k from `column` on.
-struct FloatRows {
+// Second operands of products: LANES numbers of row k from `column` on, which are multiplied by a float.
+struct FloatColumns {
+  using Operand = Floats;
+  static constexpr int64_t PER_STEP = 1;
+  static Floats multiply(Floats sums, Floats operand, const float* x, int64_t k) { return fma(broadcast(x[k]), operand, sums); }
+};
+struct FloatRows : FloatColumns {
+  FloatRows(const float* rows, int64_t row_stride) : at(rows), stride(row_stride) {}
+  Floats operator()(int64_t k, int64_t column) const { return load(at + k * stride + column); }
   const float* at;
   int64_t stride;
-  Floats operator()(int64_t k, int64_t column) const { return load(at + k * stride + column); }
 };
-struct BfloatPairs {
-  const float* at;
+struct CachedFloats : FloatColumns {
+  CachedFloats(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
+  Floats operator()(int64_t k, int64_t column) const {
+    return load(reinterpret_cast<const float*>(rows[k] + from) + column);
+  }
+  const Rows& rows;
+  int64_t from;
+};
+
+// How a cache in float32 is multiplied. Number: of queries and weights.
+struct Float32Cache {
+  using Number = float;
+  using Keys = FloatRows;
+  using Values = FloatRows;
+  using CachedValues = CachedFloats;
+};
+
+#if defined(MEGATRON_BFLOAT16)
+// Pairs of bfloat16 of rows 2 k and 2 k + 1, which are multiplied by a pair.
+struct PairColumns {
+  using Operand = Integers;
+  static constexpr int64_t PER_STEP = 2;
+  static Floats multiply(Floats sums, Integers operand, const uint16_t* x, int64_t k) {
+    return dot_bfloat16(sums, operand, broadcast_word(x + 2 * k));
+  }
+};
+struct PairRows : PairColumns {
+  PairRows(const float* rows, int64_t row_stride) : at(rows), stride(row_stride) {}
+  Integers operator()(int64_t k, int64_t column) const {
+    return load_bytes(reinterpret_cast<const uint8_t*>(at + k * stride + column));
+  }
+  const float* at;  // 32 bits are a pair
+  int64_t stride;
+};
+struct CachedPairs : PairColumns {
+  CachedPairs(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
+  Integers operator()(int64_t k, int64_t column) const {
+    return interleave(rows[2 * k] + from + column * 2, rows[2 * k + 1] + from + column * 2);
+  }
+  const Rows& rows;
+  int64_t from;
+};
+struct Bfloat16Cache {
+  using Number = uint16_t;
+  using Keys = PairRows;
+  using Values = PairRows;
+  using CachedValues = CachedPairs;
+};
+#else
+struct BfloatPairs : FloatColumns {
+  BfloatPairs(const float* rows, int64_t) : at(rows) {}
   Floats operator()(int64_t k, int64_t column) const {
     const Floats pairs = load(at + k / 2 * ATTENTION_BLOCK + column);
     return k % 2 ? high_bfloat16(pairs) : low_bfloat16(pairs);
   }
+  const float* at;
 };
-struct CachedFloats {
-  const Rows& rows;
-  int64_t from;
-  Floats operator()(int64_t k, int64_t column) const {
-    return load(reinterpret_cast<const float*>(rows[k] + from) + column);
-  }
-};
-struct CachedBfloats {
-  const Rows& rows;
-  int64_t from;
+struct CachedBfloats : FloatColumns {
+  CachedBfloats(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
   Floats operator()(int64_t k, int64_t column) const {
     return widen_bfloat16(reinterpret_cast<const uint16_t*>(rows[k] + from) + column);
   }
+  const Rows& rows;
+  int64_t from;
 };
+struct Bfloat16Cache {
+  using Number = float;
+  using Keys = BfloatPairs;
+  using Values = FloatRows;
+  using CachedValues = CachedBfloats;
+};
+#endif
 
 // Requests the memory of what is computed next, a row for each k, so that it arrives meanwhile. All requests at once would
 // stop the computation until most of them are answered. Inlined, or GCC takes the call for one without effect.
@@ -71,17 +128,18 @@ struct Ahead {
   }
 };
 
-// Find the keys of a block's positions. A page contains whole groups of 16.
+// Find the keys of a block's positions. A page contains whole groups of 16. Positions from `end` on, whose rows may be
+// unwritten, have the row of an earlier position.
 inline void locate(const CacheView& cache, int64_t begin, int64_t end, Rows& rows) {
   for (int64_t first = 0; first < ATTENTION_BLOCK; first += 16) {
     const int64_t position = begin + first < end ? begin + first : begin, page = position / cache.page_size;
     const uint8_t* at = cache.rows + (cache.pages[page] * cache.page_size + position % cache.page_size) * cache.row_bytes;
-    for (int64_t i = 0; i < 16; ++i) rows[first + i] = at + i * cache.row_bytes;
+    for (int64_t i = 0; i < 16; ++i) rows[first + i] = begin + first + i < end ? at + i * cache.row_bytes : at;
   }
 }
 
-// Gather the keys of `count` positions, rounded up to whole groups of LANES, and the values if there is memory for them.
-inline void gather(const Block& block, int64_t head_dim, int64_t count) {
+// Gather the keys of `count` positions, rounded up to whole groups of LANES.
+inline void gather_keys(const Block& block, int64_t count) {
   Floats square[LANES];
   for (int64_t first = 0; first < count; first += LANES) {
     // A lane has 32 bits: one float or two numbers in bfloat16.
@@ -93,32 +151,31 @@ inline void gather(const Block& block, int64_t head_dim, int64_t count) {
       transpose(square);
       for (int64_t i = 0; i < width; ++i) store(block.gathered_keys + (lane + i) * ATTENTION_BLOCK + first, square[i]);
     }
-    if (block.gathered_values == nullptr) continue;
-    for (int64_t k = first; k < first + LANES; ++k) {
-      float* at = block.gathered_values + k * head_dim;
-      for (int64_t c = 0; c < head_dim; c += LANES) {
-        store(at + c, block.is_bfloat16 ? CachedBfloats{block.rows, block.values}(k, c)
-                                        : CachedFloats{block.rows, block.values}(k, c));
-      }
-    }
+  }
+}
+
+// Gather the values of `count` positions: rows of floats or of pairs, 32 bits each.
+template <class Columns>
+inline void gather_values(Columns columns, int64_t head_dim, int64_t count, float* values) {
+  for (int64_t k = 0; k * Columns::PER_STEP < count; ++k, values += head_dim) {
+    for (int64_t c = 0; c < head_dim; c += LANES) store(values + c, columns(k, c));
   }
 }
 
 // y[row][column …] (+)= the sum over k of x[row][k] · columns(k, column …)
-template <int ROWS, int VECTORS, bool ADD, class Columns>
-inline void product_tile(const float* const* x, Columns columns, int64_t column, int64_t inputs, float* const* y, Ahead ahead) {
+template <int ROWS, int VECTORS, bool ADD, class Number, class Columns>
+inline void product_tile(const Number* const* x, Columns columns, int64_t column, int64_t inputs, float* const* y, Ahead ahead) {
   Floats sums[ROWS][VECTORS];
   for (int r = 0; r < ROWS; ++r) {
     for (int v = 0; v < VECTORS; ++v) sums[r][v] = ADD ? load(y[r] + column + v * LANES) : broadcast(0.0f);
   }
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < inputs; ++k) {
-    ahead(k);
-    Floats operands[VECTORS];
+  for (int64_t k = 0; k * Columns::PER_STEP < inputs; ++k) {
+    for (int64_t i = 0; i < Columns::PER_STEP; ++i) ahead(k * Columns::PER_STEP + i);
+    typename Columns::Operand operands[VECTORS];
     for (int v = 0; v < VECTORS; ++v) operands[v] = columns(k, column + v * LANES);
     for (int r = 0; r < ROWS; ++r) {
-      const Floats factor = broadcast(x[r][k]);
-      for (int v = 0; v < VECTORS; ++v) sums[r][v] = fma(factor, operands[v], sums[r][v]);
+      for (int v = 0; v < VECTORS; ++v) sums[r][v] = Columns::multiply(sums[r][v], operands[v], x[r], k);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
@@ -127,8 +184,8 @@ inline void product_tile(const float* const* x, Columns columns, int64_t column,
 }
 
 // y[rows][width] (+)= x[rows][inputs] · columns[inputs][width], of at most TILE_ROWS rows given by their addresses
-template <bool ADD, class Columns>
-inline void product(int64_t rows, const float* const* x, Columns columns, int64_t width, int64_t inputs, float* const* y,
+template <bool ADD, class Number, class Columns>
+inline void product(int64_t rows, const Number* const* x, Columns columns, int64_t width, int64_t inputs, float* const* y,
                     Ahead ahead) {
   int64_t column = 0;
   for (; column + TILE_COLUMNS <= width; column += TILE_COLUMNS) {
@@ -198,55 +255,63 @@ inline void soften(const AttentionItem& item, int64_t row, int64_t rows, int64_t
   for (int64_t r = 0; r < rows; ++r) partial[r * stride + head_dim + 1] += sum(totals[r]);
 }
 
+// Numbers of a row as the second operands of their type are multiplied: in place, or rounded to `memory`.
+inline const float* rounded(const float* x, int64_t, float*) { return x; }
+inline const uint16_t* rounded(const float* x, int64_t count, uint16_t* memory) {
+  narrow(x, memory, count);
+  return memory;
+}
+
 // Computes blocks of positions by vectors. `scratch`: see Operations::attend().
+template <class Cache>
 struct AttentionByVectors {
+  using Number = typename Cache::Number;
+
   AttentionByVectors(const AttentionItem& given, float* scratch)
       : item(given), rows(given.tokens * given.heads), keys(scratch), values(keys + ATTENTION_BLOCK * given.head_dim),
-        scores(values + ATTENTION_BLOCK * given.head_dim) {}
-
-  float* gathered_values() const { return rows > FEW_ROWS ? values : nullptr; }
+        scores(values + ATTENTION_BLOCK * given.head_dim),
+        weights(reinterpret_cast<Number*>(scores + MOST_SOFTENED * ATTENTION_BLOCK)),
+        queries(weights + MOST_SOFTENED * ATTENTION_BLOCK) {}
 
   // One block of positions from `first` on, `count` of them gathered, for the rows of one group.
   void compute(int64_t group, int64_t first, int64_t count, const Block& block, float* partial) const {
     const int64_t head_dim = item.head_dim, stride = head_dim + PARTIAL_EXTRA;
-    const float* queries = item.queries + group * item.heads * head_dim;
     const Ahead next_keys{block.next_rows, block.next_keys, block.bytes};
     const Ahead next_values{block.next_rows, block.next_values, block.bytes};
+    const typename Cache::Keys key_columns(block.gathered_keys, ATTENTION_BLOCK);
+    const typename Cache::CachedValues cached_values(block.rows, block.values);
+    if (rows > FEW_ROWS) gather_values(cached_values, head_dim, count, values);
     // Rows before this block attend to none of its positions.
     for (int64_t row = first > item.position ? (first - item.position) * item.heads : 0; row < rows; row += TILE_ROWS) {
       const int64_t some = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-      const float* queries_of[TILE_ROWS];
+      const Number* x[TILE_ROWS];
       float* scores_of[TILE_ROWS];
       float* sums_of[TILE_ROWS];
       for (int64_t r = 0; r < some; ++r) {
-        queries_of[r] = queries + (row + r) / item.heads * item.query_stride + (row + r) % item.heads * head_dim;
+        const int64_t head = group * item.heads + (row + r) % item.heads;
+        const float* query = item.queries + (row + r) / item.heads * item.query_stride + head * head_dim;
+        x[r] = rounded(query, head_dim, queries + r * head_dim);
         scores_of[r] = scores + r * ATTENTION_BLOCK;
         sums_of[r] = partial + (row + r) * stride;
       }
-      if (block.is_bfloat16) {
-        const BfloatPairs columns{block.gathered_keys};
-        product<false>(some, queries_of, columns, ATTENTION_BLOCK, head_dim, scores_of, next_keys);
-      } else {
-        const FloatRows columns{block.gathered_keys, ATTENTION_BLOCK};
-        product<false>(some, queries_of, columns, ATTENTION_BLOCK, head_dim, scores_of, next_keys);
-      }
+      product<false>(some, x, key_columns, ATTENTION_BLOCK, head_dim, scores_of, next_keys);
       soften(item, row, some, first, scores, sums_of[0]);
-      if (block.gathered_values != nullptr) {
-        const FloatRows columns{block.gathered_values, head_dim};
-        product<true>(some, scores_of, columns, head_dim, count, sums_of, next_values);
-      } else if (block.is_bfloat16) {
-        product<true>(some, scores_of, CachedBfloats{block.rows, block.values}, head_dim, count, sums_of, next_values);
+      for (int64_t r = 0; r < some; ++r) x[r] = rounded(scores_of[r], ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
+      if (rows > FEW_ROWS) {
+        product<true>(some, x, typename Cache::Values(values, head_dim), head_dim, count, sums_of, next_values);
       } else {
-        product<true>(some, scores_of, CachedFloats{block.rows, block.values}, head_dim, count, sums_of, next_values);
+        product<true>(some, x, cached_values, head_dim, count, sums_of, next_values);
       }
     }
   }
 
   const AttentionItem& item;
   const int64_t rows;
-  float* const keys;  // Block::gathered_keys
-  float* const values;
-  float* const scores;
+  float* const keys;     // Block::gathered_keys
+  float* const values;   // as gather_values() writes them
+  float* const scores;   // [TILE_ROWS][ATTENTION_BLOCK]
+  Number* const weights;  // [TILE_ROWS][ATTENTION_BLOCK], if they are rounded
+  Number* const queries;  // [TILE_ROWS][head_dim], if they are rounded
 };
 
 #include "attention_amx.h"
@@ -278,8 +343,8 @@ inline void attend_by(const AttentionItem& item, int64_t begin, int64_t end, flo
       const int64_t from = group * bytes, next = is_last_group ? 0 : from + bytes;
       const Rows& next_rows = located[is_last_group && !is_last ? 1 - number : number];
       const Block block{located[number], from, from + item.cache.values, bytes, next_rows, next, next + item.cache.values,
-                        item.cache.is_bfloat16 != 0, method.keys, method.gathered_values()};
-      gather(block, head_dim, count);
+                        method.keys};
+      gather_keys(block, count);
       method.compute(group, first, count, block, partial + group * rows * stride);
     }
   }
@@ -289,7 +354,8 @@ inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float*
 #if defined(__AMX_TILE__)
   if (attends_by_tiles(item)) return attend_by<AttentionByTiles>(item, begin, end, partial, scratch);
 #endif
-  attend_by<AttentionByVectors>(item, begin, end, partial, scratch);
+  if (item.cache.is_bfloat16) return attend_by<AttentionByVectors<Bfloat16Cache>>(item, begin, end, partial, scratch);
+  attend_by<AttentionByVectors<Float32Cache>>(item, begin, end, partial, scratch);
 }
 
 inline void merge(const float* later, float* into, int64_t rows, int64_t head_dim) {

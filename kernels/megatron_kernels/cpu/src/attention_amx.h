@@ -7,21 +7,6 @@ inline bool attends_by_tiles(const AttentionItem& item) {
   return item.cache.is_bfloat16 && item.head_dim % TILE_INPUTS == 0;
 }
 
-// Gather the values of `count` positions as pairs of positions, and zeros up to a whole tile.
-inline void gather_value_pairs(const Block& block, int64_t head_dim, int64_t count, uint32_t* pairs) {
-  const __m256i zero = _mm256_setzero_si256();
-  for (int64_t k = 0; k < (count + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; k += 2, pairs += head_dim) {
-    const uint8_t* even = block.rows[k] + block.values;
-    const uint8_t* odd = block.rows[k + 1] + block.values;
-    for (int64_t c = 0; c < head_dim; c += 16) {
-      const __m256i low = k < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c * 2)) : zero;
-      const __m256i high = k + 1 < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c * 2)) : zero;
-      const __m512i moved = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-      _mm512_storeu_si512(pairs + c, _mm512_or_si512(_mm512_cvtepu16_epi32(low), moved));
-    }
-  }
-}
-
 // scores = queries · keys of a tile of rows
 inline void score_tile(const uint16_t* queries, const float* keys, int64_t head_dim, float* scores) {
   constexpr int64_t STRIDE = ATTENTION_BLOCK * 4;
@@ -48,9 +33,9 @@ inline void score_tile(const uint16_t* queries, const float* keys, int64_t head_
 }
 
 // sums += weights · values of a tile of rows; sums: rows of partial results
-inline void add_values(const uint16_t* weights, const uint32_t* values, int64_t head_dim, int64_t count, float* sums) {
+inline void add_values(const uint16_t* weights, const float* values, int64_t head_dim, int64_t count, float* sums) {
   const int64_t stride = (head_dim + PARTIAL_EXTRA) * 4, bytes = head_dim * 4;
-  const uint32_t* later = values + TILE_INPUTS / 2 * head_dim;
+  const float* later = values + TILE_INPUTS / 2 * head_dim;
   _tile_loadd(4, weights, ATTENTION_BLOCK * 2);
   _tile_loadd(5, weights + TILE_INPUTS, ATTENTION_BLOCK * 2);
   for (int64_t c = 0; c < head_dim; c += 2 * PANEL) {
@@ -74,7 +59,7 @@ inline void add_values(const uint16_t* weights, const uint32_t* values, int64_t 
 // As AttentionByVectors.
 struct AttentionByTiles {
   AttentionByTiles(const AttentionItem& given, float* scratch)
-      : item(given), keys(scratch), values(reinterpret_cast<uint32_t*>(keys + ATTENTION_BLOCK * given.head_dim)),
+      : item(given), keys(scratch), values(keys + ATTENTION_BLOCK * given.head_dim),
         scores(keys + 2 * ATTENTION_BLOCK * given.head_dim),
         weights(reinterpret_cast<uint16_t*>(scores + TILE_HEIGHT * ATTENTION_BLOCK)),
         queries(weights + TILE_HEIGHT * ATTENTION_BLOCK) {
@@ -88,8 +73,6 @@ struct AttentionByTiles {
   }
   ~AttentionByTiles() { _tile_release(); }
 
-  static float* gathered_values() { return nullptr; }
-
   void compute(int64_t group, int64_t first, int64_t count, const Block& block, float* partial) {
     // Rows whose weights are computed before more of the next keys and values are requested.
     constexpr int64_t SOFTENED = 4;
@@ -97,7 +80,9 @@ struct AttentionByTiles {
     const Ahead next_keys{block.next_rows, block.next_keys, block.bytes};
     const Ahead next_values{block.next_rows, block.next_values, block.bytes};
     const int64_t begin = first > item.position ? (first - item.position) * item.heads : 0;
-    gather_value_pairs(block, head_dim, count, values);
+    // Whole tiles.
+    const int64_t gathered = (count + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+    gather_values(CachedPairs(block.rows, block.values), head_dim, gathered, values);
     for (int64_t row = begin; row < rows; row += TILE_HEIGHT) {
       const int64_t some = rows - row < TILE_HEIGHT ? rows - row : TILE_HEIGHT;
       if (some != height) configure_tiles(height = some);
@@ -121,7 +106,7 @@ struct AttentionByTiles {
 
   const AttentionItem& item;
   float* const keys;        // Block::gathered_keys
-  uint32_t* const values;   // bfloat16 [ATTENTION_BLOCK / 2][head_dim][2]
+  float* const values;      // bfloat16 [ATTENTION_BLOCK / 2][head_dim][2]
   float* const scores;      // [TILE_HEIGHT][ATTENTION_BLOCK]
   uint16_t* const weights;  // bfloat16 [TILE_HEIGHT][ATTENTION_BLOCK]
   uint16_t* const queries;  // bfloat16 [groups][tokens][heads][head_dim]

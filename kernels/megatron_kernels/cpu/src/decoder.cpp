@@ -13,8 +13,6 @@ namespace {
 constexpr int64_t SPLIT_KEYS = 512;
 // Rows of a group (tokens · heads) that share one gather of keys and values in a prompt.
 constexpr int64_t PROMPT_ROWS = 96;
-// Bytes of inputs that stay in the L2 cache while panels use them.
-constexpr int64_t CACHED_BYTES = 1 << 20;
 // Rows of a block are a multiple of the first one: they fill the tiles of all instruction sets.
 constexpr int64_t LEAST_BLOCK_ROWS = 32;
 constexpr int64_t MOST_BLOCK_ROWS = 256;
@@ -32,6 +30,13 @@ int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 // Panels that one work item multiplies: an even number, or the last one.
 int64_t panels_of_part(int64_t panels, int64_t threads) {
   return divide_up(divide_up(panels, threads * PARTS_PER_THREAD), LEAST_PANELS) * LEAST_PANELS;
+}
+
+// Divide rows into blocks of about the same size.
+void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) {
+  const int64_t count = std::max<int64_t>(1, divide_up(rows, MOST_BLOCK_ROWS));
+  const int64_t size = divide_up(divide_up(rows, count), LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS;
+  for (int64_t at = 0; at < rows; at += size) blocks.push_back({expert, first + at, std::min(size, rows - at)});
 }
 
 }  // namespace
@@ -52,8 +57,6 @@ Decoder::Decoder(const Model& model)
     measure(layer.down[0]);
   }
   if (model_.head.panels != nullptr) measure(model_.head);
-  block_rows_ = std::clamp(CACHED_BYTES / std::max<int64_t>(64, row_bytes_), LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS);
-  block_rows_ = block_rows_ / LEAST_BLOCK_ROWS * LEAST_BLOCK_ROWS;
 }
 
 void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end) {
@@ -74,13 +77,6 @@ void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end
   });
 }
 
-// Divide rows into blocks of about the same size.
-void Decoder::split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert, int64_t first) const {
-  const int64_t count = std::max<int64_t>(1, divide_up(rows, block_rows_));
-  const int64_t size = divide_up(divide_up(rows, count), LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS;
-  for (int64_t at = 0; at < rows; at += size) blocks.push_back({expert, first + at, std::min(size, rows - at)});
-}
-
 // Provide the memory of a step and divide its work.
 void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t rows = std::max(step.tokens, step.num_logits);
@@ -93,7 +89,7 @@ void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
   const int64_t attention_floats =
       2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + attention_scratch(attention_rows, model_.head_dim);
-  const int64_t gate_floats = 2 * block_rows_ * MOST_GATE_PANELS * PANEL;
+  const int64_t gate_floats = 2 * MOST_BLOCK_ROWS * MOST_GATE_PANELS * PANEL;
   scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
   token_blocks_.clear();

@@ -100,13 +100,11 @@ class Decoder {
   Prepared prepare(Worker& worker, const Matrix& matrix, const float* x, const float* norm, int64_t rows,
                    const int64_t* rows_of = nullptr, int64_t matrices = 1);
   float* scratch(int64_t thread) const { return scratch_.get() + thread * scratch_stride_; }
-  void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) const;
 
   Model model_;
   std::vector<Layer> layers_;
   const Operations& operations_;
   int64_t row_bytes_ = 0;     // most of a prepared row
-  int64_t block_rows_ = 0;    // most of a row block
   int64_t group_ = 1;         // query heads that share keys and values
   int64_t prompt_tokens_ = 1;  // of a prompt that one work item computes
 

@@ -90,5 +90,12 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) {
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {_mm512_dpbf16_ps(sums.v, reinterpret_cast<__m512bh>(weights.v), reinterpret_cast<__m512bh>(x.v))};
 }
+// Pairs of LANES numbers of two bytes: even[0], odd[0], even[1] …
+inline Integers interleave(const uint8_t* even, const uint8_t* odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+  return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
+inline void store(float* x, Integers a) { _mm512_storeu_si512(x, a.v); }
 #define MEGATRON_BFLOAT16
 #endif

@@ -75,5 +75,11 @@ inline Integers dot_stored(Integers sums, Integers weights, Integers x) { return
 inline Floats dot_bfloat16(Floats sums, Integers weights, Integers x) {
   return {vbfdotq_f32(sums.v, vreinterpretq_bf16_s32(weights.v), vreinterpretq_bf16_s32(x.v))};
 }
+// Pairs of LANES numbers of two bytes: even[0], odd[0], even[1] …
+inline Integers interleave(const uint8_t* even, const uint8_t* odd) {
+  const uint16x4_t low = vreinterpret_u16_u8(vld1_u8(even)), high = vreinterpret_u16_u8(vld1_u8(odd));
+  return {vreinterpretq_s32_u16(vcombine_u16(vzip1_u16(low, high), vzip2_u16(low, high)))};
+}
+inline void store(float* x, Integers a) { vst1q_f32(x, vreinterpretq_f32_s32(a.v)); }
 #define MEGATRON_BFLOAT16
 #endif

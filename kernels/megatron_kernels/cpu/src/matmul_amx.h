@@ -11,6 +11,10 @@
 // Rows of one tile, and inputs of one tile of bfloat16.
 constexpr int64_t TILE_HEIGHT = 16;
 constexpr int64_t TILE_INPUTS = 32;
+// Bytes of all rows' inputs that stay in the L2 cache while panels pass: half of it. Tests define a smaller number.
+#if !defined(MEGATRON_CHUNK_BYTES)
+#define MEGATRON_CHUNK_BYTES (1 << 20)
+#endif
 
 // The shapes of the tiles, as LDTILECFG reads them.
 struct alignas(64) TileShapes {
@@ -134,21 +138,21 @@ inline void configure_tiles(int64_t rows) {
   _tile_loadconfig(&shapes);
 }
 
-inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows,
-                                    float* y, int64_t y_stride, bool add) {
+// y = (y +) x · panels for any number of rows and panels.
+inline void multiply_by_tiles(const TileProduct& all, int64_t rows) {
   constexpr int64_t BLOCK_ROWS = 2 * TILE_HEIGHT;
-  const int64_t panel_bytes = Bfloat16Weights::panel_bytes(matrix.inputs);
-  const int64_t row_bytes = Bfloat16Weights::row_bytes(matrix.inputs), y_bytes = y_stride * static_cast<int64_t>(sizeof(float));
   // Whole blocks of rows first, so that the tiles are configured twice at most.
   for (int64_t row = 0, count; row < rows; row += count) {
     count = rows - row < BLOCK_ROWS ? rows - row : (rows - row) / BLOCK_ROWS * BLOCK_ROWS;
     const int64_t width = count <= TILE_HEIGHT ? 4 : 2;
     configure_tiles(count < BLOCK_ROWS ? count : BLOCK_ROWS);
-    for (int64_t panel = first; panel < end; panel += width) {
-      const int64_t panels = end - panel < width ? end - panel : width;
+    for (int64_t panel = 0; panel < all.panels; panel += width) {
       for (int64_t at = row; at < row + count; at += BLOCK_ROWS) {
-        const TileProduct product{matrix.inputs, prepared + at * row_bytes, row_bytes, matrix.panels + panel * panel_bytes,
-                                  panel_bytes, panels, y + at * y_stride + (panel - first) * PANEL, y_bytes, add};
+        TileProduct product = all;
+        product.x += at * all.x_stride;
+        product.weights += panel * all.panel_bytes;
+        product.panels = all.panels - panel < width ? all.panels - panel : width;
+        product.y += at * (all.y_stride / static_cast<int64_t>(sizeof(float))) + panel * PANEL;
         if (count <= TILE_HEIGHT) {
           multiply_four_panels(product);
         } else {
@@ -158,6 +162,29 @@ inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t
     }
   }
   _tile_release();
+}
+
+// Call multiply(begin, product) for each chunk of the inputs of many rows, from input `begin` on, without weights and panels.
+// The tiles of a later chunk begin with the sums of the earlier ones in y, which changes no sum.
+template <typename Multiply>
+inline void multiply_chunks(int64_t inputs, const uint8_t* prepared, int64_t rows, float* y, int64_t y_stride, bool add,
+                            Multiply multiply) {
+  const int64_t fit = MEGATRON_CHUNK_BYTES / (rows * TILE_INPUTS * 2) * TILE_INPUTS, size = fit < TILE_INPUTS ? TILE_INPUTS : fit;
+  for (int64_t begin = 0; begin < inputs; begin += size) {
+    const int64_t count = inputs - begin < size ? inputs - begin : size;
+    multiply(begin, TileProduct{count, prepared + begin * 2, Bfloat16Weights::row_bytes(inputs), nullptr, 0, 0, y,
+                                y_stride * static_cast<int64_t>(sizeof(float)), add || begin > 0});
+  }
+}
+
+inline void multiply_bfloat16_tiles(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows,
+                                    float* y, int64_t y_stride, bool add) {
+  multiply_chunks(matrix.inputs, prepared, rows, y, y_stride, add, [&](int64_t begin, TileProduct product) {
+    product.panel_bytes = Bfloat16Weights::panel_bytes(matrix.inputs);
+    product.weights = matrix.panels + first * product.panel_bytes + Bfloat16Weights::panel_bytes(begin);
+    product.panels = end - first;
+    multiply_by_tiles(product, rows);
+  });
 }
 
 #endif

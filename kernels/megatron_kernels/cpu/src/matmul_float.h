@@ -31,10 +31,10 @@ struct FloatWeights {
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+                         Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
     const int64_t bytes = W::panel_bytes(inputs);
     for (int64_t even = 0; even < inputs; even += 2) {
-      prefetch<PANELS>(panels + bytes / inputs * even, bytes, bytes / inputs * 2);
+      prefetch<PANELS>(next, panels + bytes / inputs * even, bytes, bytes / inputs * 2);
 #pragma GCC unroll 2
       for (int64_t k = even; k < even + 2; ++k) {
         Floats weights[PANELS * PARTS];
@@ -76,11 +76,11 @@ struct Bfloat16Weights {
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+                         Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
     const int64_t bytes = panel_bytes(inputs);
 #pragma GCC unroll 2
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
-      prefetch<PANELS>(panels + pair * PANEL * 4, bytes, PANEL * 4);
+      prefetch<PANELS>(next, panels + pair * PANEL * 4, bytes, PANEL * 4);
       Integers weights[PANELS * PARTS];
       for (int i = 0; i < PANELS * PARTS; ++i) {
         weights[i] = load_bytes(panels + i / PARTS * bytes + (pair * PANEL + i % PARTS * LANES) * 4);

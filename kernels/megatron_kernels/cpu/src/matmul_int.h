@@ -73,11 +73,11 @@ struct Int8Weights : IntegerWeights {
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+                         Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + block * BLOCK_BYTES;
-      prefetch<PANELS>(at, bytes, BLOCK_BYTES);
+      prefetch<PANELS>(next, at, bytes, BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS];
       for (int r = 0; r < ROWS; ++r) {
         const int32_t start = CORRECTED_SUMS ? activations(x[r], block).correction : 0;
@@ -127,11 +127,11 @@ struct NibbleWeights : IntegerWeights {
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+                         Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
     const int64_t bytes = W::panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + W::nibbles(block);
-      prefetch<PANELS>(at, bytes, W::BLOCK_BYTES);
+      prefetch<PANELS>(next, at, bytes, W::BLOCK_BYTES);
       Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word) {

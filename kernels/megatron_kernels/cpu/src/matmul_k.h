@@ -55,10 +55,10 @@ struct PairWeights : IntegerWeights {
 
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
-                         Floats (&sums)[ROWS][PANELS * PARTS]) {
+                         Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
     const int64_t bytes = panel_bytes(inputs);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
-      prefetch<PANELS>(block_at(panels, block), bytes, W::BLOCK_BYTES);
+      prefetch<PANELS>(next, block_at(panels, block), bytes, W::BLOCK_BYTES);
       for (int half = 0; half < 2; ++half) {
         Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4

@@ -23,7 +23,8 @@ struct PanelBlock {
 inline PanelBlock read_block(Int8Weights, const uint8_t* panel, int64_t block) {
   PanelBlock read;
   const uint8_t* at = panel + block * Int8Weights::BLOCK_BYTES;
-  prefetch<1>(at, 0, Int8Weights::BLOCK_BYTES);
+  NextPanels next = SOON;
+  prefetch<1>(next, at, 0, Int8Weights::BLOCK_BYTES);
   for (int word = 0; word < 8; ++word) {
     read.words[word] = {_mm512_xor_si512(load_bytes(at + word * 64).v, _mm512_set1_epi8(-128))};
   }
@@ -36,7 +37,8 @@ template <class W>
 inline PanelBlock read_block(NibbleWeights<W>, const uint8_t* panel, int64_t block) {
   PanelBlock read;
   const uint8_t* at = panel + W::nibbles(block);
-  prefetch<1>(at, 0, W::BLOCK_BYTES);
+  NextPanels next = SOON;
+  prefetch<1>(next, at, 0, W::BLOCK_BYTES);
   for (int word = 0; word < 4; ++word) {
     const auto [low, high] = NibbleWeights<W>::words(at, word, 0);
     read.words[word] = low;
@@ -52,7 +54,8 @@ inline PanelBlock read_block(PairWeights<W>, const uint8_t* panel, int64_t block
   PanelBlock read;
   const uint8_t* head = W::head(panel, block);
   const uint8_t* at = W::block_at(panel, block);
-  prefetch<1>(at, 0, W::BLOCK_BYTES);
+  NextPanels next = SOON;
+  prefetch<1>(next, at, 0, W::BLOCK_BYTES);
   for (int word = 0; word < 8; ++word) {
     read.words[word] = {_mm512_sub_epi8(W::integers(at, word / 4, word % 4, 0).v, _mm512_set1_epi8(W::ZERO))};
   }
@@ -78,10 +81,10 @@ inline Floats byte_as_float(Integers words, int number) {
   return to_floats({_mm512_srai_epi32(highest, 24)});
 }
 
-// Unpack a panel to bfloat16, as rounded from the float32 values of unpack_block().
+// Unpack blocks first … end - 1 of a panel to bfloat16, as rounded from the float32 values of unpack_block().
 template <class W>
-__attribute__((noinline)) void unpack_panel(const uint8_t* panel, int64_t inputs, uint8_t* to) {
-  for (int64_t block = 0; block < inputs / BLOCK; ++block) {
+__attribute__((noinline)) void unpack_blocks(const uint8_t* panel, int64_t first, int64_t end, uint8_t* to) {
+  for (int64_t block = first; block < end; ++block) {
     const PanelBlock values = read_block(W{}, panel, block);
 #pragma GCC unroll 8
     for (int word = 0; word < 8; ++word) {
@@ -101,16 +104,19 @@ template <class W>
 inline void multiply_unpacked(const Matrix& matrix, int64_t first, int64_t end, const uint8_t* prepared, int64_t rows, float* y,
                               int64_t y_stride, bool add) {
   alignas(64) uint8_t memory[UNPACKED_BYTES];
-  const int64_t bytes = Bfloat16Weights::panel_bytes(matrix.inputs), fit = UNPACKED_BYTES / bytes;
-  const int64_t at_once = fit < UNPACKED_PANELS ? fit : UNPACKED_PANELS;
-  for (int64_t panel = first; panel < end; panel += at_once, y += at_once * PANEL) {
-    const int64_t panels = end - panel < at_once ? end - panel : at_once;
-    for (int64_t i = 0; i < panels; ++i) {
-      unpack_panel<W>(matrix.panels + (panel + i) * W::panel_bytes(matrix.inputs), matrix.inputs, memory + i * bytes);
+  multiply_chunks(matrix.inputs, prepared, rows, y, y_stride, add, [&](int64_t begin, TileProduct product) {
+    product.weights = memory;
+    product.panel_bytes = Bfloat16Weights::panel_bytes(product.inputs);
+    const int64_t fit = UNPACKED_BYTES / product.panel_bytes, at_once = fit < UNPACKED_PANELS ? fit : UNPACKED_PANELS;
+    for (int64_t panel = first; panel < end; panel += at_once, product.y += at_once * PANEL) {
+      product.panels = end - panel < at_once ? end - panel : at_once;
+      for (int64_t i = 0; i < product.panels; ++i) {
+        const uint8_t* packed = matrix.panels + (panel + i) * W::panel_bytes(matrix.inputs);
+        unpack_blocks<W>(packed, begin / BLOCK, (begin + product.inputs) / BLOCK, memory + i * product.panel_bytes);
+      }
+      multiply_by_tiles(product, rows);
     }
-    const Matrix unpacked{BFLOAT16, matrix.inputs, panels * PANEL, memory};
-    multiply_bfloat16_tiles(unpacked, 0, panels, prepared, rows, y, y_stride, add);
-  }
+  });
 }
 
 #endif

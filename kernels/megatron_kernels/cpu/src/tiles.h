@@ -4,7 +4,7 @@
 //   W::panel_bytes(inputs)     bytes of a panel
 //   W::row_bytes(inputs)       bytes of a prepared row
 //   W::Few, W::Many            tiles for few and for many rows, see Tiles
-//   W::accumulate<ROWS, PANELS>(panels, inputs, x, sums)
+//   W::accumulate<ROWS, PANELS>(panels, inputs, x, sums, next)
 //                              sums[row][vector] += x[row] · panels; x: prepared rows; vectors of LANES outputs
 //
 // Every sum has one accumulator in the order of inputs, whatever the tile. So a row's result depends neither on the rows
@@ -20,19 +20,29 @@ struct Tiles {
   static constexpr int64_t MOST = ALL[sizeof...(HEIGHTS) - 1];
 };
 
-// Request what is read after the next AHEAD bytes of each panel: `bytes` from `at` on. Near the end of a panel, this is the
-// begin of the next one.
+// What a tile requests of the weights that are read later, so that they arrive meanwhile. If several groups of rows pass over
+// the same panels, they request the next ones together: each of them at every `groups`-th step. A single group requests what
+// follows soon.
+struct NextPanels {
+  int64_t distance;  // bytes
+  int64_t groups;
+  int64_t steps;  // to the next request
+};
+constexpr NextPanels SOON{2048, 1, 0};
+
+// A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one.
 template <int PANELS>
-inline void prefetch(const uint8_t* at, int64_t panel_bytes, int64_t bytes) {
-  constexpr int64_t AHEAD = 2048;
+inline void prefetch(NextPanels& next, const uint8_t* at, int64_t panel_bytes, int64_t bytes) {
+  if (--next.steps > 0) return;
+  next.steps = next.groups;
   for (int i = 0; i < PANELS; ++i) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel_bytes + AHEAD + line);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel_bytes + next.distance + line);
   }
 }
 
 template <class W, int ROWS, int PANELS>
 __attribute__((noinline)) void tile(const uint8_t* panels, int64_t inputs, const uint8_t* prepared, int64_t rows,
-                                    float* y, int64_t y_stride, bool add) {
+                                    float* y, int64_t y_stride, bool add, NextPanels next) {
   // Rows beyond the last one repeat it and are not stored.
   const uint8_t* x[ROWS];
   for (int r = 0; r < ROWS; ++r) x[r] = prepared + (r < rows ? r : rows - 1) * W::row_bytes(inputs);
@@ -40,7 +50,7 @@ __attribute__((noinline)) void tile(const uint8_t* panels, int64_t inputs, const
   for (auto& row : sums) {
     for (Floats& vector : row) vector = broadcast(0.0f);
   }
-  W::template accumulate<ROWS, PANELS>(panels, inputs, x, sums);
+  W::template accumulate<ROWS, PANELS>(panels, inputs, x, sums, next);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
     if (r >= rows) break;
@@ -57,12 +67,14 @@ inline void multiply_rows(const uint8_t* panels, int64_t inputs, const uint8_t* 
                           int64_t y_stride, bool add) {
   constexpr int64_t MOST = Tiles<PANELS, HEIGHTS...>::MOST;
   const int64_t groups = (rows + MOST - 1) / MOST, size = (rows + groups - 1) / groups;
+  NextPanels next = groups > 1 ? NextPanels{PANELS * W::panel_bytes(inputs), groups, 0} : SOON;
   for (int64_t row = 0; row < rows; row += size) {
+    ++next.steps;
     const int64_t count = rows - row < size ? rows - row : size;
     const uint8_t* x = prepared + row * W::row_bytes(inputs);
     float* at = y + row * y_stride;
     // The least height that holds them.
-    ((count <= HEIGHTS && (tile<W, HEIGHTS, PANELS>(panels, inputs, x, count, at, y_stride, add), true)) || ...);
+    ((count <= HEIGHTS && (tile<W, HEIGHTS, PANELS>(panels, inputs, x, count, at, y_stride, add, next), true)) || ...);
   }
 }
 

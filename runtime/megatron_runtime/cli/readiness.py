@@ -1,0 +1,89 @@
+"""Waits until the processes of `megatron serve` serve.
+
+`serve` imports this module when it has started them: the imports take as long as half of their start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import Control, Hello
+from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
+from megatron_runtime.transport.peer_link import PeerLink
+
+_POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 60.0
+_ADAPTER_SECONDS = 3600.0
+"""Time to fetch and load the adapters."""
+
+
+async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
+    """Wait until every engine serves with the adapters and the server is connected to the coordinator; report each
+    engine.
+    """
+    client = InferenceClient(coordinator, deserialize=False, libzmq=False)
+    await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
+    try:
+        serving: set[str] = set()
+        while len(serving) < options.engines:
+            status = await client.status()
+            for engine in status.engines:
+                if engine.serving and engine.name not in serving:
+                    serving.add(engine.name)
+                    say(None, f"{engine.name} has its weights ({len(serving)} of {options.engines})")
+            await asyncio.sleep(_POLL_SECONDS)
+    finally:
+        client.stop()
+    if options.adapters.adapters:
+        await _set_adapters(options.adapters, admin=admin)
+        say(None, f"adapters: {', '.join(adapter.name for adapter in options.adapters.adapters)}")
+    # The socket listens already. The first answer arrives when the server process has started.
+    while not await _is_ready(url):  # noqa: ASYNC110 - another process's state
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _is_ready(url: str) -> bool:
+    """Return whether the server answers 200. Importing an HTTP client would take time from the starting processes."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(f"GET /readyz HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
+        return (await reader.readline()).split()[1:2] == [b"200"]
+    finally:
+        writer.close()
+
+
+async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
+    """Have every engine load the adapters. Raises ClickException with engine, adapter and cause."""
+    link = PeerLink(
+        admin,
+        keys=None,
+        hello=lambda incarnation: Hello(role=Role.ADMIN, name="megatron-serve", incarnation=incarnation),
+        on_ack=lambda ack, forgotten: None,
+        on_message=lambda message: calls.handle(message),
+    )
+    calls = ControlCalls(link.send, address=admin)
+    await link.start(connect_timeout_seconds=_CONNECT_SECONDS)
+    try:
+        await calls.control(
+            Control(
+                kind=Header.SET_ADAPTERS,
+                operation_id="adapters",
+                fence=1,
+                timeout_seconds=_ADAPTER_SECONDS,
+                adapters=adapters,
+            )
+        )
+    except ControlRejectedError as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        calls.close()
+        link.close("adapters are set")
