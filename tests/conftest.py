@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from machine import SCALE
 from run_record import RunRecorder
@@ -9,7 +11,11 @@ from run_record import RunRecorder
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine. Record the run."""
+    """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine. Record the run.
+
+    Enable SIGINT: a shell starts commands in the background with SIGINT ignored, which all processes of tests inherit.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("timeout", None) is None:
         config.option.timeout = float(config.getini("timeout")) * SCALE
     config.pluginmanager.register(RunRecorder())

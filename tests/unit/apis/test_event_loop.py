@@ -73,14 +73,6 @@ def test_a_rejected_coroutine_is_closed(manager) -> None:
     assert inspect.getcoroutinestate(rejected) == inspect.CORO_CLOSED
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Enable SIGINT, which is ignored if the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class Waiting:
     """A coroutine that waits for ever, with events for its start and its cancellation."""
 
@@ -96,7 +88,7 @@ class Waiting:
             raise
 
 
-def test_an_interrupt_of_run_sync_cancels_the_coroutine(manager, interruptible: None) -> None:
+def test_an_interrupt_of_run_sync_cancels_the_coroutine(manager) -> None:
     waiting = Waiting()
 
     main = threading.main_thread().ident
