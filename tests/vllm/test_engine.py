@@ -198,12 +198,12 @@ async def test_bad_words_give_the_answers_of_a_native_engine(pool: Pool, model: 
 
 
 def test_bad_words_have_the_token_sequences_of_vllm(model: Path) -> None:
-    from transformers import AutoTokenizer
     from vllm import SamplingParams as VllmParams
+    from vllm.tokenizers import get_tokenizer
 
     words = ["Paris", " the", "New York", "ello", "a", "é", "🦙", "1 2", "\n x", "word\n", "<|im_end|>", "Paris"]
     theirs = VllmParams(bad_words=words)
-    theirs.update_from_tokenizer(AutoTokenizer.from_pretrained(model))
+    theirs.update_from_tokenizer(get_tokenizer(str(model)))
     ours = ModelText.of_model(str(model)).bad_words(words, vocab_size=1 << 20)
     assert {*ours} == {tuple(sequence) for sequence in theirs.bad_words_token_ids}
 
