@@ -92,6 +92,10 @@ ROWS = (
     Row("drain the node of the coordinator", drain_node, frozenset({"Unschedulable"})),
     Row(
         # The built-in model has three KV heads.
+        "tensor parallel 1 to 3 and back, each rank in a pod",
+        partial(change_and_revert, to={"parallelism": {"tensor": 3}}, back={"parallelism": {"tensor": 1}}),
+    ),
+    Row(
         "tensor parallel 1 to 3 and back, all ranks in one pod",
         partial(
             change_and_revert,
