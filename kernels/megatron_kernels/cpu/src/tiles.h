@@ -22,13 +22,13 @@ struct Tiles {
 
 // What a tile requests of the weights that are read later, so that they arrive meanwhile. If several groups of rows pass over
 // the same panels, they request the next ones together: each of them at every `groups`-th step. A single group requests what
-// follows soon.
+// follows soon, except one or two rows of four panels: the CPU itself follows that many streams, faster than by requests.
 struct NextPanels {
   int64_t distance;  // bytes
   int64_t groups;
   int64_t steps;  // to the next request
 };
-constexpr NextPanels SOON{2048, 1, 0};
+constexpr NextPanels SOON{2048, 1, 0}, NONE{0, 0, INT64_MAX};
 
 // A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one.
 template <int PANELS>
@@ -67,7 +67,7 @@ inline void multiply_rows(const uint8_t* panels, int64_t inputs, const uint8_t* 
                           int64_t y_stride, bool add) {
   constexpr int64_t MOST = Tiles<PANELS, HEIGHTS...>::MOST;
   const int64_t groups = (rows + MOST - 1) / MOST, size = (rows + groups - 1) / groups;
-  NextPanels next = groups > 1 ? NextPanels{PANELS * W::panel_bytes(inputs), groups, 0} : SOON;
+  NextPanels next = groups > 1 ? NextPanels{PANELS * W::panel_bytes(inputs), groups, 0} : PANELS == 4 && rows <= 2 ? NONE : SOON;
   for (int64_t row = 0; row < rows; row += size) {
     ++next.steps;
     const int64_t count = rows - row < size ? rows - row : size;
