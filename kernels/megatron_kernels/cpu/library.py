@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """Rows of a file and the matrix that they become, as in src/packing.cpp."""
+    """Rows of a file and the matrix that they become, as in src/operations.h."""
 
     _fields_ = (
         ("source", c_int64),

@@ -56,6 +56,8 @@ _KEPT = {
 QUANTIZED_KINDS = frozenset(_KEPT)
 """GGML types that are packed without a change of any value."""
 _DENSE_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+DENSE_DTYPES = frozenset(_DENSE_KINDS)
+"""Types of dense weights that are packed without a conversion before."""
 
 
 @dataclass(frozen=True, slots=True)

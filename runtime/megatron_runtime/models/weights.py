@@ -178,16 +178,20 @@ class _Loader:
         return self.linears.linear(self._weight(*parts))
 
     def _weight(self, *parts: NamedPart) -> Weight:
-        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense."""
+        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense, of `dtype`."""
         wanted = self.linears.quantized_kinds
         if wanted:
             found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
             blocks = [block for block in found if block is not None]
             if len(blocks) == len(parts):
                 return blocks
-        kinds = self.checkpoint.kinds
-        shapes = [torch.empty(kinds[self._hf_name(name)].shape, device="meta")[part].shape for name, part in parts]
-        weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
+        kinds = [self.checkpoint.kinds[self._hf_name(name)] for name, _ in parts]
+        shapes = [
+            torch.empty(kind.shape, device="meta")[part].shape for kind, (_, part) in zip(kinds, parts, strict=True)
+        ]
+        is_kept = len({kind.dtype for kind in kinds}) == 1 and kinds[0].dtype in self.linears.dense_dtypes
+        dtype = kinds[0].dtype if is_kept else self.dtype
+        weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
             self._copy(name, part, target)
         return weight_NK

@@ -20,6 +20,7 @@ from megatron_runtime.checkpoints.source import ModelSourceError, StoredModel, r
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.decoder import FeedForward
 from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
+from megatron_runtime.models.layers.linear import Linear, Weight
 from megatron_runtime.models.weights import load_weights
 
 HIDDEN, FEED, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 32
@@ -106,6 +107,35 @@ def test_matrices_of_different_types_stay_as_stored_in_one_layer(tmp_path: Path)
     assert [matrix.format for matrix in qkv.matrices] == [INT4, INT8]
     assert np.array_equal(gate_up.dense(), np.concatenate([values["blk.0.ffn_gate"], values["blk.0.ffn_up"]]))
     assert np.array_equal(qkv.dense()[-len(values["blk.0.attn_v"]) :], values["blk.0.attn_v"])
+
+
+def test_a_factory_gets_dense_matrices_as_they_are_stored_if_it_accepts_that(tmp_path: Path) -> None:
+    types = gguf.GGMLQuantizationType
+    values = write_gguf(tmp_path / "m.gguf", kind=types.F16, kinds={"blk.0.attn_v": types.F32})
+    given = []
+
+    class Recording(NativeLinears):
+        def linear(self, weight_NK: Weight) -> Linear:
+            assert isinstance(weight_NK, torch.Tensor)
+            given.append(weight_NK.dtype)
+            return super().linear(weight_NK)
+
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    (layer,) = load_weights(checkpoint, torch.float32, linears=Recording("float32")).layers
+    # Queries, keys and values are one matrix, of two types in this file.
+    assert given == [torch.float32, torch.float16, torch.float16, torch.float16]
+    assert isinstance(layer.mlp, FeedForward)
+    gate_up = np.concatenate([values["blk.0.ffn_gate"], values["blk.0.ffn_up"]])
+    assert np.array_equal(layer.mlp.gate_up_FD.dense(), gate_up)
+    assert np.array_equal(layer.qkv_QD.dense()[-len(values["blk.0.attn_v"]) :], values["blk.0.attn_v"])
+
+
+def test_a_matrix_that_cannot_be_packed_has_the_type_of_the_model() -> None:
+    weight_NK = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = NativeLinears("bfloat16").linear(weight_NK)
+    assert not isinstance(linear, NativeLinear)
+    assert linear.dense().dtype is torch.float32
+    assert torch.equal(linear.dense(), weight_NK.float())
 
 
 def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None:

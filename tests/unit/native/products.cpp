@@ -8,17 +8,9 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "operations.h"
 
 using namespace megatron;
-
-struct Packing {
-  int64_t source;
-  const uint8_t* rows;
-  int64_t row_bytes;
-  Matrix matrix;
-  uint8_t* panels;
-};
 
 extern "C" {
 int64_t megatron_runs(const char* name);

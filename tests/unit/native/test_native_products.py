@@ -129,6 +129,22 @@ def test_a_row_has_the_same_bits_in_every_batch(format: str | int, isa: str) -> 
         assert torch.equal(linear(x_TK[count : 2 * count]), expected[count : 2 * count]), f"{count} rows"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_instruction_set_packs_the_same_panels(dtype: torch.dtype, isa: str) -> None:
+    # Rows of a part of a tensor, at an address that is no multiple of four bytes for types of 16 bits.
+    weight_NK = random(48, 640).to(dtype)[:, 1:577]
+    blocks = [stored_blocks(kind, 48, 512) for kind in KINDS]
+
+    def panels() -> list[torch.Tensor]:
+        dense = [pack(weight_NK, format).data for format in FORMATS]
+        return dense + [pack(each, format).data for each in blocks for format in FORMATS]
+
+    found = panels()
+    library().megatron_select(b"portable")
+    for number, (one, other) in enumerate(zip(found, panels(), strict=True)):
+        assert torch.equal(one, other), number
+
+
 def test_integers_have_the_same_bits_in_every_instruction_set_with_fused_multiplication(isa: str) -> None:
     if isa == "portable":
         pytest.skip("portable multiplies and adds separately")

@@ -1,4 +1,4 @@
-// The functions of the C ABI, apart from the selection of the instruction set (dispatch.cpp) and packing (packing.cpp).
+// The functions of the C ABI, apart from the selection of the instruction set (dispatch.cpp).
 
 #include <exception>
 
@@ -41,6 +41,13 @@ MEGATRON_EXPORT int64_t megatron_run(Decoder* decoder, ThreadPool* pool, const S
 MEGATRON_EXPORT void megatron_add_sums(Decoder* decoder, ThreadPool* pool, const Step* step, int64_t phase) {
   decoder->add_sums(*pool, *step, phase);
 }
+
+// See Operations.
+MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_t end) {
+  operations().pack(*packing, first, end);
+}
+
+MEGATRON_EXPORT int64_t megatron_matrix_bytes(const Matrix* matrix) { return operations().matrix_bytes(*matrix); }
 
 // y[rows][outputs] = x[rows][inputs] · matrix. Returns 0, or -1 if memory ran out.
 MEGATRON_EXPORT int64_t megatron_multiply(ThreadPool* pool, const Matrix* matrix, const float* x, int64_t rows, float* y) {

@@ -29,8 +29,22 @@ struct AttentionItem {
   int64_t window;    // tokens that a token attends to, itself included
 };
 
+// Rows of a file and the matrix that they become.
+struct Packing {
+  int64_t source;       // type of the rows, numbered as in GGML
+  const uint8_t* rows;  // of the matrix's first output
+  int64_t row_bytes;    // between rows
+  Matrix matrix;
+  uint8_t* panels;  // those of the matrix
+};
+
 struct Operations {
   const char* name;
+
+  // Pack panels first … end - 1. int5 and K-quants are packed from blocks of a file that they keep; int8 and int4 from
+  // anything.
+  void (*pack)(const Packing& packing, int64_t first, int64_t end);
+  int64_t (*matrix_bytes)(const Matrix& matrix);  // of all panels
 
   // Matrix products: y = x · matrix for panels first … end - 1. `prepared`: rows as prepare() wrote them in the format that
   // activation_format() returns for a product of so many rows. y: of the first panel's outputs; `add`: y += . A row of y

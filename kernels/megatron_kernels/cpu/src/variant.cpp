@@ -42,6 +42,8 @@ namespace {
 
 #include "matmul.h"
 
+#include "packing.h"
+
 #include "unpack.h"
 
 #include "attention.h"
@@ -50,6 +52,8 @@ namespace {
 
 extern const Operations OPERATIONS = {
     MEGATRON_STRING(MEGATRON_VARIANT),
+    pack,
+    matrix_bytes,
     activation_format,
     activation_bytes,
     activation_offset,

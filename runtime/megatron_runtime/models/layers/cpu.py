@@ -14,7 +14,7 @@ import torch
 
 from megatron_kernels.cpu.library import library
 from megatron_kernels.cpu.memory import WeightMemory
-from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
+from megatron_kernels.cpu.packing import DENSE_DTYPES, QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_kernels.quantized import BLOCK_SIZES
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
@@ -75,12 +75,15 @@ class NativeLinears(LinearFactory):
     def __init__(self, format: Format) -> None:
         # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
         self._format, self._table_format = format, "int8" if format == "int4" else format
-        self.quantized_kinds = QUANTIZED_KINDS
+        self.quantized_kinds, self.dense_dtypes = QUANTIZED_KINDS, DENSE_DTYPES
         self._memory = WeightMemory()
 
     def settle(self) -> None:
         """Join the pages of the weights into larger ones, after the last matrix."""
         self._memory.join_pages()
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        return super().dense(weight).float()
 
     def linear(self, weight_NK: Weight) -> Linear:
         return self._pack(weight_NK, self._format) or super().linear(weight_NK)

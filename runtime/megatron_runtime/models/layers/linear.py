@@ -48,11 +48,13 @@ class LinearFactory:
     """Creates a model's matrices, one after the other while weights are loaded. This base class creates dense ones.
 
     quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
+    dense_dtypes:    types of dense weights that it accepts as they are stored; it gets others in the type of the model.
 
     Quantized weights may be a view of their file, and their rows need not be contiguous: the factory copies them.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
+    dense_dtypes: frozenset[torch.dtype] = frozenset()
 
     def dense(self, weight: Weight) -> torch.Tensor:
         """Return a weight as one dense matrix, where and of which type the step needs it."""

@@ -3,20 +3,11 @@
 // Blocks of GGUF files keep their values where the target has their format. Everything else is decoded to floats, 16 rows
 // and up to 256 inputs at a time, and encoded in the format of the target.
 
-#include "kernels.h"
-
-namespace megatron {
-
-namespace {
-
-#include "numbers.h"
-
 // Types of weights in files, numbered as in GGML.
 enum Source : int64_t {
   F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, K2 = 10, K3 = 11, K4 = 12, K5 = 13, K6 = 14, BF16 = 30
 };
 
-constexpr int64_t BLOCK = 32, SUPER_BLOCK = 256;
 // Bytes of a panel's nibbles, fifth bits and pairs of bits of one block.
 constexpr int64_t NIBBLES = BLOCK * PANEL / 2, FIFTH_BITS = BLOCK * PANEL / 8, BIT_PAIRS = BLOCK * PANEL / 4;
 
@@ -86,11 +77,22 @@ uint16_t half_at(const uint8_t* x) {
 
 void put_half(uint8_t* halves, int64_t lane, uint16_t bits) { __builtin_memcpy(halves + lane * 2, &bits, sizeof bits); }
 
-// Words of four bytes [16][words] to [words][16].
-void put_words(const uint8_t* words, int64_t count, uint8_t* to) {
-  for (int64_t word = 0; word < count; ++word) {
-    for (int64_t lane = 0; lane < PANEL; ++lane) {
-      __builtin_memcpy(to + (word * PANEL + lane) * 4, words + (lane * count + word) * 4, 4);
+// Words of four bytes of 16 rows, `count` of each, to [count][16].
+void put_words(const uint8_t* rows, int64_t row_bytes, int64_t count, uint8_t* to) {
+  if (count % LANES > 0) {
+    for (int64_t word = 0; word < count; ++word) {
+      for (int64_t lane = 0; lane < PANEL; ++lane) {
+        __builtin_memcpy(to + (word * PANEL + lane) * 4, rows + lane * row_bytes + word * 4, 4);
+      }
+    }
+    return;
+  }
+  for (int64_t word = 0; word < count; word += LANES) {
+    for (int64_t lane = 0; lane < PANEL; lane += LANES) {
+      Floats square[LANES];
+      for (int64_t i = 0; i < LANES; ++i) square[i] = load(reinterpret_cast<const float*>(rows + (lane + i) * row_bytes + word * 4));
+      transpose(square);
+      for (int64_t i = 0; i < LANES; ++i) store(reinterpret_cast<float*>(to) + (word + i) * PANEL + lane, square[i]);
     }
   }
 }
@@ -262,7 +264,7 @@ void encode_int8(const float* x, int64_t stride, uint8_t* to) {
     }
     put_half(to + BLOCK * PANEL, lane, half);
   }
-  put_words(stored, BLOCK / 4, to);
+  put_words(stored, BLOCK, BLOCK / 4, to);
 }
 
 // One block of 16 rows in int4: 15 steps from the least to the greatest value.
@@ -287,7 +289,7 @@ void encode_int4(const float* x, int64_t stride, uint8_t* to) {
     put_half(scales, lane, scale_bits);
     put_half(scales + 2 * PANEL, lane, offset_bits);
   }
-  put_words(stored, 4, to);
+  put_words(stored, BLOCK / 2, 4, to);
 }
 
 // `count` inputs of 16 rows, x[row][stride], in a format of floats or of blocks of 32.
@@ -298,9 +300,7 @@ void encode(int64_t format, const float* x, int64_t stride, int64_t count, uint8
     } else if (format == INT4) {
       encode_int4(x, stride, to);
     } else if (format == FLOAT32) {
-      float square[PANEL][BLOCK];
-      for (int64_t lane = 0; lane < PANEL; ++lane) __builtin_memcpy(square[lane], x + lane * stride, sizeof square[lane]);
-      put_words(reinterpret_cast<const uint8_t*>(square), BLOCK, to);
+      put_words(reinterpret_cast<const uint8_t*>(x), stride * 4, BLOCK, to);
     } else {
       uint16_t square[PANEL][BLOCK];
       for (int64_t lane = 0; lane < PANEL; ++lane) {
@@ -310,7 +310,7 @@ void encode(int64_t format, const float* x, int64_t stride, int64_t count, uint8
         }
       }
       if (format == BFLOAT16) {
-        put_words(reinterpret_cast<const uint8_t*>(square), BLOCK / 2, to);
+        put_words(reinterpret_cast<const uint8_t*>(square), sizeof square[0], BLOCK / 2, to);
       } else {
         for (int64_t i = 0; i < BLOCK; ++i) {
           for (int64_t lane = 0; lane < PANEL; ++lane) put_half(to, i * PANEL + lane, square[lane][i]);
@@ -339,7 +339,7 @@ void move_block(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
       put_half(scales + 2 * PANEL, lane, offset);
     }
   }
-  put_words(values, words, to);
+  put_words(values, words * 4, words, to);
 }
 
 // The nibbles of one block of 16 rows, q[row][stride], of which a word's low halves are 4 inputs and its high halves those
@@ -349,7 +349,7 @@ void put_nibbles(const uint8_t* q, int64_t stride, uint8_t* to) {
   for (int64_t lane = 0; lane < PANEL; ++lane, q += stride) {
     for (int64_t k = 0; k < 16; ++k) bytes[lane][k] = static_cast<uint8_t>((q[k] & 15) | (q[16 + k] & 15) << 4);
   }
-  put_words(bytes[0], 4, to);
+  put_words(bytes[0], sizeof bytes[0], 4, to);
 }
 
 // Bit `from` of the integers of one block of 16 rows, q[row][stride], in the layout of fifth bits.
@@ -444,9 +444,13 @@ void move_pairs(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
   }
 }
 
-// The format that a source's blocks keep their values in; -1 for floats.
+// The format that a source's values are moved to without arithmetic; -1 for F16.
 int64_t kept_format(int64_t source) {
   switch (source) {
+    case F32:
+      return FLOAT32;
+    case BF16:
+      return BFLOAT16;
     case Q4_0:
     case Q4_1:
       return INT4;
@@ -476,6 +480,9 @@ int64_t chunk_of(int64_t source) { return source >= K2 && source <= K6 ? SUPER_B
 // One chunk of 16 rows in the format that keeps its values.
 void move_chunk(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t* to) {
   switch (source) {
+    case F32:
+    case BF16:
+      return put_words(rows, row_bytes, source_bytes(source, BLOCK) / 4, to);
     case Q5_0:
     case Q5_1:
       return move_q5(source, rows, row_bytes, to);
@@ -491,25 +498,8 @@ void move_chunk(int64_t source, const uint8_t* rows, int64_t row_bytes, uint8_t*
   }
 }
 
-}  // namespace
-
-// Rows of a file and the matrix that they become.
-struct Packing {
-  int64_t source;       // Source
-  const uint8_t* rows;  // of the matrix's first output
-  int64_t row_bytes;    // between rows
-  Matrix matrix;
-  uint8_t* panels;  // those of the matrix
-};
-
-}  // namespace megatron
-
-using namespace megatron;
-
-// Pack panels first … end - 1. int5 and K-quants are packed from blocks of a file that they keep; int8 and int4 from
-// anything.
-MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_t end) {
-  const auto [source, rows, row_bytes, matrix, panels] = *packing;
+inline void pack(const Packing& packing, int64_t first, int64_t end) {
+  const auto& [source, rows, row_bytes, matrix, panels] = packing;
   const int64_t chunk = chunk_of(source);
   float x[PANEL][SUPER_BLOCK];
   for (int64_t panel = first; panel < end; ++panel) {
@@ -528,7 +518,6 @@ MEGATRON_EXPORT void megatron_pack(const Packing* packing, int64_t first, int64_
   }
 }
 
-// Bytes of a matrix's panels.
-MEGATRON_EXPORT int64_t megatron_matrix_bytes(const Matrix* matrix) {
-  return matrix->outputs / PANEL * target_bytes(matrix->format, matrix->inputs);
+inline int64_t matrix_bytes(const Matrix& matrix) {
+  return matrix.outputs / PANEL * target_bytes(matrix.format, matrix.inputs);
 }
