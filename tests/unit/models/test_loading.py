@@ -130,12 +130,17 @@ def test_a_factory_gets_dense_matrices_as_they_are_stored_if_it_accepts_that(tmp
     assert np.array_equal(layer.qkv_QD.dense()[-len(values["blk.0.attn_v"]) :], values["blk.0.attn_v"])
 
 
-def test_a_matrix_that_cannot_be_packed_has_the_type_of_the_model() -> None:
-    weight_NK = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = NativeLinears("bfloat16").linear(weight_NK)
-    assert not isinstance(linear, NativeLinear)
-    assert linear.dense().dtype is torch.float32
-    assert torch.equal(linear.dense(), weight_NK.float())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 64), (24, 40)], ids=["packed", "not packed"])
+def test_a_factory_copies_the_weight(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = weight_NK.to(torch.float32, copy=True)
+    linears = NativeLinears("float32")
+    made = linears.linear(weight_NK), linears.embedding(weight_NK)
+    weight_NK.zero_()
+    for linear in made:
+        assert linear.dense().dtype is torch.float32
+        assert torch.equal(linear.dense(), expected)
 
 
 def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None:

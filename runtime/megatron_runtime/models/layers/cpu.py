@@ -83,7 +83,7 @@ class NativeLinears(LinearFactory):
         self._memory.join_pages()
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        return super().dense(weight).float()
+        return super().dense(weight).to(torch.float32, copy=True)
 
     def linear(self, weight_NK: Weight) -> Linear:
         return self._pack(weight_NK, self._format) or super().linear(weight_NK)

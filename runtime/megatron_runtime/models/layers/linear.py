@@ -50,7 +50,8 @@ class LinearFactory:
     quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
     dense_dtypes:    types of dense weights that it accepts as they are stored; it gets others in the type of the model.
 
-    Quantized weights may be a view of their file, and their rows need not be contiguous: the factory copies them.
+    The factory copies weights of these types. Quantized ones may be a view of their file, whose rows need not be
+    contiguous. Dense ones are overwritten after the call.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
