@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from peer_bench.processes import Worker, WorkerError
 from peer_bench.weights import DTYPES
 
 OURS = "megatron"
 _SEQUENCES = 32
+_IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
+"""CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def measure_all(
             for place, cell in enumerate(ASKED):
                 for engine in taking_part:
                     if engine.worker is not None:
+                        wait_until_idle()
                         # No prompt is sent twice: an engine may cache prompts.
                         seed = 1000 * (number + 1) + place
                         engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, seed=s))  # type: ignore[misc]
@@ -110,6 +114,13 @@ def measure_all(
             after_round()
     finally:
         close(group)
+
+
+def wait_until_idle() -> None:
+    """Wait for work that goes on after a start or a request, such as threads of a peer that spin for a second."""
+    end, cpus = time.perf_counter() + _IDLE_LIMIT, psutil.cpu_count() or 1
+    while psutil.cpu_percent(_IDLE_INTERVAL) / 100 * cpus > _IDLE_CPU and time.perf_counter() < end:
+        pass
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:

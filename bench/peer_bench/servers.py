@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 import httpx
-from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
+from peer_bench.cells import HTTP, OURS, READY, Cell, Engine, wait_until_idle
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
 from peer_bench.weights import DTYPES
 
@@ -25,6 +25,7 @@ from megatron_runtime.cli.bench.serve import run
 _HOST = "127.0.0.1"
 _WORDS, _SEQUENCES = 64, 32
 _END_SECONDS = 20
+_WARM_UP = Cell("warm-up", 8, new_tokens=3)
 
 
 @dataclass(slots=True)
@@ -148,6 +149,8 @@ def measure_servers(
     """
     for server in group:
         server.engine.attempt(lambda server=server: server.start(cpus))  # type: ignore[misc]
+        if server.process is not None:
+            server.engine.attempt(lambda server=server: server.tokens_per_second(_WARM_UP, seed=0))  # type: ignore[misc]
         server.engine.spent = 0.0
     own.attempt(lambda: _start_own(own, cpus))
     own.spent = 0.0
@@ -157,8 +160,10 @@ def measure_servers(
             for cell in HTTP:
                 for server in taking_part:
                     if server.process is not None:
+                        wait_until_idle()
                         server.engine.attempt(lambda s=server, c=cell, n=number: _measure(s, c, seed=n + 1))  # type: ignore[misc]
                 if own.worker is not None:
+                    wait_until_idle()
                     own.attempt(lambda c=cell, n=number: _measure_own(own, c, seed=-n))  # type: ignore[misc]
                 print(f"{own.weights}, {cell.name}: round {number + 1} of {rounds}", flush=True)
                 after_cell()
