@@ -28,7 +28,7 @@ struct NextPanels {
   int64_t groups;
   int64_t steps;  // to the next request
 };
-constexpr NextPanels SOON{2048, 1, 0}, NONE{0, 0, INT64_MAX};
+constexpr NextPanels SOON{2048, 1, 0}, NONE{0, 0, INT64_MAX / 2};
 
 // A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one.
 template <int PANELS>
