@@ -3,15 +3,18 @@
 #if defined(__AVX512F__)
 using FloatFew = Tiles<4, 1, 2, 4>;
 using FloatMany = Tiles<2, 6, 8>;
-using WidenedMany = FloatMany;
+using HalfMany = Tiles<1, 6, 8>;
+using PairsMany = HalfMany;
 #elif defined(MEGATRON_PORTABLE)
 using FloatFew = Tiles<1, 1>;
 using FloatMany = Tiles<1, 2>;
-using WidenedMany = FloatMany;
+using HalfMany = FloatMany;
+using PairsMany = FloatMany;
 #else
 using FloatFew = Tiles<2, 1, 2>;
 using FloatMany = Tiles<1, 4, 6>;
-using WidenedMany = Tiles<1, 4>;  // bfloat16 as pairs takes two more registers
+using HalfMany = FloatMany;
+using PairsMany = Tiles<1, 4>;  // bfloat16 as pairs takes two more registers
 #endif
 
 inline float float_at(const uint8_t* x, int64_t number) {
@@ -56,6 +59,7 @@ struct Float32Weights : FloatWeights<Float32Weights> {
 };
 
 struct Float16Weights : FloatWeights<Float16Weights> {
+  using Many = HalfMany;
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
   static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
     return widen_half(reinterpret_cast<const uint16_t*>(panel) + k * PANEL + lane);
@@ -96,7 +100,7 @@ struct Bfloat16Weights {
 #else
 
 struct Bfloat16Weights : FloatWeights<Bfloat16Weights> {
-  using Many = WidenedMany;
+  using Many = PairsMany;
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
   static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
     const Floats pairs = load(reinterpret_cast<const float*>(panel) + k / 2 * PANEL + lane);
