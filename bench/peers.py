@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 import torch
-from peer_bench.cells import OURS, Engine, engines, measure_all, measure_memory
+from peer_bench.cells import OURS, Engine, engines, measure_all, measure_memory, measure_starts
 from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
 from peer_bench.weights import DTYPES, MODELS, write_forms
@@ -108,6 +108,8 @@ def main(
             group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
             report.parts.append(Part(name, "engines", group))
             measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
+            measure_starts(group, rounds=rounds, cpus=cpus)
+            report.write()
             measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
             report.write()
         if http_rounds and name in http_weights:

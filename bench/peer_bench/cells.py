@@ -16,6 +16,8 @@ OURS = "megatron"
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
 """CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
+_LONG_LOAD = 20.0
+"""Seconds of a load that is measured once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ PREFILL = Cell("prefill 512", prompt_tokens=512)
 FIRST_TOKEN = Cell("first token of 64 ms", is_less=True)
 ASKED = (*DECODE, PREFILL, FIRST_TOKEN)
 LOAD = Cell("load s", is_less=True)
+START = Cell("load and first token s", is_less=True)
 MEMORY = Cell("peak memory MiB", is_less=True)
 HTTP = tuple(Cell(f"http {clients}", clients, new_tokens=48) for clients in (1, 8, 32))
 READY = Cell("http ready s", is_less=True)
-CELLS = (*ASKED, LOAD, MEMORY, *HTTP, READY)
+CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 
 
 @dataclass(slots=True)
@@ -123,6 +126,19 @@ def wait_until_idle() -> None:
         pass
 
 
+def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> None:
+    """Measure the load in new processes, one engine after the other in each round, until its end and until the first
+    token after it: a file that is mapped is read by the first request. All files are in the page cache.
+
+    An engine that loads for _LONG_LOAD is measured once.
+    """
+    engines = list(group)
+    for number in range(rounds):
+        for engine in engines:
+            if not engine.failure and (number == 0 or engine.figures[LOAD.name][0] < _LONG_LOAD):
+                engine.attempt(lambda engine=engine: _measure_start(engine, cpus))  # type: ignore[misc]
+
+
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
     """Measure the peak memory of one short answer in a new process, without that of the interpreter and torch."""
     for engine in group:
@@ -139,7 +155,6 @@ def close(group: Iterable[Engine]) -> None:
 def _start(engine: Engine, cpus: set[int]) -> None:
     engine.worker = Worker(engine.command, cpus=cpus)
     engine.start = engine.worker.ready
-    engine.add(LOAD, engine.start["load_seconds"])
     # Warm-up.
     for batch in (1, 8):
         engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
@@ -157,6 +172,18 @@ def _measure(engine: Engine, cell: Cell, *, seed: int) -> None:
         engine.add(cell, reply["seconds"] * 1000)
 
 
+def _measure_start(engine: Engine, cpus: set[int]) -> None:
+    wait_until_idle()
+    engine.worker = Worker(engine.command, cpus=cpus)
+    try:
+        load = engine.worker.ready["load_seconds"]
+        reply = engine.worker.ask(batch=1, prompt_tokens=64, new_tokens=1, seed=6)
+        engine.add(LOAD, load)
+        engine.add(START, load + reply["seconds"])
+    finally:
+        close([engine])
+
+
 def _measure_memory(engine: Engine, cpus: set[int]) -> None:
     # llama.cpp reserves the cache of all its sequences.
     command = [*engine.command[:-1], "1"] if engine.name == "llama.cpp" else engine.command
@@ -164,6 +191,5 @@ def _measure_memory(engine: Engine, cpus: set[int]) -> None:
     try:
         reply = engine.worker.ask(batch=1, prompt_tokens=64, new_tokens=32, seed=5)
         engine.add(MEMORY, reply["peak_rss_mib"] - engine.worker.ready["platform_rss_mib"])
-        engine.add(LOAD, engine.worker.ready["load_seconds"])
     finally:
         close([engine])

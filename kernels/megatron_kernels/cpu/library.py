@@ -103,7 +103,7 @@ class Step(ctypes.Structure):
         ("layer_bytes", c_int64),
         ("row_bytes", c_int64),
         ("page_size", c_int64),
-        ("is_bfloat16", c_int64),
+        ("cache_format", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("local_cos", c_void_p),

@@ -10,7 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_kernels.cpu.library import GELU_TANH, PANEL, SILU, Layer, Matrix, Model, Step, library
+from megatron_kernels.cpu.library import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GELU_TANH,
+    PANEL,
+    SILU,
+    Layer,
+    Matrix,
+    Model,
+    Step,
+    library,
+)
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
@@ -20,6 +32,8 @@ from megatron_runtime.models.layers.cpu import NativeLinear
 from megatron_runtime.models.layers.linear import Linear
 
 Float32 = npt.NDArray[np.float32]
+
+_CACHE_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class PlannedTokens(Protocol):
@@ -166,7 +180,7 @@ class NativeDecoder(DecoderModel):
             layer_bytes=cache_LPXE.stride(0) * size,
             row_bytes=cache_LPXE.stride(2) * size,
             page_size=cache_LPXE.shape[2],
-            is_bfloat16=cache_LPXE.dtype is torch.bfloat16,
+            cache_format=_CACHE_FORMATS[cache_LPXE.dtype],
             **{name: _address(array) for name, array in self._rotations.items()},
         )
 

@@ -33,6 +33,8 @@ from .native_models import (
 
 MARGINS = {"bfloat16": 0.02, "int8": 0.05, "int4": 0.05}
 """Largest difference that the rounding of activations causes, relative to the largest logit."""
+CACHE_MARGINS = {torch.bfloat16: 0.02, torch.float16: 0.002}
+"""The same for keys and values."""
 
 
 def check_steps(config: ModelConfig, weights: DecoderWeights) -> None:
@@ -105,20 +107,37 @@ def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: Mo
 @torch.inference_mode()
 @pytest.mark.parametrize("head_dim", [16, 64, 96])
 @pytest.mark.parametrize("traits", ["plain", "gemma"])
-def test_a_cache_in_bfloat16_differs_by_its_rounding(traits: str, head_dim: int, isa: str) -> None:
+@pytest.mark.parametrize("cache_type", CACHE_MARGINS)
+def test_a_cache_in_16_bits_differs_by_its_rounding(
+    cache_type: torch.dtype, traits: str, head_dim: int, isa: str
+) -> None:
     config = dataclasses.replace(PLAIN, head_dim=head_dim, **TRAITS[traits])
     ours, reference = native(config, "float32")
-    cache, _ = caches(config, torch.bfloat16)
+    cache, _ = caches(config, cache_type)
     _, reference_cache = caches(config)
     sequences = Sequences(config)
     for new in STEPS:
         plan = sequences.plan(new)
         expected = expected_logits(reference, plan, reference_cache)
-        assert (step(ours, plan, cache) - expected).abs().max() < 0.02 * expected.abs().max()
+        assert (step(ours, plan, cache) - expected).abs().max() < CACHE_MARGINS[cache_type] * expected.abs().max()
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache_type", [torch.float32, torch.bfloat16])
+def test_keys_and_values_beyond_float16_become_its_largest_number(isa: str) -> None:
+    weights = weights_of(PLAIN, NativeLinears("float32"))
+    first = weights.layers[0]
+    large = NativeLinear(pack(first.qkv_QD.dense() * 1e6, "float32"))
+    layers = (dataclasses.replace(first, qkv_QD=large), *weights.layers[1:])
+    ours = build_decoder(PLAIN, dataclasses.replace(weights, layers=layers))
+    cache, _ = caches(PLAIN, torch.float16)
+    sequences = Sequences(PLAIN)
+    for new in STEPS:
+        assert step(ours, sequences.plan(new), cache).isfinite().all()
+    assert (cache.abs() == torch.finfo(torch.float16).max).sum() > 100
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache_type", [torch.float32, *CACHE_MARGINS])
 @pytest.mark.parametrize("traits", ["plain", "gemma"])
 def test_keys_of_a_long_context_are_divided_among_threads(traits: str, cache_type: torch.dtype, isa: str) -> None:
     config = dataclasses.replace(PLAIN, head_dim=32, **TRAITS[traits])
@@ -128,14 +147,20 @@ def test_keys_of_a_long_context_are_divided_among_threads(traits: str, cache_typ
     for new in ({0: 1500, 1: 3}, {0: 1, 1: 1}, {0: 1}, {0: 40, 1: 600}, {0: 1, 1: 1}):
         plan = sequences.plan(new)
         expected = expected_logits(reference, plan, reference_cache)
-        margin = 1e-4 if cache_type is torch.float32 else 0.02
+        margin = CACHE_MARGINS.get(cache_type, 1e-4)
         assert (step(ours, plan, cache) - expected).abs().max() < margin * expected.abs().max()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("format", "cache_type"),
-    [("float32", torch.float32), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16), ("int4", torch.bfloat16)],
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+        ("int4", torch.bfloat16),
+    ],
 )
 def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(
     format: str, cache_type: torch.dtype, isa: str

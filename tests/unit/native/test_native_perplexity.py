@@ -66,7 +66,8 @@ def exact(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("format", "most", "margin"), [("bfloat16", 0.005, 0.5), ("int8", 0.01, 1.0), ("int4", 0.03, 1.0)]
+    ("format", "most", "margin"),
+    [("float16", 0.001, 0.1), ("bfloat16", 0.005, 0.5), ("int8", 0.01, 1.0), ("int4", 0.03, 1.0)],
 )
 def test_a_format_stays_near_float32(
     format: str, most: float, margin: float, tokens: np.ndarray, exact: np.ndarray

@@ -13,7 +13,8 @@ def test_float32_is_exact_everywhere() -> None:
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
 def test_auto_keeps_the_precision_of_the_checkpoint(format: str) -> None:
-    assert select_numbers("auto", getattr(torch, format)).weights == format
+    numbers = select_numbers("auto", getattr(torch, format))
+    assert (numbers.weights, numbers.cache) == (format, getattr(torch, format))
 
 
 def test_auto_rounds_quantized_weights_to_bfloat16() -> None:

@@ -60,6 +60,19 @@ struct Float32Cache {
   using CachedValues = CachedFloats;
 };
 
+// A cache in float16 is multiplied in float32: keys are converted as they are gathered.
+struct CachedHalves : FloatColumns {
+  CachedHalves(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
+  Floats operator()(int64_t k, int64_t column) const {
+    return widen_half(reinterpret_cast<const uint16_t*>(rows[k] + from) + column);
+  }
+  const Rows& rows;
+  int64_t from;
+};
+struct Float16Cache : Float32Cache {
+  using CachedValues = CachedHalves;
+};
+
 #if defined(MEGATRON_BFLOAT16)
 // Pairs of bfloat16 of rows 2 k and 2 k + 1, which are multiplied by a pair.
 struct PairColumns {
@@ -139,14 +152,17 @@ inline void locate(const CacheView& cache, int64_t begin, int64_t end, Rows& row
 }
 
 // Gather the keys of `count` positions, rounded up to whole groups of LANES.
-inline void gather_keys(const Block& block, int64_t count) {
+inline void gather_keys(const Block& block, int64_t count, bool is_float16) {
   Floats square[LANES];
+  // A lane has 32 bits: one float or two numbers in bfloat16.
+  const int64_t lanes = block.bytes / (is_float16 ? 2 : 4);
   for (int64_t first = 0; first < count; first += LANES) {
-    // A lane has 32 bits: one float or two numbers in bfloat16.
-    for (int64_t lane = 0; lane < block.bytes / 4; lane += LANES) {
-      const int64_t width = block.bytes / 4 - lane < LANES ? block.bytes / 4 - lane : LANES;
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+      const int64_t width = lanes - lane < LANES ? lanes - lane : LANES;
       for (int64_t i = 0; i < LANES; ++i) {
-        square[i] = load_first(reinterpret_cast<const float*>(block.rows[first + i] + block.keys) + lane, width);
+        const uint8_t* key = block.rows[first + i] + block.keys;
+        square[i] = is_float16 ? widen_half(reinterpret_cast<const uint16_t*>(key) + lane)
+                               : load_first(reinterpret_cast<const float*>(key) + lane, width);
       }
       transpose(square);
       for (int64_t i = 0; i < width; ++i) store(block.gathered_keys + (lane + i) * ATTENTION_BLOCK + first, square[i]);
@@ -319,7 +335,7 @@ struct AttentionByVectors {
 template <class Method>
 inline void attend_by(const AttentionItem& item, int64_t begin, int64_t end, float* partial, float* scratch) {
   const int64_t head_dim = item.head_dim, rows = item.tokens * item.heads, stride = head_dim + PARTIAL_EXTRA;
-  const int64_t bytes = head_dim * (item.cache.is_bfloat16 ? 2 : 4);
+  const int64_t bytes = head_dim * (item.cache.format == FLOAT32 ? 4 : 2);
   for (int64_t row = 0; row < item.groups * rows; ++row) {
     float* at = partial + row * stride;
     for (int64_t c = 0; c < head_dim; c += LANES) store(at + c, broadcast(0.0f));
@@ -344,7 +360,7 @@ inline void attend_by(const AttentionItem& item, int64_t begin, int64_t end, flo
       const Rows& next_rows = located[is_last_group && !is_last ? 1 - number : number];
       const Block block{located[number], from, from + item.cache.values, bytes, next_rows, next, next + item.cache.values,
                         method.keys};
-      gather_keys(block, count);
+      gather_keys(block, count, item.cache.format == FLOAT16);
       method.compute(group, first, count, block, partial + group * rows * stride);
     }
   }
@@ -354,8 +370,14 @@ inline void attend(const AttentionItem& item, int64_t begin, int64_t end, float*
 #if defined(__AMX_TILE__)
   if (attends_by_tiles(item)) return attend_by<AttentionByTiles>(item, begin, end, partial, scratch);
 #endif
-  if (item.cache.is_bfloat16) return attend_by<AttentionByVectors<Bfloat16Cache>>(item, begin, end, partial, scratch);
-  attend_by<AttentionByVectors<Float32Cache>>(item, begin, end, partial, scratch);
+  switch (item.cache.format) {
+    case FLOAT32:
+      return attend_by<AttentionByVectors<Float32Cache>>(item, begin, end, partial, scratch);
+    case BFLOAT16:
+      return attend_by<AttentionByVectors<Bfloat16Cache>>(item, begin, end, partial, scratch);
+    default:
+      return attend_by<AttentionByVectors<Float16Cache>>(item, begin, end, partial, scratch);
+  }
 }
 
 inline void merge(const float* later, float* into, int64_t rows, int64_t head_dim) {

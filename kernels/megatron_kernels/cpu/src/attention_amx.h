@@ -4,7 +4,7 @@
 #if defined(__AMX_TILE__)
 
 inline bool attends_by_tiles(const AttentionItem& item) {
-  return item.cache.is_bfloat16 && item.head_dim % TILE_INPUTS == 0;
+  return item.cache.format == BFLOAT16 && item.head_dim % TILE_INPUTS == 0;
 }
 
 // scores = queries · keys of a tile of rows

@@ -200,23 +200,19 @@ void Decoder::append(const Step& step, int64_t number, int64_t token) {
   operations_.scale(qkv, qkv, heads * size, static_cast<float>(model_.scale));
   const float* kv = qkv + heads * size;
   uint8_t* to = step.cache + number * step.layer_bytes + step.slots[token] * step.row_bytes;
-  if (step.is_bfloat16) {
-    operations_.narrow(kv, reinterpret_cast<uint16_t*>(to), 2 * kv_heads * size);
-  } else {
-    std::memcpy(to, kv, 2 * kv_heads * size * sizeof(float));
-  }
+  operations_.write_cache(step.cache_format, kv, to, 2 * kv_heads * size);
 }
 
 void Decoder::attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work) {
   const int64_t size = model_.head_dim, stride = size + PARTIAL_EXTRA, rows = work.groups * work.tokens * group_;
-  const int64_t width = step.is_bfloat16 ? 2 : 4, queries = model_.heads * size;
+  const int64_t width = step.cache_format == FLOAT32 ? 4 : 2, queries = model_.heads * size;
   AttentionItem item;
   item.cache = {step.cache + number * step.layer_bytes + work.first_group * size * width,
                 step.row_bytes,
                 model_.kv_heads * size * width,
                 step.page_size,
                 step.block_tables + work.sequence * step.block_table_stride,
-                step.is_bfloat16};
+                step.cache_format};
   item.query_stride = queries + 2 * model_.kv_heads * size;
   item.queries = qkv_.get() + work.first * item.query_stride + work.first_group * group_ * size;
   item.tokens = work.tokens;

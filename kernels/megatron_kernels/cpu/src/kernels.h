@@ -16,8 +16,8 @@
 //             value = (nibble + 16 · bit) · scale + offset
 //   Q2_K … Q6_K  see matmul_k.h
 //
-// The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float or bfloat16. A
-// page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.
+// The KV cache. A row holds one token: keys [kv_heads][head_dim], then values [kv_heads][head_dim], float, bfloat16
+// or half. A page is page_size rows, a multiple of 16. Unwritten rows contain arbitrary bytes.
 
 #pragma once
 
@@ -96,7 +96,7 @@ struct Step {
   int64_t layer_bytes;
   int64_t row_bytes;
   int64_t page_size;
-  int64_t is_bfloat16;
+  int64_t cache_format;  // Format
   const float* cos;  // [positions][head_dim / 2]
   const float* sin;
   const float* local_cos;

@@ -13,7 +13,7 @@ struct CacheView {
   int64_t values;  // bytes from a token's keys to its values
   int64_t page_size;
   const int32_t* pages;
-  int64_t is_bfloat16;
+  int64_t format;  // of keys and values
 };
 
 // One or more tokens of a sequence, and one or more groups of query heads. A group shares keys and values.
@@ -66,7 +66,7 @@ struct Operations {
   float (*dot)(const float* x, const float* y, int64_t count);
   void (*gate)(int64_t activation, const float* gate, const float* up, float* y, int64_t count);  // activation(gate) · up
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t half);  // one head of 2 · half floats
-  void (*narrow)(const float* x, uint16_t* y, int64_t count);                  // to bfloat16, halves to even
+  void (*write_cache)(int64_t format, const float* x, uint8_t* y, int64_t count);  // to the nearest, halves to even
 
   // Attention of an item over keys begin … end - 1 of its sequence, multiples of ATTENTION_BLOCK. Each row of `partial`
   // [groups][tokens][heads][head_dim + 16] is set to the sum of weighted values, the maximum of the scores and the sum of

@@ -75,3 +75,19 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 inline void narrow(const float* x, uint16_t* y, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) narrow_bfloat16(load(x + i), y + i);
 }
+
+// Write keys and values to the cache. Those beyond the range of float16 become its largest number.
+inline void write_cache(int64_t format, const float* x, uint8_t* y, int64_t count) {
+  uint16_t* narrowed = reinterpret_cast<uint16_t*>(y);
+  const Floats most = broadcast(65504.0f), least = broadcast(-65504.0f);
+  switch (format) {
+    case FLOAT32:
+      __builtin_memcpy(y, x, static_cast<uint64_t>(count) * sizeof *x);
+      break;
+    case BFLOAT16:
+      narrow(x, narrowed, count);
+      break;
+    default:
+      for (int64_t i = 0; i < count; i += LANES) narrow_half(max(min(load(x + i), most), least), narrowed + i);
+  }
+}

@@ -56,6 +56,9 @@ inline void narrow_bfloat16(Floats a, uint16_t* y) {
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(y), packed);
 }
+inline void narrow_half(Floats a, uint16_t* y) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
 // The bfloat16 numbers in the low and the high halves of 32-bit lanes.
 inline Floats low_bfloat16(Floats pairs) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))}; }
 inline Floats high_bfloat16(Floats pairs) {

@@ -52,6 +52,9 @@ inline void narrow_bfloat16(Floats a, uint16_t* y) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 #endif
 }
+inline void narrow_half(Floats a, uint16_t* y) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 // The bfloat16 numbers in the low and the high halves of 32-bit lanes.
 inline Floats low_bfloat16(Floats pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))}; }
 inline Floats high_bfloat16(Floats pairs) {

@@ -45,6 +45,7 @@ inline void narrow_bfloat16(Floats a, uint16_t* y) {
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
   vst1_u16(y, vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF))), 16));
 }
+inline void narrow_half(Floats a, uint16_t* y) { vst1_u16(y, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
 // The bfloat16 numbers in the low and the high halves of 32-bit lanes.
 inline Floats low_bfloat16(Floats pairs) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pairs.v), 16))}; }
 inline Floats high_bfloat16(Floats pairs) {

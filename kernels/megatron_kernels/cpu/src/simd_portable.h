@@ -60,6 +60,9 @@ inline void narrow_bfloat16(Floats a, uint16_t* y) {
   __builtin_memcpy(bits, &a, sizeof bits);
   for (int64_t i = 0; i < LANES; ++i) y[i] = static_cast<uint16_t>((bits[i] + 0x7FFFu + (bits[i] >> 16 & 1u)) >> 16);
 }
+inline void narrow_half(Floats a, uint16_t* y) {
+  for (int64_t i = 0; i < LANES; ++i) y[i] = half_of_float(a.v[i]);
+}
 // The bfloat16 numbers in the low and the high halves of 32-bit lanes.
 inline Floats low_bfloat16(Floats pairs) {
   Bits bits;

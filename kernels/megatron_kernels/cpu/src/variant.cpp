@@ -67,7 +67,7 @@ extern const Operations OPERATIONS = {
     dot,
     gate,
     rotate,
-    narrow,
+    write_cache,
     attend,
     merge,
     finish,

@@ -121,7 +121,7 @@ class Numbers:
 FORMATS: dict[str, Numbers] = {
     "float32": Numbers("float32", torch.float32),
     "bfloat16": Numbers("bfloat16", torch.bfloat16),
-    "float16": Numbers("float16", torch.float32),
+    "float16": Numbers("float16", torch.float16),
     "int8": Numbers("int8", torch.bfloat16),
     "int4": Numbers("int4", torch.bfloat16),
 }
