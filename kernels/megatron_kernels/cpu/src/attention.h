@@ -137,7 +137,7 @@ struct Ahead {
   int64_t bytes;
   __attribute__((always_inline)) void operator()(int64_t k) const {
     if (k >= ATTENTION_BLOCK) return;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[k] + from + at);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[k] + from + at, 0, 2);
   }
 };
 
