@@ -1,20 +1,21 @@
 // Products with weights in float32, bfloat16 and float16. Activations are float32, or bfloat16 where the CPU multiplies it.
 
+// DotMany: of bfloat16 as the CPU multiplies it. WidenedMany: of bfloat16 that is converted.
 #if defined(__AVX512F__)
 using FloatFew = Tiles<4, 1, 2, 4>;
-using FloatMany = Tiles<2, 6, 8>;
-using HalfMany = Tiles<1, 6, 8>;
-using PairsMany = HalfMany;
+using FloatMany = Tiles<1, 6, 8>;
+using DotMany = Tiles<2, 6, 8>;
+using WidenedMany = FloatMany;
 #elif defined(MEGATRON_PORTABLE)
 using FloatFew = Tiles<1, 1>;
 using FloatMany = Tiles<1, 2>;
-using HalfMany = FloatMany;
-using PairsMany = FloatMany;
+using DotMany = FloatMany;
+using WidenedMany = FloatMany;
 #else
 using FloatFew = Tiles<2, 1, 2>;
 using FloatMany = Tiles<1, 4, 6>;
-using HalfMany = FloatMany;
-using PairsMany = Tiles<1, 4>;  // bfloat16 as pairs takes two more registers
+using DotMany = FloatMany;
+using WidenedMany = Tiles<1, 4>;  // bfloat16 as pairs takes two more registers
 #endif
 
 inline float float_at(const uint8_t* x, int64_t number) {
@@ -59,7 +60,6 @@ struct Float32Weights : FloatWeights<Float32Weights> {
 };
 
 struct Float16Weights : FloatWeights<Float16Weights> {
-  using Many = HalfMany;
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
   static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
     return widen_half(reinterpret_cast<const uint16_t*>(panel) + k * PANEL + lane);
@@ -71,7 +71,7 @@ struct Float16Weights : FloatWeights<Float16Weights> {
 
 struct Bfloat16Weights {
   using Few = FloatFew;
-  using Many = FloatMany;
+  using Many = DotMany;
 
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
   // An odd number of cache lines, so that the same inputs of all rows do not share a set of the cache.
@@ -100,7 +100,7 @@ struct Bfloat16Weights {
 #else
 
 struct Bfloat16Weights : FloatWeights<Bfloat16Weights> {
-  using Many = PairsMany;
+  using Many = WidenedMany;
   static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * 2; }
   static Floats weights(const uint8_t* panel, int64_t k, int64_t lane) {
     const Floats pairs = load(reinterpret_cast<const float*>(panel) + k / 2 * PANEL + lane);

@@ -128,10 +128,10 @@ struct NibbleWeights : IntegerWeights {
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
                          Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
-    const int64_t bytes = W::panel_bytes(inputs);
+    const int64_t bytes = W::panel_bytes(inputs), share = bytes / (inputs / BLOCK);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
       const uint8_t* at = panels + W::nibbles(block);
-      prefetch<PANELS>(next, at, bytes, W::BLOCK_BYTES);
+      prefetch<PANELS>(next, panels + block * share, bytes, share);
       Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4
       for (int word = 0; word < 4; ++word) {

@@ -56,9 +56,9 @@ struct PairWeights : IntegerWeights {
   template <int ROWS, int PANELS>
   static void accumulate(const uint8_t* panels, int64_t inputs, const uint8_t* const (&x)[ROWS],
                          Floats (&sums)[ROWS][PANELS * PARTS], NextPanels next) {
-    const int64_t bytes = panel_bytes(inputs);
+    const int64_t bytes = panel_bytes(inputs), share = bytes / (inputs / BLOCK);
     for (int64_t block = 0; block < inputs / BLOCK; ++block) {
-      prefetch<PANELS>(next, block_at(panels, block), bytes, W::BLOCK_BYTES);
+      prefetch<PANELS>(next, panels + block * share, bytes, share);
       for (int half = 0; half < 2; ++half) {
         Integers dots[ROWS][PANELS * PARTS] = {};
 #pragma GCC unroll 4

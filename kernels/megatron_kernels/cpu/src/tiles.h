@@ -28,15 +28,16 @@ struct NextPanels {
   int64_t groups;
   int64_t steps;  // to the next request
 };
-constexpr NextPanels SOON{2048, 1, 0}, NONE{0, 0, INT64_MAX / 2};
+constexpr NextPanels SOON{8192, 1, 0}, NONE{0, 0, INT64_MAX / 2};
 
-// A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one.
+// A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one. Requests
+// are into the L2 cache: those into the L1 cache wait for its few line buffers, and the computation waits for them.
 template <int PANELS>
 inline void prefetch(NextPanels& next, const uint8_t* at, int64_t panel_bytes, int64_t bytes) {
   if (--next.steps > 0) return;
   next.steps = next.groups;
   for (int i = 0; i < PANELS; ++i) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel_bytes + next.distance + line);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel_bytes + next.distance + line, 0, 2);
   }
 }
 
