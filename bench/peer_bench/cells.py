@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
 from peer_bench.processes import Worker, WorkerError
 from peer_bench.weights import DTYPES
 
@@ -17,8 +16,6 @@ OURS = "megatron"
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
 """CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
-_STEADY, _STEADY_LIMIT, _STEADY_TRIES = 0.85, 40.0, 2
-"""Least share of the memory's best rate, the most seconds to wait for it, and the most measurements of a cell."""
 _LONG_LOAD = 20.0
 """Seconds of a load that is measured once."""
 
@@ -81,30 +78,6 @@ class Engine:
         self.spent += time.perf_counter() - begun
 
 
-class Memory:
-    """The rate at which all threads read memory.
-
-    A host that moves the CPUs of its virtual machines changes it by half, for tens of seconds. So cells are measured
-    while it is near its best.
-    """
-
-    def __init__(self) -> None:
-        self._values = torch.ones(1 << 25, dtype=torch.int64)
-        self._best = 0.0
-
-    def is_fast(self) -> bool:
-        begun = time.perf_counter()
-        self._values.sum()
-        rate = 1 / (time.perf_counter() - begun)
-        self._best = max(self._best, rate)
-        return rate > _STEADY * self._best
-
-    def wait_until_fast(self) -> None:
-        end = time.perf_counter() + _STEADY_LIMIT
-        while not self.is_fast() and time.perf_counter() < end:
-            pass
-
-
 def engines(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Engine]:
@@ -127,7 +100,6 @@ def measure_all(
     group: list[Engine], *, rounds: int, seconds_each: float, cpus: set[int], after_round: Callable[[], None]
 ) -> None:
     """Measure every cell of every engine once a round. An engine that has used its seconds skips later rounds."""
-    memory = Memory()
     for engine in group:
         engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -139,8 +111,8 @@ def measure_all(
                     if engine.worker is not None:
                         wait_until_idle()
                         # No prompt is sent twice: an engine may cache prompts.
-                        seed = 1000 * (number + 1) + 10 * place
-                        engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, memory, seed=s))  # type: ignore[misc]
+                        seed = 1000 * (number + 1) + place
+                        engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, seed=s))  # type: ignore[misc]
             print(f"{group[0].weights}: round {number + 1} of {rounds}", flush=True)
             after_round()
     finally:
@@ -188,15 +160,9 @@ def _start(engine: Engine, cpus: set[int]) -> None:
         engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
 
 
-def _measure(engine: Engine, cell: Cell, memory: Memory, *, seed: int) -> None:
+def _measure(engine: Engine, cell: Cell, *, seed: int) -> None:
     assert engine.worker is not None
-    for number in range(_STEADY_TRIES):
-        memory.wait_until_fast()
-        reply = engine.worker.ask(
-            batch=cell.batch, prompt_tokens=cell.prompt_tokens, new_tokens=cell.new_tokens, seed=seed + number
-        )
-        if memory.is_fast():
-            break
+    reply = engine.worker.ask(batch=cell.batch, prompt_tokens=cell.prompt_tokens, new_tokens=cell.new_tokens, seed=seed)
     if cell in DECODE:
         after_first = reply["seconds"] - reply["first_seconds"]
         engine.add(cell, cell.batch * (cell.new_tokens - 1) / after_first)
