@@ -129,8 +129,9 @@ struct Bfloat16Cache {
 };
 #endif
 
-// Requests the memory of what is computed next, a row for each k, so that it arrives in the L2 cache meanwhile. All requests at
-// once, and requests into the L1 cache, would stop the computation until most of them are answered. Inlined, or GCC takes the call for one without effect.
+// Requests the memory of what is computed next, a row for each k, so that it arrives in the L2 cache meanwhile. All requests
+// at once, and requests into the L1 cache, would stop the computation until most of them are answered. Inlined, or GCC takes
+// the call for one without effect.
 struct Ahead {
   const Rows& rows;
   int64_t from;

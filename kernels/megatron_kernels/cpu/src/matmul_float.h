@@ -1,6 +1,6 @@
 // Products with weights in float32, bfloat16 and float16. Activations are float32, or bfloat16 where the CPU multiplies it.
 
-// DotMany: of bfloat16 as the CPU multiplies it. WidenedMany: of bfloat16 that is converted.
+// Tiles of formats. DotMany: of bfloat16 that the CPU multiplies. WidenedMany: of bfloat16 that is converted.
 #if defined(__AVX512F__)
 using FloatFew = Tiles<4, 1, 2, 4>;
 using FloatMany = Tiles<1, 6, 8>;
