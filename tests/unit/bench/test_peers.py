@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "bench"))
 
-from peer_bench.cells import HTTP, LOAD, OURS, Engine, measure_all  # noqa: E402
+from peer_bench.cells import HTTP, LOAD, OURS, START, Engine, measure_all, measure_starts  # noqa: E402
 from peer_bench.processes import Worker, WorkerError  # noqa: E402
 from peer_bench.report import Part, Report  # noqa: E402
 from peer_bench.weights import MODELS  # noqa: E402
@@ -63,10 +63,24 @@ def test_an_engine_that_fails_is_listed_and_the_others_are_measured(report: Repo
         "broken": "no such instruction",
     }
     rows = rows_of(report)
-    assert {"decode b1", "decode b8", "decode b32", "prefill 512", "first token of 64 ms", "load s"} == set(rows)
+    assert {"decode b1", "decode b8", "decode b32", "prefill 512", "first token of 64 ms"} == set(rows)
     assert all(row["peer"] == "slow" for row in rows.values())
     assert rows["decode b8"]["all"]["slow"]["rounds"] == 2
     assert all(worker.worker is None for worker in group)
+
+
+def test_loads_are_measured_in_new_processes_until_the_first_token_too() -> None:
+    short, long, broken = (engine(name, STEADY.format(seconds=0.05)) for name in (OURS, "long", "broken"))
+    long.figures[LOAD.name] = [1000.0]
+    broken.command[-1] = "raise SystemExit('no such instruction')"
+    measure_starts([short, long, broken], rounds=2, cpus=CPUS)
+    assert len(short.figures[LOAD.name]) == 2
+    assert all(
+        start > load + 0.1 for load, start in zip(short.figures[LOAD.name], short.figures[START.name], strict=True)
+    )
+    assert len(long.figures[START.name]) == 1
+    assert (broken.failure, broken.figures) == ("no such instruction", {})
+    assert short.worker is None
 
 
 def test_an_engine_that_has_used_its_seconds_keeps_its_first_round(report: Report) -> None:
