@@ -43,11 +43,11 @@ struct FloatRows : FloatColumns {
   const float* at;
   int64_t stride;
 };
-struct CachedFloats : FloatColumns {
-  CachedFloats(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
-  Floats operator()(int64_t k, int64_t column) const {
-    return load(reinterpret_cast<const float*>(rows[k] + from) + column);
-  }
+// Values in the cache. READ returns LANES numbers as floats.
+template <class Number, Floats (*READ)(const Number*)>
+struct CachedNumbers : FloatColumns {
+  CachedNumbers(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
+  Floats operator()(int64_t k, int64_t column) const { return READ(reinterpret_cast<const Number*>(rows[k] + from) + column); }
   const Rows& rows;
   int64_t from;
 };
@@ -57,20 +57,12 @@ struct Float32Cache {
   using Number = float;
   using Keys = FloatRows;
   using Values = FloatRows;
-  using CachedValues = CachedFloats;
+  using CachedValues = CachedNumbers<float, load>;
 };
 
 // A cache in float16 is multiplied in float32: keys are converted as they are gathered.
-struct CachedHalves : FloatColumns {
-  CachedHalves(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
-  Floats operator()(int64_t k, int64_t column) const {
-    return widen_half(reinterpret_cast<const uint16_t*>(rows[k] + from) + column);
-  }
-  const Rows& rows;
-  int64_t from;
-};
 struct Float16Cache : Float32Cache {
-  using CachedValues = CachedHalves;
+  using CachedValues = CachedNumbers<uint16_t, widen_half>;
 };
 
 #if defined(MEGATRON_BFLOAT16)
@@ -113,25 +105,16 @@ struct BfloatPairs : FloatColumns {
   }
   const float* at;
 };
-struct CachedBfloats : FloatColumns {
-  CachedBfloats(const Rows& of, int64_t bytes) : rows(of), from(bytes) {}
-  Floats operator()(int64_t k, int64_t column) const {
-    return widen_bfloat16(reinterpret_cast<const uint16_t*>(rows[k] + from) + column);
-  }
-  const Rows& rows;
-  int64_t from;
-};
 struct Bfloat16Cache {
   using Number = float;
   using Keys = BfloatPairs;
   using Values = FloatRows;
-  using CachedValues = CachedBfloats;
+  using CachedValues = CachedNumbers<uint16_t, widen_bfloat16>;
 };
 #endif
 
-// Requests the memory of what is computed next, a row for each k, so that it arrives in the L2 cache meanwhile. All requests
-// at once, and requests into the L1 cache, would stop the computation until most of them are answered. Inlined, or GCC takes
-// the call for one without effect.
+// Prefetches what is computed next into the L2 cache, a row for each k. All prefetches at once, or prefetches into the L1 cache,
+// would fill the line fill buffers, and loads would wait for a free one. Inlined, or GCC takes the call for one without effect.
 struct Ahead {
   const Rows& rows;
   int64_t from;

@@ -30,8 +30,8 @@ struct NextPanels {
 };
 constexpr NextPanels SOON{8192, 1, 0}, NONE{0, 0, INT64_MAX / 2};
 
-// A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one. Requests
-// are into the L2 cache: those into the L1 cache wait for its few line buffers, and the computation waits for them.
+// A step that reads `bytes` of each panel from `at` on. Near the end of a panel, this is the begin of the next one. Prefetches
+// into the L1 cache instead of L2 would fill its line fill buffers, and loads would wait for a free one.
 template <int PANELS>
 inline void prefetch(NextPanels& next, const uint8_t* at, int64_t panel_bytes, int64_t bytes) {
   if (--next.steps > 0) return;
