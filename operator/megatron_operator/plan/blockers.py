@@ -98,8 +98,10 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
 
 
 def absent_engines(scene: Scene) -> list[EngineView]:
-    """Return the desired engines that should have pods and do not serve."""
-    return [engine for engine in scene.wanted if not engine.responsive and scene.pods_for(engine) > 0]
+    """Return the desired engines that should have pods and do not serve with their revision."""
+    return [
+        engine for engine in scene.wanted if (engine.superseded or not engine.responsive) and scene.pods_for(engine) > 0
+    ]
 
 
 def engines_wait(scene: Scene) -> Finding:
@@ -117,7 +119,7 @@ def engines_wait(scene: Scene) -> Finding:
         return Reason.ENGINES_STARTING, f"the StatefulSet of {incomplete.name} to create its pods"
     started = [engine for engine in absent if engine.name not in scene.held_back] or absent
     names = ", ".join(engine.name for engine in started[:8])
-    loading = [engine for engine in absent if engine.report is not None]
+    loading = [engine for engine in absent if engine.report is not None and not engine.superseded]
     verb = "load its weights" if loading else "download the model" if scene.downloading else "register"
     later = f"; {len(scene.held_back)} more start then, at most {MAX_STARTING} at a time" if scene.held_back else ""
     return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"

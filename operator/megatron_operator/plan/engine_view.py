@@ -52,6 +52,12 @@ class EngineView:
         return "" if self.stale_pods else self.statefulset.revision
 
     @property
+    def superseded(self) -> bool:
+        """The coordinator still reports a process of an earlier revision than that of its StatefulSet."""
+        said = self.report.revision if self.report is not None else ""
+        return not self.stale and self.statefulset is not None and said not in ("", self.statefulset.revision)
+
+    @property
     def scaled(self) -> int:
         """`spec.replicas` of its StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0

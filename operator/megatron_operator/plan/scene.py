@@ -440,15 +440,13 @@ class Scene:
     def facts(self, engine: EngineView) -> EngineFacts:
         """Return the rollout planner's view of an engine. A process of an earlier revision proves nothing about the
         desired one."""
-        found, report = engine.statefulset, engine.report
-        said = report.revision if report is not None else ""
-        earlier = not engine.stale and found is not None and said not in ("", found.revision)
+        report = engine.report
         return EngineFacts(
             name=engine.name,
             current=not engine.stale,
             leftover=bool(engine.stale_pods),
             leaving=all(pod.deleting for pod in engine.stale_pods),
-            serving=engine.serving and not earlier,
+            serving=engine.serving and not engine.superseded,
             draining=report is not None and report.draining,
             drained=self.is_drained(engine),
             canary=engine.canary,

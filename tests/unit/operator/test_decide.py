@@ -580,6 +580,21 @@ def test_a_reverted_scale_down_undrains_its_engine(make_cluster: Any) -> None:
     assert cluster.status["ready"] == "2/2"
 
 
+def test_a_new_pod_is_not_restarted_because_its_drained_predecessor_is_still_reported(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(replicas=1)
+    _play_until(cluster, lambda: cluster.coordinator.engines["demo-engine-1"].draining)
+    drained = cluster.coordinator.engines["demo-engine-1"]
+    cluster.patch(replicas=2)
+    _play_until(cluster, lambda: cluster.deleted_pods == ["demo-engine-1-0"])
+    cluster.tick()
+    cluster.coordinator.engines["demo-engine-1"] = drained
+    cluster.pods["demo-engine-1-0"]["status"] = {"phase": "Pending"}
+    cluster.step()
+    assert cluster.deleted_pods == ["demo-engine-1-0"]
+
+
 def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=3)
     cluster.settle()
@@ -1356,6 +1371,28 @@ def test_a_replaced_engine_is_asked_for_a_canary_before_the_next_is_taken(make_c
     assert cluster.asked == ["demo-engine-1", "demo-engine-0"]
     assert [engine["canary"] for engine in cluster.status["engines"]] == ["Passed", "Passed"]
     assert cluster.status["updatedReplicas"] == 2
+
+
+def test_a_rollout_is_not_complete_while_the_last_engine_is_reported_with_its_earlier_revision(
+    make_cluster: Any,
+) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    old = replace(cluster.coordinator.engines["demo-engine-0"], draining=True)
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: "demo-engine-0-0" in cluster.deleted_pods)
+    cluster.tick()
+    new = cluster.coordinator.engines["demo-engine-0"]
+    assert new.revision != old.revision
+    cluster.coordinator.engines["demo-engine-0"] = old
+    cluster.step()
+    assert cluster.status["updatedReplicas"] == 1
+    assert cluster.status["plan"]["waitingOn"] == "demo-engine-0 to register"
+    assert cluster.condition("Progressing")["status"] == "True"
+    cluster.coordinator.engines["demo-engine-0"] = new
+    cluster.settle()
+    assert cluster.status["updatedReplicas"] == 2
+    assert "plan" not in cluster.status
 
 
 def test_a_wrong_canary_stops_the_rollout_and_removes_the_engine_until_the_spec_changes(make_cluster: Any) -> None:

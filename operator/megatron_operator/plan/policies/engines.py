@@ -29,13 +29,14 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 
 def undrain(scene: Scene) -> Verdict | None:
     """An engine was drained for a change that was reverted or paused, or changed to one whose check failed. It gets
-    requests again only after a new registration."""
+    requests again only after a new registration. The coordinator reports a process for some time after its pod ended:
+    that of a new pod is not drained."""
     if not running(scene) or scene.all_draining or scene.world.coordinator.drained_all:
         return None
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining
         right = check_failed(scene) or scene.rollout_paused or not (engine.stale or engine.stale_pods)
-        if not idle or not right or not any(not pod.deleting for pod in engine.pods):
+        if not idle or not right or not engine.whole or engine.superseded:
             continue
         if engine.canary is Canary.FAILED:
             continue
