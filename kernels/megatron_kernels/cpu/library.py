@@ -134,7 +134,7 @@ _FUNCTIONS = {
     "megatron_matrix_bytes": (c_int64, POINTER(Matrix)),
     "megatron_pack": (None, POINTER(Packing), c_int64, c_int64),
     "megatron_sum": (c_uint64, c_void_p, c_int64),
-    "megatron_halves_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
+    "megatron_halves_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
 }
 """Name: result, arguments."""
 

@@ -76,6 +76,10 @@ class WeightMemory:
                 _advise(chunk.start, chunk.stop - chunk.start, _NOHUGEPAGE)
         return torch.frombuffer(chunk.mapping, dtype=torch.uint8, count=size, offset=address - chunk.base)
 
+    def take_panels(self, panels: int, size: int) -> torch.Tensor:
+        """Return uninitialised memory, uint8 [panels, size], that begins at a page."""
+        return self.take(panels * size).view(panels, size)
+
     def join_pages(self) -> threading.Thread:
         """Begin to join the used memory to pages of 2 MiB, which a step reads faster because each TLB entry covers
         512 times as much. Return the thread that does it, which works a quarter of the time.

@@ -40,7 +40,23 @@ from megatron_kernels.quantized import (
 
 BLOCK = 32
 """Inputs of a block of the integer formats. Every format needs whole blocks."""
-_FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8, "int4": INT4}
+SUPER_BLOCK = 256
+"""Inputs of a block of the K-quants."""
+PANEL_FORMATS = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "float16": FLOAT16,
+    "int8": INT8,
+    "int5": INT5,
+    "int4": INT4,
+    "q2_k": abi.Q2_K,
+    "q3_k": abi.Q3_K,
+    "q4_k": abi.Q4_K,
+    "q5_k": abi.Q5_K,
+    "q6_k": abi.Q6_K,
+}
+"""Formats of packed matrices by their names."""
+INTEGER_FORMATS = frozenset(PANEL_FORMATS.values()) - {FLOAT32, BFLOAT16, FLOAT16}
 _KEPT = {
     Q4_0: INT4,
     Q4_1: INT4,
@@ -62,7 +78,7 @@ DENSE_DTYPES = frozenset(_DENSE_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A weight [outputs, inputs] as panels. `data`: their memory."""
+    """A weight [outputs, inputs] as panels. `data`: uint8 [outputs / PANEL, bytes of a panel]."""
 
     format: int
     outputs: int
@@ -71,8 +87,28 @@ class PackedMatrix:
 
     @property
     def record(self) -> Matrix:
-        """Argument of the library's functions, valid as long as `data`."""
+        """Argument of the library's functions, valid as long as `data`, which must be contiguous."""
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
+
+    def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
+        """Return a view of some rows and columns, of step 1; None if they are no whole panels and blocks."""
+        block = block_inputs(self.format)
+        (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
+        if row % PANEL or last_row % PANEL or column % block or last_column % block:
+            return None
+        size = self.data.shape[1] * block // self.inputs
+        data = self.data[row // PANEL : last_row // PANEL, column // block * size : last_column // block * size]
+        return PackedMatrix(self.format, last_row - row, last_column - column, data)
+
+    def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return float32 x_TK, the rows `ids_T` as they were rounded. The matrix must be contiguous."""
+        x_TK, ids = torch.empty(len(ids_T), self.inputs), ids_T.to(torch.int64).contiguous()
+        library().megatron_look_up(self.record, ids.data_ptr(), len(ids), x_TK.data_ptr())
+        return x_TK
+
+    def dequantize(self) -> torch.Tensor:
+        """Return weight_NK in float32, as it was rounded. The matrix must be contiguous."""
+        return self.look_up(torch.arange(self.outputs))
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -80,9 +116,20 @@ def fits(outputs: int, inputs: int) -> bool:
     return outputs % PANEL == 0 and inputs % BLOCK == 0
 
 
+def block_inputs(format: int) -> int:
+    """Return the inputs of a block: a multiple of them can be packed."""
+    return SUPER_BLOCK if format in (abi.Q2_K, abi.Q3_K, abi.Q4_K, abi.Q5_K, abi.Q6_K) else BLOCK
+
+
+def panel_bytes(format: int, inputs: int) -> int:
+    """Return the size of PANEL outputs."""
+    size: int = library().megatron_matrix_bytes(Matrix(format, inputs, PANEL, None))
+    return size
+
+
 def packed_format(weight: QuantizedTensor, name: str) -> int:
     """Return the format that a quantized weight is packed in, given the name of the format of dense weights."""
-    return _KEPT[weight.kind] if name in ("int8", "int4") else _FORMATS[name]
+    return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 
 
 def pack(
@@ -96,23 +143,47 @@ def pack(
     """
     memory = memory or WeightMemory()
     if isinstance(weight, torch.Tensor):
-        parts, format = [_dense_rows(weight)], _FORMATS[name]
+        parts, format = [_dense_rows(weight)], PANEL_FORMATS[name]
     else:
         quantized = [weight] if isinstance(weight, QuantizedTensor) else weight
         parts = [(part.kind, part.blocks_NB, part.shape) for part in quantized]
         format = packed_format(quantized[0], name)
     inputs = parts[0][2][1]
-    matrices = [Matrix(format, inputs, shape[0], None) for _, _, shape in parts]
-    sizes = [library().megatron_matrix_bytes(matrix) for matrix in matrices]
-    data = memory.take(sum(sizes))
-    address = data.data_ptr()
-    for (kind, rows, _), matrix, size in zip(parts, matrices, sizes, strict=True):
+    outputs = sum(shape[0] for _, _, shape in parts)
+    data = memory.take_panels(outputs // PANEL, panel_bytes(format, inputs))
+    first = 0
+    for kind, rows, shape in parts:
         values = rows if rows.stride(1) == 1 else rows.contiguous()
-        row_bytes = values.stride(0) * values.element_size()
-        packing = Packing(kind, values.data_ptr(), row_bytes, matrix, address)
-        library().megatron_pack(packing, 0, matrix.outputs // PANEL)
-        address += size
-    return PackedMatrix(format, sum(matrix.outputs for matrix in matrices), inputs, data)
+        row_bytes, panels = values.stride(0) * values.element_size(), shape[0] // PANEL
+        matrix = Matrix(format, inputs, shape[0], None)
+        packing = Packing(kind, values.data_ptr(), row_bytes, matrix, data[first].data_ptr())
+        library().megatron_pack(packing, 0, panels)
+        first += panels
+    return PackedMatrix(format, outputs, inputs, data)
+
+
+def join(parts: Sequence[PackedMatrix], memory: WeightMemory | None = None) -> PackedMatrix:
+    """Return one contiguous matrix of the rows of `parts`, which have one format: a view if they are adjacent in one
+    storage, else a copy.
+    """
+    first = parts[0]
+    outputs, size = sum(part.outputs for part in parts), first.data.shape[1]
+    if _are_adjacent([part.data for part in parts]):
+        data = first.data.as_strided((outputs // PANEL, size), (size, 1))
+    else:
+        data = (memory or WeightMemory()).take_panels(outputs // PANEL, size)
+        torch.cat([part.data for part in parts], out=data)
+    return PackedMatrix(first.format, outputs, first.inputs, data)
+
+
+def _are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
+    end = pieces[0].data_ptr()
+    for piece in pieces:
+        same = piece.untyped_storage().data_ptr() == pieces[0].untyped_storage().data_ptr()
+        if not piece.is_contiguous() or not same or piece.data_ptr() != end:
+            return False
+        end += piece.nbytes
+    return True
 
 
 def _dense_rows(weight_NK: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int]]:

@@ -16,6 +16,7 @@ class Format(StrEnum):
     SAFETENSORS = "SafeTensors"
     GGUF = "GGUF"
     TORCH_DIST = "TorchDist"
+    PACKED = "Packed"
 
 
 class Dtype(StrEnum):

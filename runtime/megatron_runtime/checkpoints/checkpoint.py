@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_kernels.cpu.weight_validation import sum_and_finiteness
+from megatron_kernels.cpu.packing import PackedMatrix
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness, sum_and_finiteness_of_panels
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.packed import PackedCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
@@ -30,6 +32,7 @@ _FORMATS: Mapping[str, Callable[[Path], Checkpoint]] = {
     "GGUF": GGUFCheckpoint,
     "SafeTensors": SafetensorsCheckpoint,
     "TorchDist": TorchDistCheckpoint,
+    "Packed": PackedCheckpoint,
 }
 _WORD = 8
 
@@ -60,8 +63,8 @@ class Signature:
 class VerifiedCheckpoint(Checkpoint):
     """Another checkpoint, whose tensors are validated as they are read.
 
-    read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
-    may read different tensors.
+    read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
+    Several threads may read different tensors.
 
     is_native: blocks are validated by the CPU kernels.
 
@@ -81,6 +84,7 @@ class VerifiedCheckpoint(Checkpoint):
             _require_kinds(checkpoint.kinds, expected)
         self.config = checkpoint.config
         self.kinds = checkpoint.kinds
+        self.panels_of = checkpoint.panels_of
 
     def signature(self) -> Signature:
         """Return the signature of the tensors read so far: the same parts of equal files have equal digests."""
@@ -109,6 +113,15 @@ class VerifiedCheckpoint(Checkpoint):
             if not is_finite:
                 raise _not_finite(name)
             self._add(name, stored.blocks_NB, values=prod(stored.shape), words=words)
+        return stored
+
+    def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
+        stored = self._checkpoint.panels(name, part, wanted=wanted)
+        if stored is not None:
+            words, is_finite = sum_and_finiteness_of_panels(stored)
+            if not is_finite:
+                raise _not_finite(name)
+            self._add(name, stored.data, values=stored.outputs * stored.inputs, words=words)
         return stored
 
     def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:

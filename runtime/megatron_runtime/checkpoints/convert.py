@@ -15,15 +15,17 @@ import torch
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES
+from megatron_runtime.checkpoints.packed import write_packed
 from megatron_runtime.checkpoints.safetensors import num_bytes, write_safetensors
 from megatron_runtime.checkpoints.source import ModelSource, find_beside, resolve
 from megatron_runtime.checkpoints.torch_dist.checkpoint import write_torch_dist
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
+from megatron_runtime.models.layers.cpu import FORMATS, numbers_of
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.models.weights import require_fitting
 
-Format = Literal["safetensors", "torch_dist"]
+Format = Literal["safetensors", "torch_dist", "packed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 GGUFTokenizerWriter = Callable[[Path, Path], Sequence[int]]
@@ -51,7 +53,7 @@ def convert(
     directory: Path,
     *,
     to: Format = "safetensors",
-    dtype: torch.dtype | None = None,
+    dtype: str = "keep",
     replace: bool = False,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -60,16 +62,21 @@ def convert(
 
     source:    a model reference, or the result of `resolve`.
     directory: created; it appears complete or not at all.
-    to:        "safetensors" for transformers, "torch_dist" for Megatron-LM.
-    dtype:     of the weights; None keeps their types (float32 for quantized tensors).
+    to:        "safetensors" for transformers, "torch_dist" for Megatron-LM, "packed" for engines on the CPU.
+    dtype:     of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors). "packed"
+               also takes "int8" and "int4", with which quantized matrices keep their blocks; "keep" is then "auto".
     replace:   replace a directory of that name.
     write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves it out.
     progress:  called with the bytes written so far and in total.
 
-    Raises DestinationError, UnsupportedModelError and the errors of the format.
+    Raises DestinationError, UnsupportedModelError, ValueError naming an unknown dtype, and the errors of the format.
     """
     found = resolve(source) if isinstance(source, str) else source
-    checkpoint = _OfType(open_checkpoint(found), dtype)
+    opened = open_checkpoint(found)
+    allowed = ("keep", *(FORMATS if to == "packed" else DTYPES))
+    if dtype not in allowed:
+        raise ValueError(f"dtype={dtype!r} cannot be written as {to}: use {', '.join(allowed)}")
+    checkpoint = opened if to == "packed" else _OfType(opened, DTYPES.get(dtype))
     require_fitting(checkpoint)
     total = sum(map(num_bytes, checkpoint.kinds.values()))
     done = 0
@@ -82,6 +89,9 @@ def convert(
     with new_directory(directory, replace=replace) as partial:
         if to == "torch_dist":
             write_torch_dist(checkpoint, partial, written=written)
+        elif to == "packed":
+            numbers = numbers_of("auto" if dtype == "keep" else dtype, checkpoint).weights
+            write_packed(checkpoint, partial, numbers=numbers, written=written)
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,15 +38,18 @@ from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE_BYTES = 4 << 30
-_ALIGNMENT = 8
+_ALIGNMENT = 64
+"""Of the first tensor."""
 _SIZE_BYTES = 8
+_LARGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    file: MappedFile
+class StoredTensor:
+    """A tensor in a file. offset: of its first byte in the file."""
+
     kind: TensorKind
     offset: int
 
@@ -55,24 +59,25 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, tuple[MappedFile, int]] = {}
+        self.kinds: dict[str, TensorKind] = {}
         for file in _files(ModelDirectory(directory)):
-            for name, entry in _read_header(file).items():
+            mapped = MappedFile(file)
+            for name, entry in read_header(file)[0].items():
                 if name.endswith(_IGNORED_SUFFIXES):
                     continue
                 if name in self._entries:
-                    other = self._entries[name].file.file.path
+                    other = self._entries[name][0].file.path
                     raise ModelFileError(f"tensor {shown(name)} is in {other} and in {file.path}: remove one of them")
-                self._entries[name] = entry
-        self.kinds = {name: entry.kind for name, entry in self._entries.items()}
+                self._entries[name], self.kinds[name] = (mapped, entry.offset), entry.kind
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a view of the file, of the stored type."""
-        entry, kind = self._entries[name], self.kinds[name]
+        (file, offset), kind = self._entries[name], self.kinds[name]
         size = num_bytes(kind)
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
-        data = entry.file.piece(entry.offset, size)
+        data = file.piece(offset, size)
         # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
@@ -112,9 +117,14 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     return [file for file in found if file is not None]
 
 
-def _read_header(found: ModelFile) -> dict[str, _Entry]:
-    """Return the tensors of a file, checked against its size."""
-    path, mapped = found.path, MappedFile(found)
+def read_header(
+    found: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Return the tensors of a file, checked against its size, and its metadata.
+
+    Raises ModelFileError, UnsupportedModelError naming a type that is not in `dtypes`, OSError.
+    """
+    path = found.path
     with found.open() as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_SIZE_BYTES), "little")
@@ -123,20 +133,20 @@ def _read_header(found: ModelFile) -> dict[str, _Entry]:
                 f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone asks for {length}"
             )
         header = parse_json(file.read(length), where=f"the header of {path}", elements=MAX_INDEX_ELEMENTS)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {}
     for name, fields in header.items():
-        kind, offset = _place(fields, where=f"tensor {shown(name)} of {path}")
+        kind, offset = _place(fields, dtypes, where=f"tensor {shown(name)} of {path}")
         end = _SIZE_BYTES + length + offset + num_bytes(kind)
         if end > size:
             raise ModelFileError(
                 f"{path} is cut short: tensor {shown(name)} ends at byte {end}, the file has {size}: fetch it again"
             )
-        entries[name] = _Entry(mapped, kind, _SIZE_BYTES + length + offset)
-    return entries
+        entries[name] = StoredTensor(kind, _SIZE_BYTES + length + offset)
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
-def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
+def _place(fields: object, dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[TensorKind, int]:
     """Return type and shape of a tensor, and its first byte after the header."""
     fields = fields if isinstance(fields, dict) else {}
     dtype = fields.get("dtype")
@@ -149,9 +159,9 @@ def _place(fields: object, *, where: str) -> tuple[TensorKind, int]:
             f"{where} needs a dtype, a shape of at most {MAX_AXES} whole numbers and two data_offsets in its header: "
             "write the file again"
         ) from error
-    if dtype not in _DTYPES:
-        raise UnsupportedModelError(f"{where} has type {escaped(dtype)}: supported are {', '.join(_DTYPES)}")
-    kind = TensorKind(shape, _DTYPES[dtype])
+    if dtype not in dtypes:
+        raise UnsupportedModelError(f"{where} has type {escaped(dtype)}: supported are {', '.join(dtypes)}")
+    kind = TensorKind(shape, dtypes[dtype])
     if stop - start != num_bytes(kind):
         raise ModelFileError(
             f"{where} has {stop - start} bytes, its shape {kind.shape} in {dtype} asks for {num_bytes(kind)}"
@@ -186,12 +196,7 @@ def write_safetensors(
     if len(parts) > 1:
         names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     for name, part in zip(names, parts, strict=True):
-        with (directory / name).open("wb") as file:
-            file.write(_header(part))
-            for key in part:
-                values = read(key).contiguous().view(-1).view(torch.uint8)
-                file.write(values.numpy().data)
-                written(values.numel())
+        write_file(directory / name, part, read=read, written=written)
     if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(map(num_bytes, kinds.values()))},
@@ -200,18 +205,42 @@ def write_safetensors(
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def write_file(
+    path: Path,
+    kinds: Mapping[str, TensorKind],
+    *,
+    read: Callable[[str], torch.Tensor],
+    written: Callable[[int], None] = lambda count: None,
+    dtypes: Mapping[str, torch.dtype] = DTYPES,
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+) -> None:
+    """Write tensors to one file, one at a time. kinds, read, written: as of write_safetensors()."""
+    with path.open("wb") as file:
+        pending = bytearray(_header(kinds, dtypes, metadata))
+        for key in kinds:
+            values = read(key).contiguous().view(-1).view(torch.uint8)
+            # Pieces that begin at multiples of a large page: ext4 and XFS then keep the file in large pages.
+            for piece in values.split(_LARGE_PAGE):
+                pending += piece.numpy().data
+                if len(pending) >= _LARGE_PAGE:
+                    file.write(pending[:_LARGE_PAGE])
+                    del pending[:_LARGE_PAGE]
+            written(values.numel())
+        file.write(pending)
+
+
 def num_bytes(kind: TensorKind) -> int:
     """Return the size of a tensor's values in bytes."""
     return prod(kind.shape) * kind.dtype.itemsize
 
 
-def _header(kinds: Mapping[str, TensorKind]) -> bytes:
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    type_names = {dtype: name for name, dtype in _DTYPES.items()}
+def _header(kinds: Mapping[str, TensorKind], dtypes: Mapping[str, torch.dtype], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
+    type_names = {dtype: name for name, dtype in dtypes.items()}
     at = 0
     for name, kind in kinds.items():
         start, at = at, at + num_bytes(kind)
         fields[name] = {"dtype": type_names[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(_SIZE_BYTES + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -32,12 +32,13 @@ class StoredModel:
     """A model in files.
 
     format: "GGUF" for one .gguf file, "SafeTensors" for a directory with config.json and *.safetensors as transformers
-            writes it, "TorchDist" for a Megatron-Core checkpoint.
+            writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a directory with config.json and
+            model.packed.
     path:   of the .gguf file, or of the directory. A Megatron-Core checkpoint has `.metadata` in it; its config.json
             and tokenizer are there or in the directory above.
     """
 
-    format: Literal["GGUF", "SafeTensors", "TorchDist"]
+    format: Literal["GGUF", "SafeTensors", "TorchDist", "Packed"]
     path: Path
 
     @property
@@ -73,8 +74,8 @@ def resolve(model: str) -> StoredModel:
     """Return where the weights of `model` are. Weights of a hub or an object store are fetched once.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
-           config.json and safetensors, with one .gguf file, a Megatron-Core checkpoint, or the directory that
-           Megatron-LM loads one from.
+           config.json and safetensors or model.packed, with one .gguf file, a Megatron-Core checkpoint, or the
+           directory that Megatron-LM loads one from.
 
     Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
     """
@@ -110,6 +111,8 @@ def resolve(model: str) -> StoredModel:
     if distributed is not None:
         return distributed
     has_config = directory.file("config.json") is not None
+    if has_config and directory.files(".packed"):
+        return StoredModel("Packed", path)
     has_weights = bool(directory.files(".safetensors"))
     if has_config and has_weights:
         return StoredModel("SafeTensors", path)

@@ -69,7 +69,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.option(
     "--format",
     "model_format",
-    type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist"]),
+    type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist", "Packed"]),
     default="Auto",
     help="Reject a model of another format.",
 )

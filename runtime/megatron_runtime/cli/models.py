@@ -38,15 +38,16 @@ _RATE_SECONDS = 30.0
 @click.argument("destination", type=NEW_DIRECTORY)
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "torch_dist"]),
+    type=click.Choice(["safetensors", "torch_dist", "packed"]),
     required=True,
-    help="safetensors: as transformers reads it; torch_dist: as Megatron-LM does.",
+    help="safetensors: as transformers reads it; torch_dist: as Megatron-LM does; packed: engines on the CPU map it.",
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["keep", "float32", "bfloat16", "float16"]),
+    type=click.Choice(["keep", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="keep",
-    help="Of the weights; keep: float32 where they are quantised.",
+    help="Of the weights; keep: float32 where they are quantised, bfloat16 of them for packed. int8 and int4 are for "
+    "packed only, and keep the blocks of quantised matrices.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing DESTINATION when the new one is complete.")
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
@@ -57,12 +58,14 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
+    if to != "packed" and dtype in ("int8", "int4"):
+        raise click.UsageError(f"--dtype {dtype} is for --to packed")
     with _shown_progress(f"{source} -> {to}") as progress:
         conversion.convert(
             source,
             destination,
             to=to,  # type: ignore[arg-type]  # click.Choice allows only these
-            dtype=conversion.DTYPES.get(dtype),
+            dtype=dtype,
             replace=replace,
             write_gguf_tokenizer=write_gguf_tokenizer,
             progress=lambda done, size: progress(done, size, 1),

@@ -18,7 +18,7 @@ class EngineSettings:
     coordinator:       address of the coordinator's engine port, "tcp://host:port".
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
-    model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
+    model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors", "TorchDist" or "Packed".
     backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed; "echo" answers with
                        a hash of the tokens, for tests.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
@@ -57,7 +57,7 @@ class EngineSettings:
     coordinator: str
     name: str
     model: str = "builtin:smollm2-135m"
-    model_format: Literal["Auto", "GGUF", "SafeTensors", "TorchDist"] = "Auto"
+    model_format: Literal["Auto", "GGUF", "SafeTensors", "TorchDist", "Packed"] = "Auto"
     backend: Literal["native", "vllm", "echo"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"

@@ -15,6 +15,7 @@ from megatron_runtime.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
+    from megatron_kernels.cpu.packing import PackedMatrix
     from megatron_kernels.quantized import QuantizedTensor
 
 Shape = tuple[int, ...]
@@ -38,6 +39,8 @@ class Checkpoint(Protocol):
 
     config: ModelConfig
     kinds: Mapping[str, TensorKind]
+    panels_of: str | None = None
+    """Name of the number format whose matrices are stored in the panels of the CPU kernels; None without panels."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
@@ -47,6 +50,13 @@ class Checkpoint(Protocol):
 
         wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks. The
         default is for a format without quantized tensors.
+        """
+        return None
+
+    def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
+        """Return a matrix that is stored in panels of the CPU kernels, possibly a view of the file.
+
+        wanted: their formats. Returns None for another tensor, or if `part` cuts through panels or blocks.
         """
         return None
 

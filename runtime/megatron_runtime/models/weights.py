@@ -195,6 +195,14 @@ class _Loader:
 
     def _weight(self, *parts: NamedPart) -> Weight:
         """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense, of `dtype`."""
+        if self.checkpoint.panels_of is not None and self.linears.panel_formats:
+            panels = [
+                self.checkpoint.panels(self._hf_name(name), part, wanted=self.linears.panel_formats)
+                for name, part in parts
+            ]
+            packed = [matrix for matrix in panels if matrix is not None]
+            if len(packed) == len(parts):
+                return packed
         wanted = self.linears.quantized_kinds
         if wanted:
             found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]

@@ -124,6 +124,7 @@ async def test_a_plain_client_gets_routing_indices_as_a_tensor(stage, plain, cli
     client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS)
     assert (await client.hear())[2]["routing_indices"] == ["tensor", ROUTING]
     ours.send(Disconnect())
+    await stage.until(lambda: not len(stage.coordinators[-1].core.engines))
     theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
     theirs.say()
     client.say(Header.SUBMIT_REQUEST, 1, [1, 2], PARAMS)

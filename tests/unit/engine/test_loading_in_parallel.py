@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.layers.cpu import NativeLinear, select_numbers
+from megatron_runtime.tokenization import load_tokenizer
 
 MODEL = "builtin:smollm2-135m"
 
@@ -51,3 +57,15 @@ def test_a_load_imports_nothing_that_it_does_not_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_packed_model_gives_the_tokens_of_its_original(generate: Callable[..., Any], tmp_path: Path) -> None:
+    """Quantized matrices keep their blocks, and `auto` the stored format."""
+    convert(MODEL, tmp_path / "packed", to="packed", dtype="int4")
+    prompts = [load_tokenizer(MODEL).encode(text) for text in ("The capital of France is", "1, 2, 3, 5, 8,")]
+    answers = []
+    for model, dtype in ((MODEL, "int4"), (str(tmp_path / "packed"), "auto")):
+        executor = CpuExecutor(resolve(model), dtype=dtype, kv_cache_memory=64 << 20)
+        executor.load()
+        answers.append(generate(executor, prompts, 32, temperature=0.0))
+    assert answers[0] == answers[1]

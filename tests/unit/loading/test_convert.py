@@ -51,7 +51,7 @@ def test_large_models_are_written_as_several_files_with_an_index(tmp_path: Path)
 
 @pytest.mark.parametrize("to", ["safetensors", "torch_dist"])
 def test_the_weights_are_cast_to_the_given_type(to: str, model: Path, tmp_path: Path) -> None:
-    convert(str(model), tmp_path / "out", to=to, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    convert(str(model), tmp_path / "out", to=to, dtype="bfloat16")  # type: ignore[arg-type]
     checkpoint = open_checkpoint(resolve(str(tmp_path / "out")))
     for name, tensor in random_tensors(LLAMA).items():
         assert torch.equal(checkpoint.read(name), tensor.bfloat16())

@@ -11,7 +11,7 @@ import torch
 from eventually import LONG_SECONDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_checkpoint import CONFIGS, random_tensors, write_model
+from random_checkpoint import CONFIGS, assert_equal_weights, random_tensors, write_model
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
@@ -160,21 +160,3 @@ def test_torch_reads_the_written_checkpoint(qwen: Path, tmp_path: Path) -> None:
         common = torch.load(io.BytesIO((release / "common.pt").read_bytes()), weights_only=True)
     assert common["checkpoint_version"] == 3.0
     assert common["args"].num_query_groups == 2
-
-
-def assert_equal_weights(one: object, other: object) -> None:
-    """Compare all tensors of two trees of frozen dataclasses."""
-    if isinstance(one, torch.Tensor):
-        assert isinstance(other, torch.Tensor)
-        assert torch.equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert isinstance(other, list | tuple)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_equal_weights(mine, theirs)
-    elif hasattr(one, "dense"):
-        assert_equal_weights(one.dense(), other.dense())  # type: ignore[attr-defined]
-    elif hasattr(one, "__dataclass_fields__"):
-        for name in one.__dataclass_fields__:
-            assert_equal_weights(getattr(one, name), getattr(other, name))
-    else:
-        assert type(one) is type(other)

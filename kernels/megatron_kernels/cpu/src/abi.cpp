@@ -89,14 +89,17 @@ MEGATRON_EXPORT uint64_t megatron_sum(const uint8_t* data, int64_t words) {
   return sum;
 }
 
-// Whether no exponent of `halves` float16 numbers at the beginning of each block has all its bits set.
-MEGATRON_EXPORT int64_t megatron_halves_are_finite(const uint8_t* data, int64_t blocks, int64_t block_bytes, int64_t halves) {
+// Whether no exponent of `halves` numbers of two bytes at the beginning of each block has all its bits set.
+// exponent: its bits, which the sign precedes.
+MEGATRON_EXPORT int64_t megatron_halves_are_finite(const uint8_t* data, int64_t blocks, int64_t block_bytes, int64_t halves,
+                                                   int64_t exponent) {
+  const auto bits_of_exponent = static_cast<uint32_t>(exponent), lowest = bits_of_exponent & (0u - bits_of_exponent);
   uint32_t found = 0;
   for (int64_t block = 0; block < blocks; ++block) {
     for (int64_t half = 0; half < halves; ++half) {
       uint16_t bits;
       __builtin_memcpy(&bits, data + block * block_bytes + 2 * half, sizeof bits);
-      found |= static_cast<uint32_t>((bits & 0x7C00u) + 0x400u);
+      found |= (bits & bits_of_exponent) + lowest;
     }
   }
   return (found & 0x8000u) == 0;

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_kernels.cpu.packing import PANEL_FORMATS
 from megatron_runtime.backends.native.memory import require_memory as require_host_memory
 from megatron_runtime.checkpoints.checkpoint import (
     Signature,
@@ -21,7 +22,7 @@ from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.cpu import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
-from megatron_runtime.models.tensors import num_parameters
+from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
 
 
@@ -62,7 +63,7 @@ class WeightStore:
         """Approximate size of this rank's weights."""
         sizes = self._shard.sizes
         values = num_parameters(self.config, expert_ranks=sizes.expert)
-        return values * self._dtype.itemsize // (sizes.tensor * sizes.pipeline)
+        return int(values * self._linears().value_bytes(self._dtype)) // (sizes.tensor * sizes.pipeline)
 
     @property
     def digest(self) -> str | None:
@@ -124,13 +125,19 @@ class WeightStore:
         is_native = isinstance(linears, NativeLinears)
         expected = like.kinds if like is not None else None
         checkpoint = VerifiedCheckpoint(opened, expected=expected, is_native=is_native)
-        self._require_memory(self.num_bytes, what=what)
+        if not _is_mapped(opened, linears):
+            self._require_memory(self.num_bytes, what=what)
         threads = torch.get_num_threads() if is_native else 1
         with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
         if isinstance(linears, NativeLinears):
             linears.settle()
         return weights, checkpoint.signature()
+
+
+def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
+    """Return whether the matrices stay in the page cache, from which they are read again when memory is short."""
+    return checkpoint.panels_of is not None and PANEL_FORMATS[checkpoint.panels_of] in linears.panel_formats
 
 
 @contextmanager

@@ -36,12 +36,10 @@ def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # engines that start together convert it once
         if not (directory / "config.json").exists():
             # Only a conversion needs torch.
-            import torch
-
             from megatron_runtime.checkpoints.convert import convert
             from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
-            convert(source, directory, dtype=torch.bfloat16, write_gguf_tokenizer=write_gguf_tokenizer)
+            convert(source, directory, dtype="bfloat16", write_gguf_tokenizer=write_gguf_tokenizer)
     return directory
 
 

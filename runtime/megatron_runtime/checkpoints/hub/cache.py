@@ -92,7 +92,8 @@ def _reference(path: Path) -> str:
 
 def _format(path: Path) -> str:
     names = {file.name for file in path.glob("snapshots/*/**/*")}
-    for ending, name in ((".gguf", "GGUF"), (".distcp", "TorchDist"), (".safetensors", "SafeTensors")):
+    formats = {".gguf": "GGUF", ".distcp": "TorchDist", ".packed": "Packed", ".safetensors": "SafeTensors"}
+    for ending, name in formats.items():
         if any(each.endswith(ending) for each in names):
             return name
     return ""

@@ -507,7 +507,7 @@ def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFi
     if include:
         return [file for file in files if _matches(file, include)]
     kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
-    if any(file.path.endswith((".safetensors", ".gguf", ".distcp")) for file in kept):
+    if any(file.path.endswith((".safetensors", ".gguf", ".distcp", ".packed")) for file in kept):
         distributed = any(file.path.endswith(".distcp") for file in kept)
         needed = ("common.pt",) if distributed else ()
         kept = [file for file in kept if file.path.endswith(needed) or not _matches(file, _OTHER_FORMATS)]

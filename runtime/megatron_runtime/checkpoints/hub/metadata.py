@@ -19,7 +19,7 @@ from megatron_runtime.checkpoints.hub.download import (
 )
 from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
 
-_WEIGHTS = (".safetensors", ".gguf", ".distcp")
+_WEIGHTS = (".safetensors", ".gguf", ".distcp", ".packed")
 _LENGTH_BYTES = 8
 _FIRST_GGUF_BYTES = 16 << 20
 """Headers of GGUF files have the vocabulary. Most are smaller."""
@@ -53,7 +53,7 @@ def metadata_directory(model: str) -> Iterator[Path]:
 
 
 def _write_header(api: FileSource, listing: Listing, file: RemoteFile, path: Path) -> None:
-    if file.path.endswith(".safetensors"):
+    if file.path.endswith((".safetensors", ".packed")):
         _write_start(api, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as found:
             length = int.from_bytes(found.read(_LENGTH_BYTES), "little")

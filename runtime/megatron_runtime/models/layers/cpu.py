@@ -12,11 +12,23 @@ from typing import Literal
 
 import torch
 
-from megatron_kernels.cpu.library import library
+from megatron_kernels.cpu.library import PANEL, library
 from megatron_kernels.cpu.memory import WeightMemory
-from megatron_kernels.cpu.packing import DENSE_DTYPES, QUANTIZED_KINDS, PackedMatrix, fits, pack, packed_format
+from megatron_kernels.cpu.packing import (
+    BLOCK,
+    DENSE_DTYPES,
+    INTEGER_FORMATS,
+    PANEL_FORMATS,
+    QUANTIZED_KINDS,
+    PackedMatrix,
+    fits,
+    join,
+    pack,
+    packed_format,
+    panel_bytes,
+)
 from megatron_kernels.cpu.thread_pool import shared_thread_pool
-from megatron_kernels.quantized import BLOCK_SIZES
+from megatron_kernels.quantized import BLOCK_SIZES, QuantizedTensor
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint
 
@@ -40,7 +52,7 @@ class NativeLinear(Linear):
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
         assert len(self.matrices) == 1, "an embedding has one format"
-        return _look_up(self.matrices[0], ids_T)
+        return self.matrices[0].look_up(ids_T)
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +60,7 @@ class NativeLinear(Linear):
 
     def dense(self) -> torch.Tensor:
         """Return weight_NK in float32, as it was rounded."""
-        return torch.cat([_look_up(matrix, torch.arange(matrix.outputs)) for matrix in self.matrices])
+        return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
 
 def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
@@ -59,24 +71,21 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
     return y_TN
 
 
-def _look_up(matrix: PackedMatrix, ids_T: torch.Tensor) -> torch.Tensor:
-    x_TK, ids = torch.empty(len(ids_T), matrix.inputs), ids_T.to(torch.int64).contiguous()
-    library().megatron_look_up(matrix.record, ids.data_ptr(), len(ids), x_TK.data_ptr())
-    return x_TK
-
-
 class NativeLinears(LinearFactory):
     """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
 
-    format: of dense weights. Quantized weights keep their blocks if the format is an integer one, else they are
-            unpacked into the format.
+    format: of dense weights. Quantized weights and those in panels keep their blocks if the format is an integer one,
+            else they are unpacked into the format.
     """
 
     def __init__(self, format: Format) -> None:
-        # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
-        self._format, self._table_format = format, "int8" if format == "int4" else format
+        self._format, self._table_format = format, table_format(format)
         self.quantized_kinds, self.dense_dtypes = QUANTIZED_KINDS, DENSE_DTYPES
+        self.panel_formats = INTEGER_FORMATS if format in ("int8", "int4") else frozenset((PANEL_FORMATS[format],))
         self._memory = WeightMemory()
+
+    def value_bytes(self, dtype: torch.dtype) -> float:
+        return panel_bytes(PANEL_FORMATS[self._format], BLOCK) / (PANEL * BLOCK)
 
     def settle(self) -> None:
         """Join the pages of the weights into larger ones, after the last matrix."""
@@ -94,11 +103,22 @@ class NativeLinears(LinearFactory):
     def _pack(self, weight: Weight, format: str) -> NativeLinear | None:
         if isinstance(weight, torch.Tensor):
             return NativeLinear(pack(weight, format, self._memory)) if fits(*weight.shape) else None
-        if not all(fits(*part.shape) for part in weight):
+        panels = [part for part in weight if isinstance(part, PackedMatrix)]
+        if panels:
+            by_format = groupby(panels, key=lambda part: part.format)
+            return NativeLinear(*(join(list(parts), self._memory) for _, parts in by_format))
+        blocks = [part for part in weight if isinstance(part, QuantizedTensor)]
+        if not all(fits(*part.shape) for part in blocks):
             return None
         # Parts of different GGML types become several matrices if they keep their blocks.
-        groups = groupby(weight, key=lambda part: packed_format(part, format))
+        groups = groupby(blocks, key=lambda part: packed_format(part, format))
         return NativeLinear(*(pack(list(parts), format, self._memory) for _, parts in groups))
+
+
+def table_format(format: Format) -> Format:
+    """Return the format of embedding tables, given that of the other matrices."""
+    # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
+    return "int8" if format == "int4" else format
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +165,11 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats to compute with a checkpoint. name and errors: as of select_numbers()."""
+    """Return the number formats to compute with a checkpoint. name and errors: as of select_numbers(); "auto" keeps
+    matrices that are stored in panels.
+    """
+    if name == "auto" and checkpoint.panels_of is not None:
+        name = checkpoint.panels_of
     matrices = {key: kind for key, kind in checkpoint.kinds.items() if len(kind.shape) == 2}
     largest = max(matrices, key=lambda key: prod(matrices[key].shape))
     is_quantized = checkpoint.blocks(largest, (slice(0, 1),), wanted=BLOCK_SIZES) is not None

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
+from megatron_kernels.cpu.packing import PackedMatrix
 from megatron_kernels.quantized import QuantizedTensor
 
-Weight = torch.Tensor | Sequence[QuantizedTensor]
-"""A dense matrix, or quantized matrices whose rows form one matrix. Their GGML types may differ."""
+Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
+"""A dense matrix, or matrices whose rows form one: quantized ones or packed ones, whose formats may differ."""
 
 
 class Linear:
@@ -49,13 +50,19 @@ class LinearFactory:
 
     quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
     dense_dtypes:    types of dense weights that it accepts as they are stored; it gets others in the type of the model.
+    panel_formats:   formats of packed weights that it accepts.
 
     The factory copies weights of these types. Quantized ones may be a view of their file, whose rows need not be
-    contiguous. Dense ones are overwritten after the call.
+    contiguous. Dense ones are overwritten after the call. Packed ones may be a view of their file, and are kept.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
     dense_dtypes: frozenset[torch.dtype] = frozenset()
+    panel_formats: frozenset[int] = frozenset()
+
+    def value_bytes(self, dtype: torch.dtype) -> float:
+        """Return the approximate memory of one value of a model of type `dtype`."""
+        return dtype.itemsize
 
     def dense(self, weight: Weight) -> torch.Tensor:
         """Return a weight as one dense matrix, where and of which type the step needs it."""
