@@ -6,16 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 from peer_bench.processes import Worker, WorkerError
 from peer_bench.weights import DTYPES
 
+from megatron_runtime.cli.bench.engine import memory_bandwidth
+
 OURS = "megatron"
+T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
 """CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
+_STEADY, _ATTEMPTS = 1.15, 4
+"""Ratio of the fastest to the slowest rate of the memory during a cell of a round, above which the cell is measured
+again, and the most times that it is measured."""
 _LONG_LOAD = 20.0
 """Seconds of a load that is measured once."""
 
@@ -51,6 +59,7 @@ CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 class Engine:
     """The figures of one engine, or of its server, on weights of one kind.
 
+    rates:   bytes/s that the memory gave after each figure.
     retries: requests whose connection the server closed before it answered.
     """
 
@@ -60,6 +69,7 @@ class Engine:
     worker: Worker | None = None
     failure: str = ""
     figures: dict[str, list[float]] = field(default_factory=dict)
+    rates: dict[str, list[float]] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
     spent: float = 0.0
     retries: int | None = None
@@ -67,15 +77,17 @@ class Engine:
     def add(self, cell: Cell, figure: float) -> None:
         self.figures.setdefault(cell.name, []).append(figure)
 
-    def attempt(self, what: Callable[[], None]) -> None:
-        """Call `what`. If it fails, the engine takes no further part and has the cause as `failure`."""
+    def attempt(self, what: Callable[[], T]) -> T | None:
+        """Return what `what` returns. If it fails, the engine takes no further part and has the cause as `failure`."""
         begun = time.perf_counter()
         try:
-            what()
+            return what()
         except WorkerError as error:
             self.worker, self.failure = None, str(error)
             print(f"{self.name}, {self.weights}: {error}", flush=True)
-        self.spent += time.perf_counter() - begun
+            return None
+        finally:
+            self.spent += time.perf_counter() - begun
 
 
 def engines(
@@ -83,7 +95,7 @@ def engines(
 ) -> list[Engine]:
     """Return the engines that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
-    commands = {OURS: [sys.executable, "ours.py", files["ours"], dtype, count]}
+    commands = {OURS: [sys.executable, "ours.py", files[f"packed-{weights}"], dtype, count]}
     if venv is not None:
         python = str(venv.absolute() / "bin" / "python")
         commands["llama.cpp"] = [python, "llama_cpp_batch.py", files[weights], count, str(_SEQUENCES)]
@@ -97,9 +109,19 @@ def engines(
 
 
 def measure_all(
-    group: list[Engine], *, rounds: int, seconds_each: float, cpus: set[int], after_round: Callable[[], None]
+    group: list[Engine],
+    *,
+    rounds: int,
+    seconds_each: float,
+    cpus: set[int],
+    after_round: Callable[[], None],
+    memory_rate: Callable[[], float] = memory_bandwidth,
 ) -> None:
-    """Measure every cell of every engine once a round. An engine that has used its seconds skips later rounds."""
+    """Measure every cell of every engine once a round. An engine that has used its seconds skips later rounds.
+
+    A host may give a virtual machine memory of different rates. A cell is measured again if the rate changed between
+    the engines.
+    """
     for engine in group:
         engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -107,12 +129,7 @@ def measure_all(
         for number in range(rounds):
             taking_part = [engine for engine in group if engine.spent < seconds_each]
             for place, cell in enumerate(ASKED):
-                for engine in taking_part:
-                    if engine.worker is not None:
-                        wait_until_idle()
-                        # No prompt is sent twice: an engine may cache prompts.
-                        seed = 1000 * (number + 1) + place
-                        engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, seed=s))  # type: ignore[misc]
+                _measure(taking_part, cell, seed=1000 * (number + 1) + place, memory_rate=memory_rate)
             print(f"{group[0].weights}: round {number + 1} of {rounds}", flush=True)
             after_round()
     finally:
@@ -160,16 +177,36 @@ def _start(engine: Engine, cpus: set[int]) -> None:
         engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
 
 
-def _measure(engine: Engine, cell: Cell, *, seed: int) -> None:
+def _measure(group: list[Engine], cell: Cell, *, seed: int, memory_rate: Callable[[], float]) -> None:
+    """Measure a cell of each engine while the memory has one rate; after _ATTEMPTS whatever the rate is."""
+    for attempt in range(_ATTEMPTS):
+        rates = [memory_rate()]
+        figures: list[tuple[Engine, float, float]] = []
+        for engine in group:
+            if engine.worker is None:
+                continue
+            wait_until_idle()
+            # No prompt is sent twice: an engine may cache prompts.
+            figure = engine.attempt(partial(_figure, engine, cell, seed + 100 * attempt))
+            rates.append(memory_rate())
+            if figure is not None:
+                figures.append((engine, figure, rates[-1]))
+        if max(rates) <= _STEADY * min(rates):
+            break
+    for engine, figure, rate in figures:
+        engine.add(cell, figure)
+        engine.rates.setdefault(cell.name, []).append(rate)
+
+
+def _figure(engine: Engine, cell: Cell, seed: int) -> float:
     assert engine.worker is not None
     reply = engine.worker.ask(batch=cell.batch, prompt_tokens=cell.prompt_tokens, new_tokens=cell.new_tokens, seed=seed)
     if cell in DECODE:
-        after_first = reply["seconds"] - reply["first_seconds"]
-        engine.add(cell, cell.batch * (cell.new_tokens - 1) / after_first)
-    elif cell is PREFILL:
-        engine.add(cell, cell.prompt_tokens / reply["seconds"])
-    else:
-        engine.add(cell, reply["seconds"] * 1000)
+        after_first: float = reply["seconds"] - reply["first_seconds"]
+        return cell.batch * (cell.new_tokens - 1) / after_first
+    if cell is PREFILL:
+        return cell.prompt_tokens / float(reply["seconds"])
+    return float(reply["seconds"]) * 1000
 
 
 def _measure_start(engine: Engine, cpus: set[int]) -> None:

@@ -75,32 +75,41 @@ class Report:
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better."""
+        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better.
+
+        The ratio is the median of those of the rounds, because the engines of a round met the same memory.
+        """
         for cell in CELLS:
             figures = {engine.name: engine.figures[cell.name] for engine in part.engines if cell.name in engine.figures}
-            medians = {name: statistics.median(values) for name, values in figures.items()}
-            ours = medians.pop(OURS, None)
-            if ours is None:
+            own = figures.get(OURS)
+            if own is None:
                 continue
-            best = (min if cell.is_less else max)(medians, key=lambda name: medians[name], default=None)
-            ratio = None if best is None else medians[best] / ours if cell.is_less else ours / medians[best]
+            ratios = {name: _ratio(cell, own, values) for name, values in figures.items() if name != OURS}
+            best = min(ratios, key=lambda name: ratios[name], default=None)
+            ours = statistics.median(own)
             yield {
                 "weights": part.weights,
                 "kind": part.kind,
                 "cell": cell.name,
                 "ours": _rounded(ours),
-                "best_peer": None if best is None else _rounded(medians[best]),
+                "best_peer": None if best is None else _rounded(statistics.median(figures[best])),
                 "peer": best,
-                "ratio": None if ratio is None else round(ratio, 2),
-                **self._of_bound(part, cell, ours),
+                "ratio": None if best is None else round(ratios[best], 2),
+                **self._of_bound(part, cell, own),
                 "all": {name: _spread(values) for name, values in figures.items()},
             }
 
-    def _of_bound(self, part: Part, cell: Cell, ours: float) -> dict[str, float]:
+    def _of_bound(self, part: Part, cell: Cell, own: list[float]) -> dict[str, float]:
+        ours = statistics.median(own)
         if cell in DECODE:
-            seconds = cell.batch / ours
-            bound = self.model.step_bytes(part.weights) / self.bandwidth
-            return {"percent_of_memory_bound": _rounded(100 * bound / seconds)}
+            engine = next(engine for engine in part.engines if engine.name == OURS)
+            rates = engine.rates.get(cell.name, [self.bandwidth] * len(own))
+            read = self.model.step_bytes(part.weights) / cell.batch
+            reached = statistics.median(read * figure / rate for figure, rate in zip(own, rates, strict=True))
+            return {
+                "percent_of_memory_bound": _rounded(100 * reached),
+                "memory_gb_per_s": _rounded(statistics.median(rates) / 1e9),
+            }
         if cell is PREFILL:
             return {"percent_of_float32_compute": _rounded(100 * ours * 2 * self.model.layer_parameters / self.compute)}
         if cell is MEMORY:
@@ -113,6 +122,12 @@ class Report:
         if cell is READY and own is not None:
             return {"of_it_import_torch": round(own.start.get("platform_seconds", 0.0), 2)}
         return {}
+
+
+def _ratio(cell: Cell, own: list[float], other: list[float]) -> float:
+    """Return how many times better ours is, as the median of the rounds in which both were measured."""
+    pairs = zip(own, other, strict=False)
+    return statistics.median(theirs / ours if cell.is_less else ours / theirs for ours, theirs in pairs)
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, str]:

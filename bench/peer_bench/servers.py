@@ -119,7 +119,16 @@ def servers(
 ) -> list[Server]:
     """Return the servers that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
-    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", files["ours"], "--dtype", dtype]
+    ours = [
+        sys.executable,
+        "-m",
+        "megatron_runtime.cli",
+        "serve",
+        "--model",
+        files[f"packed-{weights}"],
+        "--dtype",
+        dtype,
+    ]
     found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -53,26 +54,31 @@ MODELS = {
 
 
 def write_forms(directory: Path, weights: list[str], model: str) -> dict[str, str]:
-    """Write the weights; return paths: "hf" is a directory for transformers, other names are GGUF files.
-
-    "ours" is the name of the model for our engine.
+    """Write the weights; return paths: "hf" is a directory for transformers, "packed-…" are directories for our engine,
+    other names are GGUF files.
 
     directory: kept between runs, because some engines cache compiled code by the path of the weights. Files that are
     newer than the model are not written again.
     """
     directory = directory.absolute() / model
-    ours = _BUILTIN
+    original = _BUILTIN
     if model == "llama-1b":
-        ours = str(directory / "4-bit.gguf")
-        if not Path(ours).exists():
+        original = str(directory / "4-bit.gguf")
+        if not Path(original).exists():
             directory.mkdir(parents=True, exist_ok=True)
-            _write_random_llama(Path(ours).with_suffix(".part"))
-            Path(ours).with_suffix(".part").rename(ours)
-    source = resolve(ours).location
-    files = {"ours": ours, "hf": str(directory / "hf"), "4-bit": str(source)}
-    last = directory / "hf" / "tokenizer_config.json"
-    if not _is_current(last, source):
-        convert(ours, directory / "hf", replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
+            _write_random_llama(Path(original).with_suffix(".part"))
+            Path(original).with_suffix(".part").rename(original)
+    source = resolve(original).location
+    files = {"hf": str(directory / "hf"), "4-bit": str(source)}
+    last = "tokenizer_config.json"
+    if not _is_current(directory / "hf" / last, source):
+        convert(original, directory / "hf", replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
+    for name in set(weights):
+        packed = directory / f"packed-{name}"
+        files[f"packed-{name}"] = str(packed)
+        if not _is_current(packed / last, source):
+            options: dict[str, Any] = {"replace": True, "write_gguf_tokenizer": write_gguf_tokenizer}
+            convert(original, packed, to="packed", dtype=DTYPES[name], **options)
     # float16 is the faster 16-bit type on CPUs without bfloat16 instructions.
     kinds = {"bfloat16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
     for name, kind in kinds.items():

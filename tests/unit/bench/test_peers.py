@@ -1,5 +1,6 @@
 """Comparison with other engines: a failed one is listed with its error, and a ratio above one means ours is better."""
 
+import itertools
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "bench"))
 
+from peer_bench import cells  # noqa: E402
 from peer_bench.cells import HTTP, LOAD, OURS, START, Engine, measure_all, measure_starts  # noqa: E402
 from peer_bench.processes import Worker, WorkerError  # noqa: E402
 from peer_bench.report import Part, Report  # noqa: E402
@@ -35,6 +37,11 @@ CPUS = os.sched_getaffinity(0)
 MODEL = MODELS["smollm2-135m"]
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "_IDLE_INTERVAL", 0.02)
+
+
 def engine(name: str, program: str, *, weights: str = "4-bit") -> Engine:
     return Engine(name, weights, [sys.executable, "-c", program])
 
@@ -55,7 +62,7 @@ def test_an_engine_that_fails_is_listed_and_the_others_are_measured(report: Repo
         engine("broken", "raise SystemExit('no such instruction')"),
     ]
     report.parts.append(Part("4-bit", "engines", group))
-    measure_all(group, rounds=2, seconds_each=1e9, cpus=CPUS, after_round=report.write)
+    measure_all(group, rounds=2, seconds_each=1e9, cpus=CPUS, after_round=report.write, memory_rate=lambda: 1e10)
     (part,) = json.loads(report.path.read_text())["parts"]
     assert {e["engine"]: e["failure"] for e in part["participants"]} == {
         OURS: None,
@@ -67,6 +74,40 @@ def test_an_engine_that_fails_is_listed_and_the_others_are_measured(report: Repo
     assert all(row["peer"] == "slow" for row in rows.values())
     assert rows["decode b8"]["all"]["slow"]["rounds"] == 2
     assert all(worker.worker is None for worker in group)
+
+
+def test_a_cell_is_measured_again_if_the_memory_changes_its_rate_meanwhile(report: Report) -> None:
+    """The figures of the interrupted measurement are dropped."""
+    ours, other = (engine(name, STEADY.format(seconds=0.0)) for name in (OURS, "other"))
+    rates = itertools.chain([30e9, 30e9, 50e9], itertools.repeat(50e9))
+    report.parts.append(Part("4-bit", "engines", [ours, other]))
+    measure_all(
+        [ours, other],
+        rounds=1,
+        seconds_each=1e9,
+        cpus=CPUS,
+        after_round=report.write,
+        memory_rate=lambda: next(rates),
+    )
+    assert ours.rates["decode b1"] == other.rates["decode b1"] == [50e9]
+    row = rows_of(report)["decode b1"]
+    assert (row["memory_gb_per_s"], row["all"]["other"]["rounds"]) == (50.0, 1)
+
+
+def test_an_unsteady_memory_ends_the_attempts() -> None:
+    ours = engine(OURS, STEADY.format(seconds=0.0))
+    rates = itertools.cycle([30e9, 50e9])
+    group = [ours]
+    measure_all(group, rounds=1, seconds_each=1e9, cpus=CPUS, after_round=lambda: None, memory_rate=lambda: next(rates))
+    assert len(ours.figures["decode b1"]) == 1
+
+
+def test_the_ratio_is_that_of_rounds_in_which_both_met_the_same_memory(report: Report) -> None:
+    ours, peer = engine(OURS, ""), engine("llama.cpp", "")
+    ours.figures["decode b1"], peer.figures["decode b1"] = [16.6, 28.1, 16.6], [15.6, 20.2, 20.2]
+    report.parts.append(Part("bfloat16", "engines", [ours, peer]))
+    report.write()
+    assert rows_of(report)["decode b1"]["ratio"] == 1.06
 
 
 def test_loads_are_measured_in_new_processes_until_the_first_token_too() -> None:
@@ -86,7 +127,7 @@ def test_loads_are_measured_in_new_processes_until_the_first_token_too() -> None
 def test_an_engine_that_has_used_its_seconds_keeps_its_first_round(report: Report) -> None:
     group = [engine(OURS, STEADY.format(seconds=0.0))]
     report.parts.append(Part("4-bit", "engines", group))
-    measure_all(group, rounds=3, seconds_each=1e-9, cpus=CPUS, after_round=report.write)
+    measure_all(group, rounds=3, seconds_each=1e-9, cpus=CPUS, after_round=report.write, memory_rate=lambda: 1e10)
     assert rows_of(report)["decode b1"]["all"][OURS]["rounds"] == 1
 
 
