@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -170,11 +171,24 @@ def close(group: Iterable[Engine]) -> None:
 
 
 def _start(engine: Engine, cpus: set[int]) -> None:
+    _drop_cached_weights(engine)
     engine.worker = Worker(engine.command, cpus=cpus)
     engine.start = engine.worker.ready
     # Warm-up.
     for batch in (1, 8):
         engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
+
+
+def _drop_cached_weights(engine: Engine) -> None:
+    """Drop the files that the command names from the page cache. An engine that maps its file gets other pages if the
+    file has just been written than after a boot.
+    """
+    for argument in map(Path, engine.command[2:]):
+        found = argument.rglob("*") if argument.is_dir() else [argument]
+        for file in found:
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _measure(group: list[Engine], cell: Cell, *, seed: int, memory_rate: Callable[[], float]) -> None:
