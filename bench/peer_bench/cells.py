@@ -183,12 +183,11 @@ def _drop_cached_weights(engine: Engine) -> None:
     """Drop the files that the command names from the page cache. An engine that maps its file gets other pages if the
     file has just been written than after a boot.
     """
-    for argument in map(Path, engine.command[2:]):
-        found = argument.rglob("*") if argument.is_dir() else [argument]
-        for file in found:
-            if file.is_file():
-                with file.open("rb") as opened:
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    named = [Path(argument) for argument in engine.command[1:] if argument.startswith("/")]
+    for file in [*named, *(file for path in named if path.is_dir() for file in path.rglob("*"))]:
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _measure(group: list[Engine], cell: Cell, *, seed: int, memory_rate: Callable[[], float]) -> None:
