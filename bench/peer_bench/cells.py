@@ -22,7 +22,7 @@ T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
 """CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
-_STEADY, _ATTEMPTS = 1.15, 4
+_STEADY, _ATTEMPTS = 1.07, 6
 """Ratio of the fastest to the slowest rate of the memory during a cell of a round, above which the cell is measured
 again, and the most times that it is measured."""
 _LONG_LOAD = 20.0
