@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _metadata(metadata: Mapping[str, Any], path: Path) -> tuple[str, dict[str, A
     version, numbers, matrices = (metadata.get(key) for key in ("format", "numbers", "matrices"))
     if version != _VERSION:
         raise ModelFileError(f"{path} has format {shown(version)}, this release reads {_VERSION}: {_REMEDY}")
-    if numbers not in FORMATS or not isinstance(matrices, str):
+    if not isinstance(numbers, str) or numbers not in FORMATS or not isinstance(matrices, str):
         raise ModelFileError(f"{path} has numbers {shown(numbers)}, known are {', '.join(FORMATS)}: {_REMEDY}")
     where = f"the list of matrices of {path}"
     return numbers, parse_json(matrices.encode(), where=where, elements=MAX_INDEX_ELEMENTS)
@@ -133,9 +134,10 @@ def _map(file: ModelFile) -> torch.Tensor:
     with file.open() as opened:
         # Copy on write only because torch accepts no read-only buffer.
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    # Where the file system has pages of 2 MiB, those of a file that is not in memory yet are read as such.
+    # Where kernel and file system have pages of 2 MiB, those of a file that is not in memory yet are read as such.
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        view.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):
+            view.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 

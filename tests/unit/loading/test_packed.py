@@ -173,6 +173,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 DAMAGES: dict[str, tuple[Edit, str]] = {
     "another version": (lambda tensors, meta: meta.update(format="megatron-packed-9"), "reads megatron-packed-1"),
     "an unknown format": (lambda tensors, meta: meta.update(numbers="int3"), "numbers 'int3', known are float32"),
+    "a format that is a list": (lambda tensors, meta: meta.update(numbers=["int4"]), "numbers a list of length 1"),
     "no list": (lambda tensors, meta: meta.update(matrices="{"), "the list of matrices of .* is not valid JSON"),
     "not a list": (lambda tensors, meta: meta.update(matrices='{"a": 1}'), "described as 'null'"),
     "wrong inputs": (lambda tensors, meta: redescribe(meta, ["float32", 96]), r"""described as '\["float32", 96\]'"""),
@@ -188,18 +189,32 @@ def redescribe(metadata: dict[str, Any], description: list[Any]) -> None:
     metadata["matrices"] = json.dumps({**json.loads(metadata["matrices"]), Q: description})
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_contradicts_itself_is_rejected(damage: str, tmp_path: Path) -> None:
-    edit, message = DAMAGES[damage]
-    directory = packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed")
-    path = directory / PACKED_FILE
+def rewrite_header(path: Path, edit: Edit) -> None:
     tensors, metadata = header_of(path)
     data = path.read_bytes()[-payload(path.read_bytes()) :]
     edit(tensors, metadata)
     text = json.dumps({"__metadata__": metadata, **tensors}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    # Never in place: the file may be mapped.
+    path.with_suffix(".new").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_contradicts_itself_is_rejected(damage: str, tmp_path: Path) -> None:
+    edit, message = DAMAGES[damage]
+    directory = packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed")
+    rewrite_header(directory / PACKED_FILE, edit)
     with pytest.raises(ModelFileError, match=message):
         PackedCheckpoint(directory)
+
+
+def test_tensors_may_begin_at_any_address(tmp_path: Path) -> None:
+    directory = packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed", dtype="bfloat16")
+    expected = load_weights(PackedCheckpoint(directory), torch.float32, linears=NativeLinears("bfloat16"))
+    for size in range(1, 4):
+        rewrite_header(directory / PACKED_FILE, lambda tensors, meta, size=size: meta.update(padding="x" * size))
+        found = load_weights(PackedCheckpoint(directory), torch.float32, linears=NativeLinears("bfloat16"))
+        assert_equal_weights(found, expected)
 
 
 def test_a_short_file_is_rejected(tmp_path: Path) -> None:
