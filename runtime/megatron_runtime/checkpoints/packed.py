@@ -50,8 +50,8 @@ from megatron_runtime.protocol.text import shown
 PACKED_FILE = "model.packed"
 _VERSION = "megatron-packed-1"
 """Changes with the layout of a panel."""
-_BYTES = "U8"
-_DTYPES = {**DTYPES, _BYTES: torch.uint8}
+_REMEDY = "write it again with megatron convert --to packed"
+_DTYPES = {**DTYPES, "U8": torch.uint8}
 _NAMES = {number: name for name, number in PANEL_FORMATS.items()}
 _STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of values by the name of their format; float32 of all others."""
@@ -113,9 +113,6 @@ class PackedCheckpoint(Checkpoint):
             return tensor.kind
         dtype = _STORED_DTYPES.get(_NAMES[matrix.format], torch.float32)
         return TensorKind((matrix.outputs, matrix.inputs), dtype)
-
-
-_REMEDY = "write it again with megatron convert --to packed"
 
 
 def _metadata(metadata: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:

@@ -46,8 +46,8 @@ _RATE_SECONDS = 30.0
     "--dtype",
     type=click.Choice(["keep", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="keep",
-    help="Of the weights; keep: float32 where they are quantised, bfloat16 of them for packed. int8 and int4 are for "
-    "packed only, and keep the blocks of quantised matrices.",
+    help="Of the weights; keep: as stored, but quantised ones become float32, or bfloat16 in a packed model. int8 and "
+    "int4 are for packed models only, and keep the blocks of quantised matrices.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing DESTINATION when the new one is complete.")
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
