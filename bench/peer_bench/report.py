@@ -77,7 +77,7 @@ class Report:
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
         """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better.
 
-        The ratio is the median of those of the rounds, because the engines of a round met the same memory.
+        The ratio is the median of those of the turns, because the engines of a turn met the same memory.
         """
         for cell in CELLS:
             figures = {engine.name: engine.figures[cell.name] for engine in part.engines if cell.name in engine.figures}
@@ -125,7 +125,7 @@ class Report:
 
 
 def _ratio(cell: Cell, own: list[float], other: list[float]) -> float:
-    """Return how many times better ours is, as the median of the rounds in which both were measured."""
+    """Return how many times better ours is, as the median of the turns in which both were measured."""
     pairs = zip(own, other, strict=False)
     return statistics.median(theirs / ours if cell.is_less else ours / theirs for ours, theirs in pairs)
 
@@ -168,7 +168,7 @@ def _spread(values: list[float]) -> dict[str, float]:
         "median": _rounded(statistics.median(values)),
         "min": _rounded(min(values)),
         "max": _rounded(max(values)),
-        "rounds": len(values),
+        "turns": len(values),
     }
 
 

@@ -119,17 +119,9 @@ def servers(
 ) -> list[Server]:
     """Return the servers that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
-    ours = [
-        sys.executable,
-        "-m",
-        "megatron_runtime.cli",
-        "serve",
-        "--model",
-        files[f"packed-{weights}"],
-        "--dtype",
-        dtype,
-    ]
-    found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
+    model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
+    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", *model]
+    found = [Server(Engine(OURS, weights, ours), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
         found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
