@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -23,9 +22,6 @@ T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
 """CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
-_STEADY, _ATTEMPTS = 1.07, 6
-"""Ratio of the fastest to the slowest rate of the memory during a turn, above which the turn is measured again, and the
-most times that it is measured."""
 _LONG_LOAD = 20.0
 """Seconds of a load that is measured once."""
 
@@ -66,7 +62,7 @@ CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 class Engine:
     """The figures of one engine, or of its server, on weights of one kind.
 
-    rates:   bytes/s that the memory gave after each figure.
+    rates:   bytes/s that the memory gave before and after each figure.
     retries: requests whose connection the server closed before it answered.
     """
 
@@ -76,7 +72,7 @@ class Engine:
     worker: Worker | None = None
     failure: str = ""
     figures: dict[str, list[float]] = field(default_factory=dict)
-    rates: dict[str, list[float]] = field(default_factory=dict)
+    rates: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
     spent: float = 0.0
     retries: int | None = None
@@ -124,11 +120,7 @@ def measure_all(
     after_round: Callable[[], None],
     memory_rate: Callable[[], float] = memory_bandwidth,
 ) -> None:
-    """Measure every cell of every engine in each round. An engine that has used its seconds skips later rounds.
-
-    A host may give a virtual machine memory of different rates. A turn is measured again if the rate changed between
-    the engines.
-    """
+    """Measure every cell of every engine in each round. An engine that has used its seconds skips later rounds."""
     for engine in group:
         engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -198,31 +190,16 @@ def _drop_cached_weights(engine: Engine) -> None:
 
 
 def _measure(group: list[Engine], cell: Cell, *, seed: int, memory_rate: Callable[[], float]) -> None:
-    """Measure a cell of each engine in turn while the memory has one rate.
-
-    If it changes in each of _ATTEMPTS turns, the turn with the least change counts.
-    """
-    least_change, kept = math.inf, []
-    for attempt in range(_ATTEMPTS):
-        rates = [memory_rate()]
-        figures: list[tuple[Engine, float, float]] = []
-        for engine in group:
-            if engine.worker is None:
-                continue
-            wait_until_idle()
-            # No prompt is sent twice: an engine may cache prompts.
-            figure = engine.attempt(partial(_figure, engine, cell, seed + 100 * attempt))
-            rates.append(memory_rate())
-            if figure is not None:
-                figures.append((engine, figure, rates[-1]))
-        change = max(rates) / min(rates)
-        if change < least_change:
-            least_change, kept = change, figures
-        if change <= _STEADY:
-            break
-    for engine, figure, rate in kept:
-        engine.add(cell, figure)
-        engine.rates.setdefault(cell.name, []).append(rate)
+    """Measure a cell of each engine, one after the other."""
+    for engine in group:
+        if engine.worker is None:
+            continue
+        wait_until_idle()
+        before = memory_rate()
+        figure = engine.attempt(partial(_figure, engine, cell, seed))
+        if figure is not None:
+            engine.add(cell, figure)
+            engine.rates.setdefault(cell.name, []).append((before, memory_rate()))
 
 
 def _figure(engine: Engine, cell: Cell, seed: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from peer_bench.cells import CELLS, DECODE, HTTP, MEMORY, OURS, PREFILL, READY, 
 from peer_bench.weights import DTYPES, BenchModel
 
 _BARS, _BAR_WIDTH = 210, 420
+_STEADY = 1.07
+"""Highest ratio of the fastest to the slowest rate of the memory in a turn in which two engines met the same memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,59 +78,73 @@ class Report:
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better.
-
-        The ratio is the median of those of the turns, because the engines of a turn met the same memory.
-        """
+        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better."""
+        ours = next(engine for engine in part.engines if engine.name == OURS)
         for cell in CELLS:
-            figures = {engine.name: engine.figures[cell.name] for engine in part.engines if cell.name in engine.figures}
-            own = figures.get(OURS)
-            if own is None:
+            if cell.name not in ours.figures:
                 continue
-            ratios = {name: _ratio(cell, own, values) for name, values in figures.items() if name != OURS}
-            best = min(ratios, key=lambda name: ratios[name], default=None)
-            ours = statistics.median(own)
+            measured = [engine for engine in part.engines if cell.name in engine.figures]
+            entries = {engine.name: _entry(cell, ours, engine) for engine in measured}
+            peers = [name for name in entries if name != OURS]
+            best = min(peers, key=lambda name: entries[name]["ratio"], default=None)
             yield {
                 "weights": part.weights,
                 "kind": part.kind,
                 "cell": cell.name,
-                "ours": _rounded(ours),
-                "best_peer": None if best is None else _rounded(statistics.median(figures[best])),
+                "ours": entries[OURS]["median"],
+                "best_peer": None if best is None else entries[best]["median"],
                 "peer": best,
-                "ratio": None if best is None else round(ratios[best], 2),
-                **self._of_bound(part, cell, own),
-                "all": {name: _spread(values) for name, values in figures.items()},
+                "ratio": None if best is None else entries[best]["ratio"],
+                **self._of_bound(part, cell, ours),
+                "all": entries,
             }
 
-    def _of_bound(self, part: Part, cell: Cell, own: list[float]) -> dict[str, float]:
-        ours = statistics.median(own)
+    def _of_bound(self, part: Part, cell: Cell, ours: Engine) -> dict[str, float]:
+        figures = ours.figures[cell.name]
+        median = statistics.median(figures)
         if cell in DECODE:
-            engine = next(engine for engine in part.engines if engine.name == OURS)
-            rates = engine.rates.get(cell.name, [self.bandwidth] * len(own))
+            rates = [statistics.mean(rates) for rates in ours.rates[cell.name]]
             read = self.model.step_bytes(part.weights) / cell.batch
-            reached = statistics.median(read * figure / rate for figure, rate in zip(own, rates, strict=True))
+            reached = statistics.median(read * figure / rate for figure, rate in zip(figures, rates, strict=True))
             return {
                 "percent_of_memory_bound": _rounded(100 * reached),
                 "memory_gb_per_s": _rounded(statistics.median(rates) / 1e9),
             }
         if cell is PREFILL:
-            return {"percent_of_float32_compute": _rounded(100 * ours * 2 * self.model.layer_parameters / self.compute)}
+            reached = median * 2 * self.model.layer_parameters / self.compute
+            return {"percent_of_float32_compute": _rounded(100 * reached)}
         if cell is MEMORY:
-            started = next(engine.start for engine in part.engines if engine.name == OURS)
-            return {"above_mib": _rounded(started["platform_rss_mib"])}
-        own = part.own
-        if cell in HTTP and own is not None and cell.name in own.figures:
-            engine = statistics.median(own.figures[cell.name])
-            return {"own_engine": _rounded(engine), "ratio_to_own_engine": round(ours / engine, 2)}
-        if cell is READY and own is not None:
-            return {"of_it_import_torch": round(own.start.get("platform_seconds", 0.0), 2)}
+            return {"above_mib": _rounded(ours.start["platform_rss_mib"])}
+        if cell in HTTP and part.own is not None and cell.name in part.own.figures:
+            alone = statistics.median(part.own.figures[cell.name])
+            return {"own_engine": _rounded(alone), "ratio_to_own_engine": round(median / alone, 2)}
+        if cell is READY and part.own is not None:
+            return {"of_it_import_torch": round(part.own.start.get("platform_seconds", 0.0), 2)}
         return {}
 
 
-def _ratio(cell: Cell, own: list[float], other: list[float]) -> float:
-    """Return how many times better ours is, as the median of the turns in which both were measured."""
-    pairs = zip(own, other, strict=False)
-    return statistics.median(theirs / ours if cell.is_less else ours / theirs for ours, theirs in pairs)
+def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, float]:
+    """Return the figures of an engine and, of a peer, how many times better ours is.
+
+    The ratio is the median of those of the turns. A host may give a virtual machine memory of different rates, so only
+    turns in which both engines met the same rate count, if there are any.
+    """
+    values = engine.figures[cell.name]
+    entry = {
+        "median": _rounded(statistics.median(values)),
+        "min": _rounded(min(values)),
+        "max": _rounded(max(values)),
+        "turns": len(values),
+    }
+    if engine is ours:
+        return entry
+    pairs = list(zip(ours.figures[cell.name], values, strict=False))
+    rates = zip(ours.rates.get(cell.name, []), engine.rates.get(cell.name, []), strict=False)
+    is_equal = [max(*own, *other) <= _STEADY * min(*own, *other) for own, other in rates]
+    equal = list(itertools.compress(pairs, is_equal))
+    ratio = statistics.median(other / own if cell.is_less else own / other for own, other in equal or pairs)
+    turns = {"turns_at_equal_memory_rates": len(equal)} if is_equal else {}
+    return entry | {"ratio": round(ratio, 2)} | turns
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, str]:
@@ -161,15 +178,6 @@ def _participant(engine: Engine) -> dict[str, Any]:
     start = {name: round(value, 2) for name, value in engine.start.items()}
     retried = {} if engine.retries is None else {"retried_requests": engine.retries}
     return {"engine": engine.name, "start": start, **retried, "failure": engine.failure or None}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {
-        "median": _rounded(statistics.median(values)),
-        "min": _rounded(min(values)),
-        "max": _rounded(max(values)),
-        "turns": len(values),
-    }
 
 
 def _rounded(value: float) -> float:

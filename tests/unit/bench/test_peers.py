@@ -76,40 +76,40 @@ def test_an_engine_that_fails_is_listed_and_the_others_are_measured(report: Repo
     assert all(worker.worker is None for worker in group)
 
 
-def test_a_turn_is_measured_again_if_the_memory_changes_its_rate_meanwhile(report: Report) -> None:
-    """The figures of the interrupted measurement are dropped."""
+def test_the_rate_of_the_memory_is_measured_before_and_after_each_figure(report: Report) -> None:
     ours, other = (engine(name, STEADY.format(seconds=0.0)) for name in (OURS, "other"))
-    rates = itertools.chain([30e9, 30e9, 50e9], itertools.repeat(50e9))
-    report.parts.append(Part("4-bit", "engines", [ours, other]))
-    measure_all(
-        [ours, other],
-        rounds=1,
-        seconds_each=1e9,
-        cpus=CPUS,
-        after_round=report.write,
-        memory_rate=lambda: next(rates),
-    )
+    rates = itertools.chain([30e9, 50e9], itertools.repeat(40e9))
+    group = [ours, other]
+    report.parts.append(Part("4-bit", "engines", group))
+    measure_all(group, rounds=1, seconds_each=1e9, cpus=CPUS, after_round=report.write, memory_rate=lambda: next(rates))
     turns = cells.DECODE[0].turns
-    assert ours.rates["decode b1"] == other.rates["decode b1"] == [50e9] * turns
+    assert ours.rates["decode b1"] == [(30e9, 50e9)] + [(40e9, 40e9)] * (turns - 1)
     row = rows_of(report)["decode b1"]
-    assert (row["memory_gb_per_s"], row["all"]["other"]["turns"]) == (50.0, turns)
+    assert row["memory_gb_per_s"] == 40.0
+    assert row["all"]["other"]["turns"] == turns
+    assert row["all"]["other"]["turns_at_equal_memory_rates"] == turns - 1
 
 
-def test_of_turns_at_an_unsteady_memory_the_one_with_the_least_change_counts() -> None:
-    ours = engine(OURS, STEADY.format(seconds=0.0))
-    rates = itertools.chain([30e9, 60e9], [50e9, 58e9], itertools.cycle([30e9, 55e9]))
-    group = [ours]
-    measure_all(group, rounds=1, seconds_each=1e9, cpus=CPUS, after_round=lambda: None, memory_rate=lambda: next(rates))
-    assert len(ours.figures["decode b1"]) == cells.DECODE[0].turns
-    assert ours.rates["decode b1"][0] == 58e9
-
-
-def test_the_ratio_is_that_of_turns_in_which_both_met_the_same_memory(report: Report) -> None:
+@pytest.mark.parametrize(
+    ("peer_rates", "ratio", "equal"),
+    [
+        ([(30e9, 30e9), (50e9, 50e9), (50e9, 52e9)], 1.06, 1),
+        ([(30e9, 31e9), (50e9, 50e9), (30e9, 30e9)], 1.17, 2),
+        ([(30e9, 50e9), (30e9, 30e9), (50e9, 50e9)], 1.28, 0),
+    ],
+    ids=["one turn", "two turns", "no turn, so all count"],
+)
+def test_the_ratio_is_that_of_turns_in_which_both_met_the_same_memory(
+    report: Report, peer_rates: list[tuple[float, float]], ratio: float, equal: int
+) -> None:
     ours, peer = engine(OURS, ""), engine("llama.cpp", "")
-    ours.figures["decode b1"], peer.figures["decode b1"] = [16.6, 28.1, 16.6], [15.6, 20.2, 20.2]
+    ours.figures["decode b1"], peer.figures["decode b1"] = [16.6, 28.1, 16.6], [15.6, 20.2, 13.0]
+    ours.rates["decode b1"] = [(30e9, 30e9), (52e9, 55e9), (31e9, 30e9)]
+    peer.rates["decode b1"] = peer_rates
     report.parts.append(Part("bfloat16", "engines", [ours, peer]))
     report.write()
-    assert rows_of(report)["decode b1"]["ratio"] == 1.06
+    entry = rows_of(report)["decode b1"]["all"]["llama.cpp"]
+    assert (entry["ratio"], entry["turns_at_equal_memory_rates"]) == (ratio, equal)
 
 
 def test_loads_are_measured_in_new_processes_until_the_first_token_too() -> None:
