@@ -134,7 +134,8 @@ _FUNCTIONS = {
     "megatron_matrix_bytes": (c_int64, POINTER(Matrix)),
     "megatron_pack": (None, POINTER(Packing), c_int64, c_int64),
     "megatron_sum": (c_uint64, c_void_p, c_int64),
-    "megatron_halves_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    "megatron_sum_of_values": (c_int64, c_void_p, c_int64, c_uint64, c_void_p),
+    "megatron_scales_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
 }
 """Name: result, arguments."""
 

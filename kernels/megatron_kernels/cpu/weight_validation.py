@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import byref, c_uint64
+
 import torch
 
 from megatron_kernels.cpu import library as abi
@@ -10,11 +12,9 @@ from megatron_kernels.cpu.packing import PackedMatrix, block_inputs, panel_bytes
 from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
 
 _WORD = 8
-_EXPONENT, _BFLOAT16_EXPONENT = 0x7C00, 0x7F80
-"""Bits of the exponent of float16, and of bfloat16 and the upper half of float32."""
+_EXPONENTS = {FLOAT16: 0x7C00_7C00_7C00_7C00, BFLOAT16: 0x7F80_7F80_7F80_7F80, FLOAT32: 0x7F80_0000_7F80_0000}
+"""Format of panels of values: the bits of the exponents in eight bytes."""
 _SCALES = {
-    FLOAT16: (0, 512),
-    BFLOAT16: (0, 512),
     INT8: (512, PANEL),
     INT5: (320, 2 * PANEL),
     INT4: (256, 2 * PANEL),
@@ -24,7 +24,7 @@ _SCALES = {
     abi.Q5_K: (0, 2 * PANEL),
     abi.Q6_K: (0, PANEL),
 }
-"""Format of panels: first byte and number of the halves of a block that are no integers, as in src/kernels.h."""
+"""Format of panels of integers: first byte and number of the float16 numbers of a block, as in src/kernels.h."""
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
@@ -37,24 +37,29 @@ def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
         return None
     size, scales = BLOCK_SIZES[stored.kind][1], SCALES[stored.kind]
     halves = (scales.stop - scales.start) // 2
-    return _sum(data), _are_finite(data, scales.start, data.numel() // size, size, halves, _EXPONENT)
+    return _sum(data), _are_finite(data, scales.start, data.numel() // size, size, halves)
 
 
 def sum_and_finiteness_of_panels(matrix: PackedMatrix) -> tuple[int, bool]:
     """Return (sum of all words of eight bytes, whether all values or scales are finite)."""
     data = matrix.data.contiguous()
-    if matrix.format == FLOAT32:
-        return _sum(data), _are_finite(data, 2, data.numel() // 4, 4, 1, _BFLOAT16_EXPONENT)
+    exponents = _EXPONENTS.get(matrix.format)
+    if exponents is not None:
+        words = c_uint64()
+        is_finite = library().megatron_sum_of_values(data.data_ptr(), data.numel() // _WORD, exponents, byref(words))
+        return _signed(words.value), bool(is_finite)
     first, halves = _SCALES[matrix.format]
     size = panel_bytes(matrix.format, block_inputs(matrix.format))
-    exponent = _BFLOAT16_EXPONENT if matrix.format == BFLOAT16 else _EXPONENT
-    return _sum(data), _are_finite(data, first, data.numel() // size, size, halves, exponent)
+    return _sum(data), _are_finite(data, first, data.numel() // size, size, halves)
 
 
 def _sum(data: torch.Tensor) -> int:
-    total: int = library().megatron_sum(data.data_ptr(), data.numel() // _WORD)
+    return _signed(library().megatron_sum(data.data_ptr(), data.numel() // _WORD))
+
+
+def _signed(total: int) -> int:
     return total - (1 << 64) if total >= 1 << 63 else total
 
 
-def _are_finite(data: torch.Tensor, first: int, blocks: int, size: int, halves: int, exponent: int) -> bool:
-    return bool(library().megatron_halves_are_finite(data.data_ptr() + first, blocks, size, halves, exponent))
+def _are_finite(data: torch.Tensor, first: int, blocks: int, size: int, halves: int) -> bool:
+    return bool(library().megatron_scales_are_finite(data.data_ptr() + first, blocks, size, halves))

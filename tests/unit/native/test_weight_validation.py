@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_kernels.cpu.packing import pack
-from megatron_kernels.cpu.weight_validation import sum_and_finiteness
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness, sum_and_finiteness_of_panels
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
 from megatron_runtime.models.layers.cpu import NativeLinear
 
@@ -46,6 +46,28 @@ def test_every_scale_that_is_not_finite_is_detected(kind: int, value: float) -> 
 
 def test_strided_rows_are_left_to_torch() -> None:
     assert sum_and_finiteness(stored(Q4_0).columns(slice(0, 32))) is None
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", "int8", "int4"])
+def test_the_sum_of_panels_equals_torchs(format: str) -> None:
+    matrix = pack(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)), format)
+    words = matrix.data.reshape(-1).view(torch.int64)
+    assert sum_and_finiteness_of_panels(matrix) == (int(words.sum()), True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_every_value_of_panels_that_is_not_finite_is_detected(dtype: torch.dtype, value: float) -> None:
+    """The largest values of both signs are finite."""
+    limits = torch.finfo(dtype)
+    matrix = pack(torch.tensor([limits.max, limits.min]).repeat(16, 16), str(dtype).removeprefix("torch."))
+    values = matrix.data.view(-1).view(dtype)
+    assert sum_and_finiteness_of_panels(matrix)[1]
+    for at in range(len(values)):
+        before = values[at].clone()
+        values[at] = value
+        assert not sum_and_finiteness_of_panels(matrix)[1]
+        values[at] = before
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int4"])

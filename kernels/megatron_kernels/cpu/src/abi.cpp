@@ -89,18 +89,31 @@ MEGATRON_EXPORT uint64_t megatron_sum(const uint8_t* data, int64_t words) {
   return sum;
 }
 
-// Whether no exponent of `halves` numbers of two bytes at the beginning of each block has all its bits set.
-// exponent: its bits, which the sign precedes.
-MEGATRON_EXPORT int64_t megatron_halves_are_finite(const uint8_t* data, int64_t blocks, int64_t block_bytes, int64_t halves,
-                                                   int64_t exponent) {
-  const auto bits_of_exponent = static_cast<uint32_t>(exponent), lowest = bits_of_exponent & (0u - bits_of_exponent);
+// The sum of words of eight bytes. Returns whether no number in them has all bits of its exponent set.
+// exponents: the bits of all exponents in a word; a sign precedes each of them.
+MEGATRON_EXPORT int64_t megatron_sum_of_values(const uint8_t* data, int64_t words, uint64_t exponents, uint64_t* total) {
+  const uint64_t lowest = exponents & ~(exponents << 1), signs = exponents + lowest;
+  uint64_t sum = 0, found = 0;
+  for (int64_t i = 0; i < words; ++i) {
+    uint64_t word;
+    __builtin_memcpy(&word, data + 8 * i, sizeof word);
+    sum += word;
+    found |= (word & exponents) + lowest;
+  }
+  *total = sum;
+  return (found & signs) == 0;
+}
+
+// Whether none of `halves` float16 numbers at the beginning of each block has all bits of its exponent set.
+MEGATRON_EXPORT int64_t megatron_scales_are_finite(const uint8_t* data, int64_t blocks, int64_t block_bytes, int64_t halves) {
+  constexpr uint32_t exponent = 0x7C00, lowest = 0x0400, sign = 0x8000;
   uint32_t found = 0;
   for (int64_t block = 0; block < blocks; ++block) {
     for (int64_t half = 0; half < halves; ++half) {
       uint16_t bits;
       __builtin_memcpy(&bits, data + block * block_bytes + 2 * half, sizeof bits);
-      found |= (bits & bits_of_exponent) + lowest;
+      found |= (bits & exponent) + lowest;
     }
   }
-  return (found & 0x8000u) == 0;
+  return (found & sign) == 0;
 }
