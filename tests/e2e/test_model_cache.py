@@ -98,7 +98,9 @@ async def test_engines_of_a_node_download_once(
     killed, before = seen[-1], len(store.ranges(WEIGHTS))
     assert killed["bytesPerSecond"] > 0
     assert killed["totalBytes"] > size, "the files of the tokenizer count as well"
-    downloader(killed["pod"]).kill()
+    process = downloader(killed["pod"])
+    process.kill()
+    process.wait(60)  # until its sockets are closed: the server would fill their buffers as soon as it sends faster
     store.rate = 0
     kube.wait("mi/demo", "jsonpath={.status.ready}=2/2")
     kube.wait("mi/demo", "condition=EnginesReady")

@@ -67,6 +67,7 @@ class FaultyProxy:
 
         with ThreadingHTTPServer((self.host, 0), Handler) as server:
             server.daemon_threads = True
+            server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PIECE_BYTES)  # `sent` is what left, nearly
             self.url = f"http://{self.host}:{server.server_port}"
             thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
             thread.start()
