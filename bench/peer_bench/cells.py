@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -53,7 +54,11 @@ ASKED = (*DECODE, PREFILL, FIRST_TOKEN)
 LOAD = Cell("load s", is_less=True)
 START = Cell("load and first token s", is_less=True)
 MEMORY = Cell("peak memory MiB", is_less=True)
-HTTP = tuple(Cell(f"http {clients}", clients, new_tokens=48) for clients in (1, 8, 32))
+HTTP = (
+    Cell("http 1", 1, new_tokens=48, turns=3),
+    Cell("http 8", 8, new_tokens=48),
+    Cell("http 32", 32, new_tokens=48),
+)
 READY = Cell("http ready s", is_less=True)
 CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 
@@ -127,13 +132,31 @@ def measure_all(
     try:
         for number in range(rounds):
             taking_part = [engine for engine in group if engine.spent < seconds_each]
-            turns = [cell for cell in ASKED for _ in range(cell.turns)]
-            for place, cell in enumerate(turns):
-                _measure(taking_part, cell, seed=1000 * (number + 1) + place, memory_rate=memory_rate)
+            for cell, seed in turns(ASKED, number):
+                for engine in taking_part:
+                    if engine.worker is not None:
+                        measure(engine, cell, partial(_figure, engine, cell, seed), memory_rate=memory_rate)
             print(f"{group[0].weights}: round {number + 1} of {rounds}", flush=True)
             after_round()
     finally:
         close(group)
+
+
+def turns(cells: Iterable[Cell], number: int) -> Iterable[tuple[Cell, int]]:
+    """Return the turns of a round, each with the seed of its prompts."""
+    return zip((cell for cell in cells for _ in range(cell.turns)), itertools.count(1000 * (number + 1)), strict=False)
+
+
+def measure(
+    engine: Engine, cell: Cell, figure: Callable[[], float], *, memory_rate: Callable[[], float] = memory_bandwidth
+) -> None:
+    """Measure a figure when the machine is idle, and the rate of its memory before and after it."""
+    wait_until_idle()
+    before = memory_rate()
+    measured = engine.attempt(figure)
+    if measured is not None:
+        engine.add(cell, measured)
+        engine.rates.setdefault(cell.name, []).append((before, memory_rate()))
 
 
 def wait_until_idle() -> None:
@@ -187,19 +210,6 @@ def _drop_cached_weights(engine: Engine) -> None:
         if file.is_file():
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _measure(group: list[Engine], cell: Cell, *, seed: int, memory_rate: Callable[[], float]) -> None:
-    """Measure a cell of each engine, one after the other."""
-    for engine in group:
-        if engine.worker is None:
-            continue
-        wait_until_idle()
-        before = memory_rate()
-        figure = engine.attempt(partial(_figure, engine, cell, seed))
-        if figure is not None:
-            engine.add(cell, figure)
-            engine.rates.setdefault(cell.name, []).append((before, memory_rate()))
 
 
 def _figure(engine: Engine, cell: Cell, seed: int) -> float:

@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
 import httpx
-from peer_bench.cells import HTTP, OURS, READY, Cell, Engine, wait_until_idle
+from peer_bench.cells import HTTP, OURS, READY, Cell, Engine, measure, turns
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
 from peer_bench.weights import DTYPES
 
@@ -158,14 +159,12 @@ def measure_servers(
     try:
         for number in range(rounds):
             taking_part = [server for server in group if server.engine.spent < seconds_each]
-            for cell in HTTP:
+            for cell, seed in turns(HTTP, number):
                 for server in taking_part:
                     if server.process is not None:
-                        wait_until_idle()
-                        server.engine.attempt(lambda s=server, c=cell, n=number: _measure(s, c, seed=n + 1))  # type: ignore[misc]
+                        measure(server.engine, cell, partial(server.tokens_per_second, cell, seed=seed))
                 if own.worker is not None:
-                    wait_until_idle()
-                    own.attempt(lambda c=cell, n=number: _measure_own(own, c, seed=-n))  # type: ignore[misc]
+                    measure(own, cell, partial(_of_engine, own.worker, cell, seed=seed))
                 print(f"{own.weights}, {cell.name}: round {number + 1} of {rounds}", flush=True)
                 after_cell()
     finally:
@@ -182,11 +181,6 @@ def _start_own(own: Engine, cpus: set[int]) -> None:
     own.worker.ask(batch=8, prompt_tokens=16, new_tokens=3, seed=0)
 
 
-def _measure(server: Server, cell: Cell, *, seed: int) -> None:
-    server.engine.add(cell, server.tokens_per_second(cell, seed=seed))
-
-
-def _measure_own(own: Engine, cell: Cell, *, seed: int) -> None:
-    assert own.worker is not None
-    reply = own.worker.ask(batch=cell.batch, prompt_tokens=_WORDS, new_tokens=cell.new_tokens, seed=seed)
-    own.add(cell, cell.batch * cell.new_tokens / reply["seconds"])
+def _of_engine(worker: Worker, cell: Cell, *, seed: int) -> float:
+    reply = worker.ask(batch=cell.batch, prompt_tokens=_WORDS, new_tokens=cell.new_tokens, seed=seed)
+    return cell.batch * cell.new_tokens / float(reply["seconds"])
