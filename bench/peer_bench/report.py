@@ -17,6 +17,8 @@ from peer_bench.weights import DTYPES, BenchModel
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07
 """Highest ratio of the fastest to the slowest rate of the memory in a turn in which two engines met the same memory."""
+_LEAST_TURNS = 3
+"""Turns at equal rates without which all turns count. The median of fewer is a single turn, or nearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +125,19 @@ class Report:
         return {}
 
 
-def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, float]:
+def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
     """Return the figures of an engine and, of a peer, how many times better ours is.
 
     The ratio is the median of those of the turns. A host may give a virtual machine memory of different rates, so only
-    turns in which both engines met the same rate count, if there are any.
+    turns in which both engines met the same rate count, if there are enough.
     """
     values = engine.figures[cell.name]
-    entry = {
+    entry: dict[str, Any] = {
         "median": _rounded(statistics.median(values)),
         "min": _rounded(min(values)),
         "max": _rounded(max(values)),
         "turns": len(values),
+        "figures": [_rounded(value) for value in values],
     }
     if engine is ours:
         return entry
@@ -142,7 +145,8 @@ def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, float]:
     rates = zip(ours.rates.get(cell.name, []), engine.rates.get(cell.name, []), strict=False)
     is_equal = [max(*own, *other) <= _STEADY * min(*own, *other) for own, other in rates]
     equal = list(itertools.compress(pairs, is_equal))
-    ratio = statistics.median(other / own if cell.is_less else own / other for own, other in equal or pairs)
+    counted = equal if len(equal) >= _LEAST_TURNS else pairs
+    ratio = statistics.median(other / own if cell.is_less else own / other for own, other in counted)
     turns = {"turns_at_equal_memory_rates": len(equal)} if is_equal else {}
     return entry | {"ratio": round(ratio, 2)} | turns
 
