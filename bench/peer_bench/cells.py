@@ -19,6 +19,7 @@ from peer_bench.weights import DTYPES
 from megatron_runtime.cli.bench.engine import memory_bandwidth
 
 OURS = "megatron"
+PEERS = ("llama.cpp", "OpenVINO", "transformers", "vLLM")
 T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
