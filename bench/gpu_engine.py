@@ -1,21 +1,26 @@
-"""The engine on a CUDA device next to transformers' continuous batching: an 8B Llama shape, random weights, one run.
+"""The engine on a CUDA device next to vLLM and transformers: an 8B Llama shape, random weights, one process.
 
     python bench/gpu_engine.py --json gpu.json
 
-Both have the same shape, type and prompts, and generate all tokens greedily. The decode time is the time of a run of
-many new tokens minus that of a run of one new token. The bound of a decode step is its weights, keys and values divided
-by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix product.
-Both rates are measured.
+A peer takes part if its package is installed. All have the same shape, type and prompts, generate all tokens greedily,
+and take turns in each cell. The decode time is the time of a run of many new tokens minus that of a run of one new
+token. The bound of a decode step is its weights, keys and values divided by the bandwidth of a large copy. The bound of
+a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 RUNS = 3
+OURS = "ours"
 
 Generate = Callable[[list[list[int]], int], None]
 """Generate a number of tokens for each prompt."""
@@ -51,32 +57,50 @@ class Options:
     device: torch.device
     config: ModelConfig = LLAMA_8B
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.prompt_tokens + self.new_tokens, self.prefill_tokens + 1)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of pages of 16 tokens for the most sequences of the longest length."""
+        pages = max(self.batch) * (-(-self.longest // 16) + 1) + 1
+        return pages * self.config.kv_elements_per_token * self.dtype.itemsize * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second of an engine: median, minimum and maximum of its turns."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, turns: list[float]) -> Rate:
+        return cls(round(statistics.median(turns), 1), round(min(turns), 1), round(max(turns), 1))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Tokens per second: median, minimum and maximum of the runs. peer: None if it did not run."""
+    """ratios: our median divided by that of each peer."""
 
     cell: str
-    ours: float
-    ours_least: float
-    ours_most: float
+    ours: Rate
     percent_of_bound: float
-    peer: float | None = None
-    ratio: float | None = None
+    peers: dict[str, Rate] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
 
 
 def our_engine(options: Options) -> Generate:
     """Return the engine of `megatron engine`, without a coordinator."""
-    config = options.config
-    longest = max(options.prompt_tokens + options.new_tokens, options.prefill_tokens + 1)
-    rows = max(options.batch)
-    page_bytes = config.kv_elements_per_token * options.dtype.itemsize * 16
-    pages = rows * (-(-longest // 16) + 1) + 1
+    config, rows, longest = options.config, max(options.batch), options.longest
     executor = CudaExecutor(
         ModelInMemory(RandomCheckpoint(config, options.dtype, options.device), name="random weights"),
         ModelText(_no_tokenizer),
         dtype=str(options.dtype).removeprefix("torch."),
-        kv_cache_memory=pages * page_bytes,
+        kv_cache_memory=options.kv_cache_bytes,
         max_sequence_length=longest,
         max_rows=rows,
         max_tokens=max(options.prefill_tokens, rows),
@@ -103,26 +127,42 @@ def our_engine(options: Options) -> Generate:
     return generate
 
 
-def transformers_engine(options: Options) -> Generate:
-    """Return transformers' engine. Raises ImportError or AttributeError if it has no continuous batching."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+def vllm_engine(options: Options) -> Generate:
+    """Return vLLM's engine in this process, with random weights and CUDA graphs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
 
-    config = options.config
+    directory = Path(tempfile.mkdtemp(prefix="gpu-engine-"))
+    _transformers_config(options).save_pretrained(directory)
+    engine = vllm.LLM(
+        str(directory),
+        dtype=str(options.dtype).removeprefix("torch."),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=options.longest,
+        max_num_seqs=max(options.batch),
+        max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
+        kv_cache_memory_bytes=options.kv_cache_bytes,
+        enable_prefix_caching=False,
+    ).llm_engine
+    numbers = count()
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+        wanted = vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        for prompt in prompts:
+            engine.add_request(str(next(numbers)), {"prompt_token_ids": prompt}, wanted)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    return generate
+
+
+def transformers_engine(options: Options) -> Generate:
+    """Return transformers' continuous batching."""
+    from transformers import GenerationConfig, LlamaForCausalLM
+
     with options.device:
-        model = LlamaForCausalLM._from_config(
-            LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                rms_norm_eps=config.rms_norm_eps,
-                max_position_embeddings=config.max_position_embeddings,
-            ),
-            dtype=options.dtype,
-        ).eval()
+        model = LlamaForCausalLM._from_config(_transformers_config(options), dtype=options.dtype).eval()
     run: Any = model.generate_batch
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
@@ -135,28 +175,62 @@ def transformers_engine(options: Options) -> Generate:
     return generate
 
 
-def measure(
-    generate: Generate, options: Options, *, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Return tokens per second of each run, by cell."""
-    found: dict[str, list[float]] = {}
+def _transformers_config(options: Options) -> Any:
+    from transformers import LlamaConfig
 
-    def seconds(prompts: list[list[int]], new_tokens: int) -> float:
+    config = options.config
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+PEERS: dict[str, Callable[[Options], Generate]] = {"vllm": vllm_engine, "transformers": transformers_engine}
+"""Engines to compare with, by the name of their package."""
+
+
+def measure(
+    engines: dict[str, Generate], options: Options, *, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield each cell with the tokens per second of each turn, by engine."""
+
+    def seconds(generate: Generate, prompts: list[list[int]], new_tokens: int) -> float:
         begun = clock()
         generate(prompts, new_tokens)
         return clock() - begun
 
+    def in_turns(turn: Callable[[Generate], float]) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(RUNS):
+            for name, generate in engines.items():
+                found[name].append(turn(generate))
+        return found
+
     for batch in options.batch:
         prompts = _prompts(options, batch, options.prompt_tokens)
-        generate(prompts, 4)  # warm-up
-        found[f"decode b{batch}"] = [
-            batch * (options.new_tokens - 1) / (seconds(prompts, options.new_tokens) - seconds(prompts, 1))
-            for _ in range(RUNS)
-        ]
+        for generate in engines.values():
+            generate(prompts, 4)  # warm-up
+
+        def decode(generate: Generate, prompts: list[list[int]] = prompts) -> float:
+            whole, first = seconds(generate, prompts, options.new_tokens), seconds(generate, prompts, 1)
+            return len(prompts) * (options.new_tokens - 1) / (whole - first)
+
+        yield f"decode b{batch}", in_turns(decode)
     prompts = _prompts(options, 1, options.prefill_tokens)
-    generate(prompts, 1)
-    found[f"prefill {options.prefill_tokens}"] = [options.prefill_tokens / seconds(prompts, 1) for _ in range(RUNS)]
-    return found
+    for generate in engines.values():
+        generate(prompts, 1)
+    yield (
+        f"prefill {options.prefill_tokens}",
+        in_turns(lambda generate: options.prefill_tokens / seconds(generate, prompts, 1)),
+    )
 
 
 def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
@@ -174,22 +248,17 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
     return found
 
 
-def rows_of(ours: dict[str, list[float]], peers: dict[str, list[float]], most: dict[str, float]) -> list[Row]:
-    rows = []
-    for cell, runs in ours.items():
-        median = statistics.median(runs)
-        row = Row(
-            cell=cell,
-            ours=round(median, 1),
-            ours_least=round(min(runs), 1),
-            ours_most=round(max(runs), 1),
-            percent_of_bound=round(100 * median / most[cell], 1),
-        )
-        if cell in peers:
-            peer = statistics.median(peers[cell])
-            row = replace(row, peer=round(peer, 1), ratio=round(median / peer, 2))
-        rows.append(row)
-    return rows
+def row_of(cell: str, turns: dict[str, list[float]], most: float) -> Row:
+    """turns: tokens per second by engine, "ours" first. most: the bound of the cell."""
+    rates = {name: Rate.of(found) for name, found in turns.items()}
+    ours = rates.pop(OURS)
+    return Row(
+        cell=cell,
+        ours=ours,
+        percent_of_bound=round(100 * ours.median / most, 1),
+        peers=rates,
+        ratios={name: round(ours.median / rate.median, 2) for name, rate in rates.items()},
+    )
 
 
 def _prompts(options: Options, count: int, length: int) -> list[list[int]]:
@@ -208,9 +277,15 @@ def _no_tokenizer() -> Any:
 @click.option("--prompt-tokens", default=1024, show_default=True, help="Of each request of the decode cells.")
 @click.option("--new-tokens", default=128, show_default=True)
 @click.option("--prefill-tokens", default=8192, show_default=True, help="Of the prompt of the prefill cell.")
-@click.option("--peer/--no-peer", default=True, show_default=True, help="Run transformers as well.")
+@click.option("--without", type=click.Choice(list(PEERS)), multiple=True, help="Leave out this peer; may be repeated.")
 def main(
-    path: Path | None, dtype: str, batch: str, prompt_tokens: int, new_tokens: int, prefill_tokens: int, peer: bool
+    path: Path | None,
+    dtype: str,
+    batch: str,
+    prompt_tokens: int,
+    new_tokens: int,
+    prefill_tokens: int,
+    without: tuple[str, ...],
 ) -> None:
     if not torch.cuda.is_available():
         click.echo("no CUDA device: use `make bench` to measure engines on a CPU", err=True)
@@ -227,22 +302,25 @@ def main(
     device = torch.cuda.get_device_name(options.device)
     gigabytes, teraflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e12
     click.echo(f"{device}: copy {gigabytes:.0f} GB/s, product {teraflops:.0f} TFLOP/s")
-    ours = measure(our_engine(options), options)
-    torch.cuda.empty_cache()
-    peers: dict[str, list[float]] = {}
-    if peer:
-        try:
-            peers = measure(transformers_engine(options), options)
-        except (ImportError, AttributeError, RuntimeError) as error:
-            click.echo(f"transformers is skipped: {error}", err=True)
-    rows = rows_of(ours, peers, bounds(options, ceilings))
-    for row in rows:
-        beside = f"  transformers {row.peer:10.1f}  ratio {row.ratio:5.2f}" if row.peer is not None else ""
-        click.echo(f"{row.cell:16} {row.ours:10.1f} tok/s  {row.percent_of_bound:5.1f} % of the bound{beside}")
+    engines = {OURS: our_engine(options)}
+    versions = {"torch": torch.__version__}
+    for name, peer in PEERS.items():
+        if name in without or importlib.util.find_spec(name) is None:
+            click.echo(f"without {name}")
+            continue
+        engines[name] = peer(options)
+        versions[name] = version(name)
+    most = bounds(options, ceilings)
+    rows = []
+    for cell, turns in measure(engines, options):
+        row = row_of(cell, turns, most[cell])
+        rows.append(row)
+        beside = "".join(f"  {name} {rate.median:.1f} ({row.ratios[name]:.2f})" for name, rate in row.peers.items())
+        click.echo(f"{cell:16} {row.ours.median:10.1f} tok/s  {row.percent_of_bound:5.1f} % of the bound{beside}")
     if path is not None:
         report = {
             "device": device,
-            "torch": torch.__version__,
+            "versions": versions,
             "dtype": dtype,
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,

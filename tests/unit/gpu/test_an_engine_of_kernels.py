@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_engine import CPU, GEMMA, MIXTURE, SMALL, answers, engine_on
 
-from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
+from bench.gpu_engine import OURS, RUNS, Options, Rate, bounds, measure, our_engine, row_of
 from bench.gpu_kernels import Ceilings
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
@@ -64,12 +64,18 @@ def test_the_benchmark_measures_the_engine():
         engine(prompts, new_tokens)
         now += new_tokens / 100
 
-    ours = measure(generate, options, clock=lambda: now)
+    def twice_as_fast(prompts: list[list[int]], new_tokens: int) -> None:
+        nonlocal now
+        now += new_tokens / 200
+
+    cells = dict(measure({OURS: generate, "peer": twice_as_fast}, options, clock=lambda: now))
     expected = {"decode b1": 100, "decode b3": 300, "prefill 40": 4000}
-    assert ours == {cell: pytest.approx([tokens] * RUNS) for cell, tokens in expected.items()}
-    peers = {cell: [2 * tokens for tokens in runs] for cell, runs in ours.items()}
-    rows = rows_of(ours, peers, bounds(options, Ceilings(1e9, 1e9)))
-    assert {row.cell: row.ours for row in rows} == expected
-    for row in rows:
-        assert row.ratio == 0.5
+    assert {cell: turns[OURS] for cell, turns in cells.items()} == {
+        cell: pytest.approx([tokens] * RUNS) for cell, tokens in expected.items()
+    }
+    most = bounds(options, Ceilings(1e9, 1e9))
+    for cell, turns in cells.items():
+        row = row_of(cell, turns, most[cell])
+        assert row.ours == Rate(expected[cell], expected[cell], expected[cell])
+        assert row.ratios == {"peer": 0.5}
         assert row.percent_of_bound > 0

@@ -159,7 +159,7 @@ class CudaExecutor(TorchExecutor):
         )
 
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
-        if self.device.type == "cuda":
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
         assert self.model is not None, "execute_part() checks that the weights are loaded"
         assert self._buffers is not None, "_use_model() allocates them with the model"
