@@ -64,8 +64,9 @@ class Options:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of pages of 16 tokens for the most sequences of the longest length."""
-        pages = max(self.batch) * (-(-self.longest // 16) + 1) + 1
+        """Bytes of the pages of 16 tokens that the largest cell needs."""
+        decode = max(self.batch) * (-(-(self.prompt_tokens + self.new_tokens) // 16) + 1)
+        pages = max(decode, -(-self.longest // 16) + 1) + 1
         return pages * self.config.kv_elements_per_token * self.dtype.itemsize * 16
 
 
@@ -143,6 +144,7 @@ def vllm_engine(options: Options) -> Generate:
         max_num_seqs=max(options.batch),
         max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
         kv_cache_memory_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=0.5,  # a check at the start only: the size of the cache is given
         enable_prefix_caching=False,
     ).llm_engine
     numbers = count()

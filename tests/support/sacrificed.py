@@ -1,11 +1,15 @@
 """A child for the tests of SacrificialProcess: it executes requests that crash, stall or exhaust its process."""
 
 import ctypes
+import mmap
 import os
 import time
 from collections.abc import Callable
 
 from megatron_runtime.process.sacrificial_process import serve
+
+RESERVED = mmap.mmap(-1, 1 << 30)
+"""What a numerical library reserves of the address space, by CPU, when it is loaded on a machine with 25 of them."""
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:

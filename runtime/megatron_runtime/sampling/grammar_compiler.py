@@ -24,7 +24,7 @@ STACK_BYTES = 1 << 20
 ENGINE_STACK_BYTES = 4 << 20
 """Stack on which the engine compiles a grammar that passed the trial."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the trial process: interpreter, vocabulary and grammar."""
+"""Address space of the trial process for vocabulary and grammar."""
 COMPILE_SECONDS = 3.0
 """Wall-clock time to compile one grammar. The largest grammars in use take 0.25 s."""
 MAX_COMPILED_BYTES = 32 << 20

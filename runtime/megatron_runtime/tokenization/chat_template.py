@@ -26,7 +26,7 @@ RENDERERS = 2
 RENDER_SECONDS = 5.0
 """For one compilation or rendering."""
 RENDER_MEMORY_BYTES = 512 << 20
-"""Address space of each process."""
+"""Address space of each process for its templates."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 _MAX_REPLY_BYTES = 64 << 20

@@ -25,7 +25,7 @@ from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
 """Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
 TRIAL_MEMORY_BYTES = 4 << 30
-"""Address space of the child."""
+"""Address space of the child for the tokenizer."""
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
