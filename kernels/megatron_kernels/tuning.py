@@ -1,8 +1,8 @@
 """How a kernel is split into programs, as pure functions of shapes. No autotuning at run time, so that a captured graph
 and a replayed request always use the same split.
 
-The values follow from the granularity of the hardware (32 lanes per warp, 16-byte loads, tensor-core tiles of 16 rows);
-they have not been measured yet.
+The values follow from the granularity of the hardware (32 lanes per warp, 16-byte loads, tensor-core tiles of 16 rows).
+No other values have been measured.
 """
 
 from __future__ import annotations
