@@ -133,20 +133,20 @@ def vllm_engine(options: Options) -> Generate:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
-    directory = Path(tempfile.mkdtemp(prefix="gpu-engine-"))
-    _transformers_config(options).save_pretrained(directory)
-    engine = vllm.LLM(
-        str(directory),
-        dtype=str(options.dtype).removeprefix("torch."),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=options.longest,
-        max_num_seqs=max(options.batch),
-        max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
-        kv_cache_memory_bytes=options.kv_cache_bytes,
-        gpu_memory_utilization=0.5,  # a check at the start only: the size of the cache is given
-        enable_prefix_caching=False,
-    ).llm_engine
+    with tempfile.TemporaryDirectory() as directory:
+        _transformers_config(options).save_pretrained(directory)
+        engine = vllm.LLM(
+            directory,
+            dtype=str(options.dtype).removeprefix("torch."),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=options.longest,
+            max_num_seqs=max(options.batch),
+            max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
+            kv_cache_memory_bytes=options.kv_cache_bytes,
+            gpu_memory_utilization=0.5,  # a check at the start only: the size of the cache is given
+            enable_prefix_caching=False,
+        ).llm_engine
     numbers = count()
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
