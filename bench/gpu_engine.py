@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -90,8 +90,8 @@ class Row:
     cell: str
     ours: Rate
     percent_of_bound: float
-    peers: dict[str, Rate] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
+    peers: dict[str, Rate]
+    ratios: dict[str, float]
 
 
 def our_engine(options: Options) -> Generate:
@@ -251,7 +251,7 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
 
 
 def row_of(cell: str, turns: dict[str, list[float]], most: float) -> Row:
-    """turns: tokens per second by engine, "ours" first. most: the bound of the cell."""
+    """turns: tokens per second of each turn, by engine. most: the bound of the cell, in tokens per second."""
     rates = {name: Rate.of(found) for name, found in turns.items()}
     ours = rates.pop(OURS)
     return Row(

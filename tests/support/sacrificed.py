@@ -9,7 +9,7 @@ from collections.abc import Callable
 from megatron_runtime.process.sacrificial_process import serve
 
 RESERVED = mmap.mmap(-1, 1 << 30)
-"""What a numerical library reserves of the address space, by CPU, when it is loaded on a machine with 25 of them."""
+"""As much address space as a numerical library reserves when it is loaded on a machine with 25 CPUs."""
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:

@@ -217,7 +217,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
 
 def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Modules count for nothing here: when it is loaded, OpenBLAS alone reserves 40 MiB for each CPU of the machine.
+    # The loaded modules are not limited: OpenBLAS alone reserves 40 MiB of address space for each CPU of the machine.
     with open("/proc/self/statm") as sizes:
         memory_bytes += int(sizes.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
