@@ -4,9 +4,9 @@ Engines and coordinators use SHA-256, for which colliding prompts cannot be cons
 Megatron-Core's and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
 decide which KV is reused.
 
-SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); with an adapter, SHA-256(d(-1) + SHA-256 of its
-             key) takes its place; d(i) = SHA-256(d(i-1) + tokens of block i as little-endian int64); hash(i) =
-             first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
+SHA-256:     d(-1) = 32 zero bytes; with a salt or an adapter, SHA-256(ROOT_TAG + length of the salt in bytes as
+             little-endian int64 + salt + key of the adapter); d(i) = SHA-256(d(i-1) + tokens of block i as
+             little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
 polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum of token * w in wrapping int64, modulo
              P; h(-1) = 0; hash(i) = (h(i-1) * 31 + T(i)) modulo P, plus 1.
 """
@@ -25,6 +25,10 @@ import numpy.typing as npt
 HASH_PRIME = (1 << 61) - 1
 HASH_BASE = 31
 _SHA_MODULUS = (1 << 63) - 1
+ROOT_TAG = b"megatron prefix cache: root, v1\0"
+"""As long as a digest. The input of a block begins with a digest, so no block and no salt can be constructed that give
+the same input. Without the tag, a salt of a digest and the tokens of a block has the digest of that block.
+"""
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 
@@ -67,9 +71,10 @@ def block_digests(
 
 
 def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
-    """Return d(-1)."""
-    root = hashlib.sha256(salt).digest() if salt else bytes(32)
-    return hashlib.sha256(root + hashlib.sha256(adapter.encode()).digest()).digest() if adapter else root
+    """Return d(-1). No block of any chain has it, and no other pair of salt and adapter."""
+    if not salt and not adapter:
+        return bytes(32)
+    return hashlib.sha256(ROOT_TAG + len(salt).to_bytes(8, "little") + salt + adapter.encode()).digest()
 
 
 def digests_after(digest: bytes, tokens: Sequence[int] | npt.NDArray[Any], block_size: int) -> list[bytes]:

@@ -2,12 +2,22 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.protocol.messages import tokens_to_bytes
-from megatron_runtime.requests.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes, frame_hashes
+from megatron_runtime.requests.hashing import (
+    HASH_BASE,
+    HASH_PRIME,
+    HashForm,
+    block_digests,
+    block_hashes,
+    digests_after,
+    frame_hashes,
+    root_digest,
+)
 
 TOKENS = st.lists(st.integers(0, 2**62), max_size=40)
 
@@ -43,6 +53,8 @@ def test_vectors() -> None:
     tokens = list(range(1, 9))
     assert block_hashes(tokens, 4, form=HashForm.POLYNOMIAL) == [122_111, 4_030_688]
     assert block_hashes(tokens, 4) == [2_169_646_968_702_219_264, 1_548_982_756_790_257_953]
+    assert block_hashes(tokens, 4, salt=b"tenant a") == [4_837_619_589_109_308_795, 3_254_703_758_531_083_260]
+    assert frame_hashes(tokens_to_bytes(tokens), 4, adapter="sql@1") == [5_692_183_559_612_814_371, 9_019_037_889_110_113_973]
 
 
 @given(TOKENS, st.integers(1, 20))
@@ -74,10 +86,31 @@ def test_a_hash_covers_all_blocks_before_it(form) -> None:
 
 def test_a_salt_separates_tenants() -> None:
     tokens = list(range(16))
-    assert block_hashes(tokens, 8, salt=b"a") == sha256(tokens, 8, hashlib.sha256(b"a").digest())
+    root = hashlib.sha256(b"megatron prefix cache: root, v1\0" + bytes([1, *bytes(7)]) + b"a")
+    assert block_hashes(tokens, 8, salt=b"a") == sha256(tokens, 8, root.digest())
     assert not set(block_hashes(tokens, 8, salt=b"a")) & set(block_hashes(tokens, 8, salt=b"b"))
     with pytest.raises(ValueError, match="takes no salt"):
         block_hashes(tokens, 8, salt=b"a", form=HashForm.POLYNOMIAL)
+
+
+@given(st.text(max_size=8), st.sampled_from(["", "sql@1"]), st.lists(st.integers(0, 127), min_size=8, max_size=8))
+def test_no_salt_or_adapter_is_a_block_of_another_chain(salt, adapter, tokens) -> None:
+    """A salt can hold what a block of any chain hashes: the digest before it, and its tokens."""
+    for chain in (bytes(32), root_digest(salt.encode(), adapter)):
+        first, second = digests_after(chain, tokens, 4)
+        block = np.array(tokens[:4], "<i8").tobytes()
+        assert root_digest(chain + block) != first
+        assert block_digests(tokens[4:], 4, salt=chain + block) != [second]
+    # As text, which is what a request has.
+    assert frame_hashes(tokens_to_bytes(tokens[4:]), 4, salt=(bytes(32) + block).decode()) != block_hashes(tokens, 4)[1:]
+    adapted = root_digest(salt.encode(), "sql@1")
+    before, name = root_digest(salt.encode()), np.frombuffer(hashlib.sha256(b"sql@1").digest(), "<i8")
+    assert digests_after(before, name, 4) != [adapted]
+
+
+def test_salts_and_adapters_do_not_run_together() -> None:
+    pairs = [(b"", "ab"), (b"a", "b"), (b"ab", ""), (b"", ""), (b"ab", "ab")]
+    assert len({root_digest(*pair) for pair in pairs}) == len(pairs)
 
 
 def test_a_block_size_below_one_is_rejected() -> None:
