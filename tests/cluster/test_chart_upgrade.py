@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ pytestmark = pytest.mark.cluster
 
 REPOSITORY = Path(__file__).parents[2]
 CHART = "charts/megatron-inference"
+GUIDE = REPOSITORY / "docs/guides/upgrade.md"
+TRIAL = "app.kubernetes.io/instance=trial"
 
 
 @pytest.fixture(scope="session")
@@ -41,16 +45,23 @@ async def test_upgrade_and_uninstall_do_not_interrupt_serving(
     # reconciles with the current CRD. The release has another name than the test's operator, so uninstalling it does
     # not delete that operator's account.
     release = ("trial", "--take-ownership", "--set", "operator.image.tag=test")
-    earlier = (str(earlier_chart), *release[1:], "--set", "crd.install=false")
+    limited = ("--set", f"operator.namespaces={{{resource.namespace}}}")
+    earlier = (str(earlier_chart), *release[1:], *limited, "--set", "crd.install=false")
     await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], *earlier)
     await resource.create(replicas=2)
     await resource.settled("Running")
     before = await serving(resource, node)
 
-    await asyncio.to_thread(helm, "upgrade", *release[:1], str(REPOSITORY / CHART), *release[1:])
+    (documented,) = re.findall(r"^helm upgrade .*?[^\\]$", GUIDE.read_text(), re.M | re.S)
+    keeps = [part for part in documented.split() if part.endswith("-values")]
+    settings = (*keeps, *release[1:], "--set", "crd.install=true")
+    await asyncio.to_thread(helm, "upgrade", *release[:1], str(REPOSITORY / CHART), *settings)
+    (deployment,) = json.loads(kubectl("get", "deployment", "-l", TRIAL, "-o", "json").stdout)["items"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["args"][container["args"].index("--namespace") + 1] == resource.namespace
+    assert "secrets" not in kubectl("get", "clusterrole", "-l", TRIAL, "-o", "json").stdout, "values were dropped"
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
-    assert kubectl("get", "deployment", "-l", "app.kubernetes.io/instance=trial").stdout
 
     await asyncio.to_thread(helm, "uninstall", "trial")
     assert (await resource.get()) is not None, "uninstalling the chart must keep the CRD and its resources"

@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
 KINDS = re.compile(r'run|soak|cluster|setup|background until "(?P<text>[^"]+)"|skip: \S.*')
 BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+UPGRADE = re.compile(r"helm upgrade [^\n`]+")
+"""A command with arguments. In prose, `helm upgrade` has none."""
 LINKED = ("bench", "charts", "docs", "manifests")
 
 
@@ -97,6 +99,20 @@ def test_every_program_compiles(page: Path) -> None:
     for block in blocks(page):
         if block.language == "python":
             compile(block.code, str(page), "exec")
+
+
+def test_every_helm_upgrade_keeps_the_values_of_the_installation() -> None:
+    """With --set alone, helm drops them: an operator that serves two namespaces then serves all."""
+    folders = {"docs": "*.md", "charts": "*", "operator": "*.py", "runtime": "*.py", "tools": "*.py", ".github": "*"}
+    files = [file for folder, name in folders.items() for file in (ROOT / folder).rglob(name) if file.is_file()]
+    commands = {
+        (str(file.relative_to(ROOT)), command)
+        for file in [*files, *ROOT.glob("*.md"), ROOT / "Makefile"]
+        for command in UPGRADE.findall(file.read_text(errors="replace").replace("\\\n", " "))
+    }
+    assert {"docs/guides/upgrade.md", "charts/megatron-inference/templates/NOTES.txt"} <= {name for name, _ in commands}
+    wrong = [found for found in commands if "--reset-then-reuse-values" not in found[1].split()]
+    assert not wrong, "give --reset-then-reuse-values: --reuse-values lacks the defaults of a newer chart"
 
 
 @pytest.mark.long
