@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.auth import LoginError, load_configuration
+from megatron_operator.cluster.auth import LoginError, load_configuration, rejects_redirects
 from megatron_operator.model.resource import API_VERSION, PLURAL
 from megatron_operator.terminal import say
 
@@ -43,15 +43,19 @@ async def verify(
         configuration = await load_configuration(kubeconfig=kubeconfig, context=context)
     except LoginError as error:
         raise VerificationError(str(error)) from error
-    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    async with KubeApi(configuration) as api, aiohttp.ClientSession(timeout=timeout, trust_env=True) as http:
-        await _until(end, "the API server serves the resource", "install the CRD", lambda: _served(api))
+    async with KubeApi(configuration) as api, _session() as http:
         if operator_url is not None:
             remedy = "read the log of the operator"
             await _until(end, "the operator is ready", remedy, lambda: _ready(http, operator_url))
         if server_url is not None:
             remedy = "read the status of the resource: kubectl megatron explain NAME"
             await _until(end, "the model answers", remedy, lambda: _answers(http, server_url, api_key))
+
+
+def _session() -> aiohttp.ClientSession:
+    """Return the session of the requests to operator and server. One carries the API key: it follows no redirect."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])
 
 
 async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitable[str]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -18,6 +19,7 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
 
+from megatron_operator.cluster.auth import rejects_redirects
 from megatron_operator.cluster.kinds import Kind
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.plan.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
@@ -69,13 +71,15 @@ class ApiError(Exception):
 
 
 class KubeApi:
-    """The API verbs that the operator uses.
+    """The API verbs that the operator uses. It follows no redirect.
 
     Bodies are plain data, which skips the serialisation of the official client: it costs more than the request.
     """
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
-        self._client = ApiClient(configuration)
+        own = copy.copy(configuration)
+        own.trace_configs = [*(own.trace_configs or ()), rejects_redirects()]
+        self._client = ApiClient(own)
         self._timeout = timeout
 
     async def __aenter__(self) -> Self:

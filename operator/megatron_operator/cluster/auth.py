@@ -29,6 +29,29 @@ def in_cluster() -> bool:
     )
 
 
+class RedirectedError(aiohttp.ClientConnectionError):
+    """A server answered with a redirect. A connection error, so that watches try again as after other failures."""
+
+
+def rejects_redirects() -> aiohttp.TraceConfig:
+    """Return the option of a session that follows no redirect: its requests fail with RedirectedError.
+
+    A redirect of the API server may come from a pod behind its proxy. It would choose what is read with the user's
+    credentials, or send them to another server.
+    """
+
+    async def reject(_: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestRedirectParams) -> None:
+        answer.response.close()
+        raise RedirectedError(
+            f"{answer.url.origin()} answers {answer.response.status}, a redirect, which is not followed: give the "
+            "address of the server itself"
+        )
+
+    config = aiohttp.TraceConfig()
+    config.on_request_redirect.append(reject)
+    return config
+
+
 async def load_configuration(
     *, kubeconfig: Path | None, context: str | None = None, service_account: bool = True
 ) -> Configuration:
@@ -58,6 +81,7 @@ async def load_configuration(
 
 def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.AiohttpSession:
     """Return the same login for kopf, which closes the session and calls again when its credentials are rejected.
+    It follows no redirect.
 
     watches: records when a watch is established.
     """
@@ -66,7 +90,7 @@ def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.Ai
         connector=aiohttp.TCPConnector(limit=0, ssl=login.as_ssl_context()),
         headers=login.as_http_headers(),
         trust_env=bool(getproxies()),
-        trace_configs=[watches.trace()],
+        trace_configs=[watches.trace(), rejects_redirects()],
         response_class=BoundedResponse,
     )
     return kopf.AiohttpSession(server=login.server, aiohttp_session=session)

@@ -54,7 +54,10 @@ def test_vectors() -> None:
     assert block_hashes(tokens, 4, form=HashForm.POLYNOMIAL) == [122_111, 4_030_688]
     assert block_hashes(tokens, 4) == [2_169_646_968_702_219_264, 1_548_982_756_790_257_953]
     assert block_hashes(tokens, 4, salt=b"tenant a") == [4_837_619_589_109_308_795, 3_254_703_758_531_083_260]
-    assert frame_hashes(tokens_to_bytes(tokens), 4, adapter="sql@1") == [5_692_183_559_612_814_371, 9_019_037_889_110_113_973]
+    assert frame_hashes(tokens_to_bytes(tokens), 4, adapter="sql@1") == [
+        5_692_183_559_612_814_371,
+        9_019_037_889_110_113_973,
+    ]
 
 
 @given(TOKENS, st.integers(1, 20))
@@ -102,7 +105,9 @@ def test_no_salt_or_adapter_is_a_block_of_another_chain(salt, adapter, tokens) -
         assert root_digest(chain + block) != first
         assert block_digests(tokens[4:], 4, salt=chain + block) != [second]
     # As text, which is what a request has.
-    assert frame_hashes(tokens_to_bytes(tokens[4:]), 4, salt=(bytes(32) + block).decode()) != block_hashes(tokens, 4)[1:]
+    assert (
+        frame_hashes(tokens_to_bytes(tokens[4:]), 4, salt=(bytes(32) + block).decode()) != block_hashes(tokens, 4)[1:]
+    )
     adapted = root_digest(salt.encode(), "sql@1")
     before, name = root_digest(salt.encode()), np.frombuffer(hashlib.sha256(b"sql@1").digest(), "<i8")
     assert digests_after(before, name, 4) != [adapted]
