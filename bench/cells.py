@@ -16,7 +16,6 @@ one engine as the router remembers.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import statistics
@@ -40,6 +39,7 @@ from megatron_runtime.coordinator.core.records import Engine
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol import limits, messages
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 

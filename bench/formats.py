@@ -8,7 +8,6 @@ speed affects all of them. A cell is the best step of all rounds.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.models.layers.cpu import FORMATS, NativeLinears, select_numbers
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 from megatron_runtime.models.weights import load_weights
+from megatron_runtime.protocol import strict_json as json
 
 KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
 """Type of a checkpoint -> formats that keep its values."""

@@ -11,7 +11,6 @@ a prompt is its operations divided by the rate of a large matrix product. Both r
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -38,6 +37,7 @@ from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 RUNS = 3

@@ -10,7 +10,6 @@ call. Every result is compared with that of the reference before it is timed.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from megatron_kernels import (
 )
 from megatron_kernels.registry import Backend, KernelConfig, KernelError, select_kernels
 from megatron_kernels.tuning import expert_places
+from megatron_runtime.protocol import strict_json as json
 
 GRAPH_CALLS = 20
 REPLAYS = 20

@@ -10,7 +10,6 @@ text. With --against, loads of this version and of the one in that directory (it
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from statistics import median
 import click
 
 from megatron_runtime.cli.bench.report import machine
+from megatron_runtime.protocol import strict_json as json
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WORKER = Path(__file__).with_name("load_worker.py")

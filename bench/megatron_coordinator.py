@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import logging
 import multiprocessing
 import os
@@ -38,6 +37,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_runtime.cli.bench.report import json_file, machine
 from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Header, Role
 
 SIDES = ("ours", "megatron")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_runtime.cli.bench.coordinator import WINDOW, Bench, answer
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.protocol import messages
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.peer_link import PeerLink
 
 OPENING = 256

@@ -10,7 +10,6 @@ time of the thread, so other processes disturb it little. Bytes are those of the
 from __future__ import annotations
 
 import itertools
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from megatron_kernels.cpu.packing import PackedMatrix, pack
 from megatron_kernels.cpu.thread_pool import ThreadPool
 from megatron_kernels.quantized import BLOCK_SIZES, Q2_K, Q3_K, Q4_K, Q5_0, Q5_K, Q6_K, SCALES, QuantizedTensor
 from megatron_runtime.cli.options import COUNTS
+from megatron_runtime.protocol import strict_json as json
 
 _FORMATS = ("float32", "bfloat16", "float16", "int8", "q5_0", "int4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 _KINDS = {"q5_0": Q5_0, "q2_k": Q2_K, "q3_k": Q3_K, "q4_k": Q4_K, "q5_k": Q5_K, "q6_k": Q6_K}

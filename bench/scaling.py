@@ -11,7 +11,6 @@ more than --most-tokens are skipped: a token of the built-in model takes 23 KB.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from megatron_runtime.cli.bench.engine import memory_bandwidth
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.models.layers.cpu import select_numbers
+from megatron_runtime.protocol import strict_json as json
 
 PAGE = 16
 _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600

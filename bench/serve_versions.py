@@ -9,7 +9,6 @@ connection. Figures are compared within a round.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from peers import commit
 
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.bench.serve import measure
+from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
 LOADS = ((1, 2), (1, 64), (8, 2), (8, 64))

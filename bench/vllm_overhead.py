@@ -9,7 +9,6 @@ both, in alternating order; no prompt is sent to a server twice. Throughput is c
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from peers import commit
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.bench.serve import Answers, measure
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 OURS, VLLM = "megatron", "vllm"

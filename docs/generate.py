@@ -7,7 +7,6 @@ pages of the resource and of the operator's commands come from `python -m megatr
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"

@@ -7,12 +7,12 @@ rejected.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_kernels.cpu.build import VARIANTS
+from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs/measurements/test-runs.json"

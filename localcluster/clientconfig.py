@@ -6,7 +6,6 @@ The settings (an index, a proxy, a certificate authority) are written to files t
 from __future__ import annotations
 
 import configparser
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster.shell import run
+from megatron_runtime.protocol import strict_json as json
 
 SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 PIP_KEYS = ("index-url", "extra-index-url", "find-links", "trusted-host", "proxy", "timeout", "retries")

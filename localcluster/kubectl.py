@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_runtime.protocol import strict_json as json
 
 PATIENCE_SECONDS = 600.0
 """Timeout of waits: a loaded machine takes many times as long as an idle one."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 import tarfile
@@ -23,6 +22,7 @@ from localcluster.progress import Steps
 from localcluster.settings import Layout
 from localcluster.shell import run
 from localcluster.store import Image, Layer
+from megatron_runtime.protocol import strict_json as json
 
 GC_ROOT = "containerd.io/gc.root"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"

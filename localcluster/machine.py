@@ -7,7 +7,6 @@ It also ensures one cluster with nodes at a time, because kube-proxy's chains ha
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from localcluster import cgroups, network, packages
 from localcluster.errors import ClusterError
 from localcluster.render import Machine
 from localcluster.settings import Layout, Settings
+from megatron_runtime.protocol import strict_json as json
 
 RECORD = Path("/run/megatron-localcluster/node.json")
 CAP_SYS_RESOURCE = 24

@@ -5,7 +5,6 @@ The selection of rules to remove is pure: text of `iptables-save` in, text for `
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from localcluster.errors import ClusterError
 from localcluster.mounts import unmount_below
 from localcluster.settings import Node, Settings
 from localcluster.shell import run
+from megatron_runtime.protocol import strict_json as json
 
 PREFIXES = ("KUBE-", "CNI-HOSTPORT-", "CNI-DN-")
 FAMILIES = ("iptables", "ip6tables")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from localcluster import components, machine, probe, render, runtime
@@ -12,6 +11,7 @@ from localcluster.progress import Steps
 from localcluster.render import Machine
 from localcluster.settings import Layout, Node, Settings
 from localcluster.shell import run
+from megatron_runtime.protocol import strict_json as json
 
 
 def expected(settings: Settings, layout: Layout, programs: Path, facts: Machine) -> list[Component]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import socket
 from collections.abc import Iterable
 
 from localcluster.errors import ClusterError
 from localcluster.settings import PORT_NAMES, PREFERRED_PORTS, Options
 from localcluster.shell import run
+from megatron_runtime.protocol import strict_json as json
 
 _reservations: dict[int, socket.socket] = {}
 """UDP sockets on the preferred ports that this process has allocated. Their servers may not listen yet when another

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import select
 import signal
@@ -23,6 +22,7 @@ from localcluster.errors import ClusterError
 from localcluster.network import namespace_path
 from localcluster.settings import Layout
 from localcluster.shell import tail
+from megatron_runtime.protocol import strict_json as json
 
 GRACE_SECONDS = 5.0
 _PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_proxy"})

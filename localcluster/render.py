@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from localcluster.settings import Layout, Node, Settings
+from megatron_runtime.protocol import strict_json as json
 
 PAUSE_IMAGE = "localhost/megatron-pause:1"
 

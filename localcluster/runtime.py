@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import subprocess
 import tarfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from localcluster.render import PAUSE_IMAGE
 from localcluster.settings import Layout
 from localcluster.shell import run
+from megatron_runtime.protocol import strict_json as json
 
 NAMESPACE = "k8s.io"
 

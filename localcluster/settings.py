@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import ipaddress
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster.errors import ClusterError
+from megatron_runtime.protocol import strict_json as json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localcluster.errors import ClusterError
 from localcluster.settings import cache_root
+from megatron_runtime.protocol import strict_json as json
 
 
 @dataclass(frozen=True)

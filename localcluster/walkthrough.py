@@ -5,7 +5,6 @@ Each step is checked; a failed check raises CheckError.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ import httpx
 
 from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
 from localcluster.progress import Steps
+from megatron_runtime.protocol import strict_json as json
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]

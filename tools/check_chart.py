@@ -7,7 +7,6 @@ the schemas come from the OpenAPI document of Kubernetes' Go module and from CRD
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from localcluster.progress import Steps
 from localcluster.settings import cache_root
 from localcluster.shell import run
 from megatron_operator.model.crd import custom_resource_definition
+from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts/megatron-inference"

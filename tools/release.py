@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
 import os
 import platform
 import re
@@ -32,6 +31,7 @@ from localcluster.errors import ClusterError
 from localcluster.progress import Steps
 from localcluster.shell import run
 from megatron_operator.model.settings import IMAGE_REGISTRY
+from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts/megatron-inference"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from typing import Any, Literal
 import psutil
 from peer_bench.cells import CELLS, DECODE, HTTP, MEMORY, OURS, PREFILL, READY, Cell, Engine
 from peer_bench.weights import DTYPES, BenchModel
+
+from megatron_runtime.protocol import strict_json as json
 
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07

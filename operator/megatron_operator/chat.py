@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import json
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_operator.cluster.kinds import SECRET, SERVICE
 from megatron_operator.kubectl_proxy import ClusterError, rejection
 from megatron_operator.resource_client import ResourceClient
 from megatron_operator.resource_view import Object
+from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
 """Of one line of an answer."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlencode
+
+from megatron_runtime.protocol import strict_json as json
 
 REQUEST_SECONDS = 15.0
 LOGIN_SECONDS = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_operator.model.resource import (
     MegatronInferenceSpec,
 )
 from megatron_operator.model.status import MegatronInferenceStatus
+from megatron_runtime.protocol import strict_json as json
 
 Schema = dict[str, Any]
 

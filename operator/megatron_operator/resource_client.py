@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from megatron_operator.kubectl_proxy import MERGE_PATCH, ClusterError, ContextQu
 from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.resource_view import is_settled
+from megatron_runtime.protocol import strict_json as json
 
 WATCH_SECONDS = 30
 LIST_CHUNK = 500

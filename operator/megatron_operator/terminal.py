@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NoReturn
 
 import click
 
 from megatron_operator.model.text import printable
+from megatron_runtime.protocol import strict_json as json
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

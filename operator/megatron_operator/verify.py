@@ -44,6 +44,7 @@ async def verify(
     except LoginError as error:
         raise VerificationError(str(error)) from error
     async with KubeApi(configuration) as api, _session() as http:
+        await _until(end, "the API server serves the resource", "install the CRD", lambda: _served(api))
         if operator_url is not None:
             remedy = "read the log of the operator"
             await _until(end, "the operator is ready", remedy, lambda: _ready(http, operator_url))

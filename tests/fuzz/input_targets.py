@@ -15,7 +15,7 @@ from megatron_runtime.sampling import grammar_compiler
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.server.errors import ApiError, from_validation
-from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
+from megatron_runtime.server.guards import JsonLimitError, JsonScan, NotJsonError, load_json
 from megatron_runtime.server.openai.jobs import structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 from megatron_runtime.tokenization import chat_template
@@ -52,7 +52,7 @@ def _body(model: type[BaseModel], data: bytes) -> None:
 
 def _body_target(name: str, model: type[BaseModel]) -> Target:
     run: Callable[[bytes], object] = partial(_body, model)
-    return Target(name=name, run=run, errors=(JsonLimitError, ApiError), strategy=mutated_json)
+    return Target(name=name, run=run, errors=(JsonLimitError, NotJsonError, ApiError), strategy=mutated_json)
 
 
 def _event_stream(data: bytes) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -23,6 +22,7 @@ from megatron_operator.cluster.auth import rejects_redirects
 from megatron_operator.cluster.kinds import Kind
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.plan.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
+from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,9 @@ class KubeApi:
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         given = {key: value for key, value in query.items() if value is not None}
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(given)}" if given else "")
-        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
+        answer = await self._client.call_api(
+            method, url, header_params=headers, body=json.finite(body), _request_timeout=limits
+        )
         response: aiohttp.ClientResponse = answer.response
         return response
 

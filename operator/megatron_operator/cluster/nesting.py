@@ -7,12 +7,13 @@ the validation of specs rejects the resource.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+
+from megatron_runtime.protocol import strict_json as json
 
 MOST_LEVELS = 100
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')

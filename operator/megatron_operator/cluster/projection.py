@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from megatron_operator.plan.reduce import owner_uid, reduce_child, reduce_pod
 from megatron_operator.plan.world import ChildRef, ChildView, PodView
 from megatron_operator.render.context import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
+from megatron_runtime.protocol import strict_json as json
 
 Object = Mapping[str, Any]
 

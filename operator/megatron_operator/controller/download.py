@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from http.client import HTTPConnection, HTTPException
 
 from megatron_operator.plan.world import Download, PodView
 from megatron_operator.render.context import PORT_HEALTH
+from megatron_runtime.protocol import strict_json as json
 
 MOST_DOWNLOADS = 4
 """Limit of the pods that are asked at a time."""

@@ -7,7 +7,6 @@ leadership is raised. All rules about resources are in `decide`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import reject_spec
 from megatron_operator.plan.world import Decision, World
+from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
 

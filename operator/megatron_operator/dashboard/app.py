@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import re
 import secrets
 import socket
@@ -26,7 +25,7 @@ import yaml
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,6 +42,7 @@ from megatron_operator.model.text import printable
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import ANNOTATION_RESTARTED, InvalidPodTemplate
+from megatron_runtime.protocol import strict_json as json
 
 HOST = "127.0.0.1"
 MANAGER = "kubectl-megatron"
@@ -129,9 +129,13 @@ class Guard:
         return None
 
 
-def _failure(error: RejectedError | ApiError) -> JSONResponse:
+def _json(value: Any, status_code: int = 200) -> Response:
+    return Response(json.dumps(value), status_code=status_code, media_type="application/json")
+
+
+def _failure(error: RejectedError | ApiError) -> Response:
     """Return the answer of an error. The API server's codes are passed on; without its answer the code is 502."""
-    return JSONResponse({"error": str(error)}, status_code=error.code or 502)
+    return _json({"error": str(error)}, status_code=error.code or 502)
 
 
 class Dashboard:
@@ -175,7 +179,7 @@ class Dashboard:
         await self._observers.close()
 
     async def session(self, request: Request) -> Response:
-        return JSONResponse({"namespace": self._settings.namespace, "context": self._settings.context})
+        return _json({"namespace": self._settings.namespace, "context": self._settings.context})
 
     async def list_resources(self, request: Request) -> Response:
         """Stream the resources of a namespace, or of all: first all of them, then each change."""
@@ -261,7 +265,7 @@ class Dashboard:
             for each in found.changes
         ]
         engines = [each.child.split()[-1] for each in found.changes if each.restarts and "StatefulSet" in each.child]
-        return JSONResponse({"changes": changes, "steps": list(found.steps), "restarts": engines})
+        return _json({"changes": changes, "steps": list(found.steps), "restarts": engines})
 
     def _stream(self, frames: AsyncGenerator[Object]) -> StreamingResponse:
         """Return an answer of one JSON object per line, until the dashboard closes."""
@@ -301,7 +305,7 @@ class Dashboard:
         path = RESOURCE.path(*_names(request))
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
         found = await self._api.request("PATCH", path, body=body, query=query, content_type=merge)
-        return JSONResponse({"generation": found["metadata"].get("generation")})
+        return _json({"generation": found["metadata"].get("generation")})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -85,18 +86,24 @@ class Sample:
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Return the shown metrics of a page in the Prometheus text format. Raises ValueError if it is no such page."""
+    """Return the shown metrics of a page in the Prometheus text format. Values that are not finite are left out.
+
+    Raises:
+        ValueError: it is no such page.
+    """
     values: defaultdict[str, float] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = {}
     for family in text_string_to_metric_families(text):
         if family.name in HISTOGRAMS:
             counts = buckets.setdefault(family.name, defaultdict(float))
             for sample in family.samples:
-                if sample.name == f"{family.name}_bucket":
-                    counts[float(sample.labels["le"])] += sample.value
+                if sample.name == f"{family.name}_bucket" and math.isfinite(sample.value):
+                    bound = float(sample.labels["le"])
+                    if not math.isnan(bound):
+                        counts[bound] += sample.value
             continue
         for sample in family.samples:
-            if sample.name in VALUES:
+            if sample.name in VALUES and math.isfinite(sample.value):
                 values[sample.name] += sample.value
     return PodMetrics(dict(values), {name: dict(counts) for name, counts in buckets.items()})
 

@@ -5,7 +5,6 @@ A resource keeps its release when the operator is upgraded, until the resource i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError
 from megatron_operator.model.base import ApiModel
 from megatron_operator.model.resource import Backend
 from megatron_operator.model.settings import Settings
+from megatron_runtime.protocol import strict_json as json
 
 
 class ReleaseStatus(ApiModel):

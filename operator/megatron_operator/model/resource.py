@@ -6,7 +6,6 @@ Cross-field rules are defined twice: as CEL for the API server and as validators
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -23,6 +22,7 @@ from megatron_operator.model.names import PLURAL as PLURAL
 from megatron_operator.model.server import ServerSpec
 from megatron_operator.model.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.model.states import DesiredState
+from megatron_runtime.protocol import strict_json as json
 
 OLDER_VERSIONS = ("v1alpha1",)
 """Deprecated versions with the same schema, which the API server also serves."""

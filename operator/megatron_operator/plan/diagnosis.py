@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from megatron_operator.model.names import FETCH, PREFLIGHT
 from megatron_operator.plan.causes import CREATION, EXIT_CODES, SCHEDULING, Cause, find_cause
 from megatron_operator.plan.references import NO_REFERENCES, References, missing_object, pod_template
 from megatron_operator.plan.world import PodView
+from megatron_runtime.protocol import strict_json as json
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -45,6 +44,7 @@ from megatron_operator.model.names import (  # noqa: F401 builders import these 
 from megatron_operator.model.release import Release
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
+from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]
 T = TypeVar("T")

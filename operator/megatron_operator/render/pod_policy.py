@@ -7,7 +7,6 @@ value of the operator's chart allows a further class of fields (`model.pod_polic
 from __future__ import annotations
 
 import fnmatch
-import json
 import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +18,7 @@ from megatron_operator.model.resource import Backend, EngineSpec
 from megatron_operator.model.source import CacheSpec
 from megatron_operator.model.text import printable
 from megatron_operator.render.context import COORDINATOR, ENGINE, MODEL_CACHE, SERVER, NotAllowed, RenderContext
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
 Path = tuple[str, ...]

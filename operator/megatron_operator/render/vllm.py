@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from megatron_operator.model.resource import Backend
 from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE, problem_of
 
 MAX_CHARACTERS = 16_384

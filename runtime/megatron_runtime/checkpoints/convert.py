@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.layers.cpu import FORMATS, numbers_of
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.models.weights import require_fitting
+from megatron_runtime.protocol import strict_json as json
 
 Format = Literal["safetensors", "torch_dist", "packed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

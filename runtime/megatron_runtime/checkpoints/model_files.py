@@ -13,7 +13,6 @@ therefore opens them here:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import shown
 
 MAX_METADATA_BYTES = 16 << 20
@@ -71,7 +71,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
         raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
     try:
-        values = json.loads(data.decode())
+        values = json.loads_python(data.decode())
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

@@ -7,7 +7,6 @@ Other formats are converted while they are read, and each engine has its own cop
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -45,6 +44,7 @@ from megatron_runtime.checkpoints.safetensors import (
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.layers.cpu import FORMATS, Format, table_format
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind, tensor_shapes
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import shown
 
 PACKED_FILE = "model.packed"

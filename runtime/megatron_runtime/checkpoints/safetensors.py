@@ -7,7 +7,6 @@ tensor straight from a mapping, and it writes only files whose tensors are all i
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from megatron_runtime.checkpoints.model_files import (
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Generator, Iterator
@@ -14,6 +13,7 @@ import click
 import httpx
 
 from megatron_runtime.cli.options import together
+from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
 """Of one line of a stream."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from megatron_runtime.cli.options import (
     say_table,
 )
 from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
+from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
     from megatron_runtime.checkpoints.hub.download import Progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from megatron_runtime.process.logs import configure
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
 
 _F = TypeVar("_F", bound=Callable[..., Any])

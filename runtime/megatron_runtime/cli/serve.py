@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from megatron_runtime.cli.options import (
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
 from megatron_runtime.cli.servers import Server, listed
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import json_output, say_table
+from megatron_runtime.protocol import strict_json as json
 
 _ANSWER_SECONDS = 5.0
 
@@ -56,7 +56,7 @@ def listed(server: Server) -> Iterator[None]:
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(asdict(server), file)
+        file.write(json.dumps(asdict(server)))
         file.flush()
         fresh.replace(path)  # complete and locked when others see it
         try:
@@ -74,7 +74,7 @@ def running_servers() -> list[Server]:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 with suppress(ValueError, TypeError):  # of another release
-                    found.append(Server(**json.load(file)))
+                    found.append(Server(**json.loads(file.read())))
             else:
                 path.unlink(missing_ok=True)
     return sorted(found, key=lambda server: server.started)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
 from megatron_runtime.cli.options import COUNT, FILE, SECONDS, config_option, together
+from megatron_runtime.protocol import strict_json as json
 
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
 _QUOTES = '"""'

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import select
 import signal
@@ -22,6 +21,7 @@ from pydantic import TypeAdapter
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.service import run
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Role
 
 STARTUP_SECONDS = 30.0

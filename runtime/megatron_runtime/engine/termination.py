@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
+
+from megatron_runtime.protocol import strict_json as json
 
 TERMINATION_LOG = Path("/dev/termination-log")
 TERMINATION_CHARACTERS = 2000

@@ -10,7 +10,6 @@ No torch.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from http import HTTPStatus
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
+from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
 

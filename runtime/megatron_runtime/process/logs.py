@@ -6,7 +6,6 @@ sets it; elsewhere the caller passes of_request() as `extra`.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import printable
 
 Style: TypeAlias = Literal["json", "text"]

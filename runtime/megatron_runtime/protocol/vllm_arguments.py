@@ -6,8 +6,9 @@ engine checks the values against the installed version when it starts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+
+from megatron_runtime.protocol import strict_json as json
 
 _TEXT, _COUNT, _NUMBER, _SWITCH, _OBJECT = (str,), (int,), (int, float), (bool,), (dict,)
 _KINDS = {_TEXT: "a string", _COUNT: "an integer", _NUMBER: "a number", _SWITCH: "true or false", _OBJECT: "an object"}

@@ -8,7 +8,6 @@ a smaller stack.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import llguidance
 
 from megatron_runtime.process.sacrificial_process import SacrificialProcess, serve
 from megatron_runtime.protocol import codec
+from megatron_runtime.protocol import strict_json as json
 
 STACK_BYTES = 1 << 20
 """Stack on which the trial process compiles a grammar."""

@@ -8,11 +8,11 @@ most hostile grammars early. They are no proof: a grammar within them is first c
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 
 MAX_GRAMMAR_BYTES = 64 * 1024  # of the description, as JSON or text

@@ -11,7 +11,6 @@ a limit of CPU time for each answer.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.process.sacrificial_process import ProcessLostError
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_compiler import (
     ENGINE_STACK_BYTES,

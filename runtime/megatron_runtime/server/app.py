@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_runtime
@@ -33,6 +33,7 @@ from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, shown, try_again
 from megatron_runtime.server.guards import check_host
+from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
 from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
@@ -229,18 +230,18 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         return {"id": adapter, **shared, "parent": base} if adapter else {"id": base, **shared}
 
     async def livez() -> Response:
-        return JSONResponse({"alive": True})
+        return JsonResponse({"alive": True})
 
     async def readyz() -> Response:
         missing = service.missing()
-        return JSONResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
+        return JsonResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
 
     async def version() -> Response:
-        return JSONResponse({"version": megatron_runtime.__version__})
+        return JsonResponse({"version": megatron_runtime.__version__})
 
     async def openapi(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse(app.openapi())
+        return JsonResponse(app.openapi())
 
     async def metrics(request: Request) -> Response:
         service.identify(request)
@@ -249,15 +250,15 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     async def list_models(request: Request) -> Response:
         service.identify(request)
         models = [card(adapter) for adapter in service.models_of(request.state.key)]
-        return JSONResponse({"object": "list", "data": models})
+        return JsonResponse({"object": "list", "data": models})
 
     async def status(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse(await view.read())
+        return JsonResponse(await view.read())
 
     async def get_model(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse(card(service.check_model(request.state.key, request.path_params["name"])))
+        return JsonResponse(card(service.check_model(request.state.key, request.path_params["name"])))
 
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
@@ -308,7 +309,7 @@ async def stop_profile(service: Service, request: Request) -> Response:
 
 async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Response:
     try:
-        return JSONResponse({"profiling": is_on, "ranks": (await answer).ranks})
+        return JsonResponse({"profiling": is_on, "ranks": (await answer).ranks})
     except ControlRejectedError as error:
         if error.code == ErrorCode.WRONG_ROLE:
             message = "This server may not profile the engines: its coordinator takes that on its admin port only."
@@ -335,7 +336,7 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
 async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case ApiError() if request.url.path.removeprefix("/v1").startswith("/messages"):
-            return JSONResponse(error_body(error), status_code=error.status, headers=error.headers)
+            return JsonResponse(error_body(error), status_code=error.status, headers=error.headers)
         case ApiError():
             return error.response()
         case ClientDisconnectedError() | ClientDisconnect():

@@ -7,7 +7,6 @@ over the connections, twice a second, checks all deadlines.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, try_again
 from megatron_runtime.server.settings import ConnectionLimits
 

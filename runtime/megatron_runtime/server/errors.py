@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
+from megatron_runtime.server.json_text import JsonResponse
 
 TYPE_OF_STATUS = {
     **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),
@@ -62,8 +62,8 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         return headers
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self) -> JsonResponse:
+        return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def invalid_value(param: str, problem: str) -> ApiError:

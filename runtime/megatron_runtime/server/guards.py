@@ -16,10 +16,10 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic_core import from_json
 from starlette.datastructures import Headers
 
 from megatron_runtime.server.errors import ApiError, shown
+from megatron_runtime.server.json_text import from_json
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
@@ -80,6 +80,10 @@ class JsonLimitError(ValueError):
     """JSON with more structure than the server accepts. The message names the limit and the remedy."""
 
 
+class NotJsonError(ValueError):
+    """A text that is not JSON, but that pydantic's parser might read: it has NaN or Infinity."""
+
+
 class JsonScan:
     """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits."""
 
@@ -88,7 +92,7 @@ class JsonScan:
         self._in_string = self._after_backslash = False
 
     def feed(self, chunk: bytes) -> None:
-        """Count the next bytes. Raises JsonLimitError. Malformed JSON is left to the parser."""
+        """Count the next bytes. Raises JsonLimitError, NotJsonError. Other malformed JSON is left to the parser."""
         if self._after_backslash and chunk:
             chunk, self._after_backslash = chunk[1:], False
         if b"\\" in chunk:
@@ -101,11 +105,16 @@ class JsonScan:
             self._count(outside)
 
     def text(self, text: str) -> None:
-        """Count the JSON text in a string of the body. Raises JsonLimitError."""
+        """Count the JSON text in a string of the body. Raises JsonLimitError, NotJsonError."""
         self._depth, self._in_string, self._after_backslash = 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
 
     def _count(self, outside: bytes) -> None:
+        if b"N" in outside or b"I" in outside:  # outside of strings, JSON has no other capital letter than E
+            raise NotJsonError(
+                "it has NaN, Infinity or another word with a capital letter outside of strings: give finite numbers, "
+                "true, false or null"
+            )
         brackets = outside.translate(_STEPS, _OTHER)
         self._containers += len(brackets)  # two brackets are one container
         self._members += outside.count(b":")

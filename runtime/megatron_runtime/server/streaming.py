@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_runtime.server.errors import ApiError, try_again
+from megatron_runtime.server.json_text import to_json
 
 logger = logging.getLogger(__name__)
 

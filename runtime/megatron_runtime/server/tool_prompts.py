@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.tools import HermesParser
 
 _INSTRUCTIONS = (

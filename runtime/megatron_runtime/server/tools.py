@@ -8,13 +8,14 @@ MalformedError for text that cannot continue the construct. So arguments are str
 from __future__ import annotations
 
 import ast
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
+
+from megatron_runtime.protocol import strict_json as json
 
 MAX_JSON_DEPTH = 256
 

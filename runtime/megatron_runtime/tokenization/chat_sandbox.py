@@ -7,7 +7,6 @@ for ever or builds huge values ends this process, which chat_template.py starts 
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_runtime.process.sacrificial_process import serve
+from megatron_runtime.protocol import strict_json as json
 
 MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ file and encodes some text before this process loads it.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_runtime.checkpoints.hub import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.tokenizer import Tokenizer

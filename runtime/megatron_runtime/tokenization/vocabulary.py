@@ -8,7 +8,6 @@ tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
 
 from __future__ import annotations
 
-import json
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import tokenizers
+
+from megatron_runtime.protocol import strict_json as json
 
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece vocabularies write for a space."""

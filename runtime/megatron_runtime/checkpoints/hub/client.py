@@ -6,7 +6,6 @@ written, digests identify contents, and responses and redirects have limits.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ import httpx
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
 _log = logging.getLogger(__name__)

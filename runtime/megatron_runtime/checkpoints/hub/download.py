@@ -12,7 +12,6 @@ import fcntl
 import fnmatch
 import glob
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -46,6 +45,7 @@ from megatron_runtime.checkpoints.hub.objects import (
     is_object_reference,
 )
 from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import shown
 
 _log = logging.getLogger(__name__)

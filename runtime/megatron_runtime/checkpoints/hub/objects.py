@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import json
 import os
 import re
 import time
@@ -35,6 +34,7 @@ from megatron_runtime.checkpoints.hub.client import (
     retried,
 )
 from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
 if TYPE_CHECKING:

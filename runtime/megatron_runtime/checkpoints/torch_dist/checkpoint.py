@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from itertools import groupby
@@ -25,6 +24,7 @@ from megatron_runtime.checkpoints.torch_dist.saved_files import (
 )
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.tensors import Checkpoint
+from megatron_runtime.protocol import strict_json as json
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _DATA_FILE = "__0_0.distcp"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rich.table import Column, Table
 
 import megatron_runtime
 from megatron_runtime.cli.options import NEW_FILE
+from megatron_runtime.protocol import strict_json as json
 
 json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file.")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.coordinator.core.known_blocks import KnownBlocks
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)

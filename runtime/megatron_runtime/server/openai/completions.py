@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
+from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.openai.answer import Piece, completion_log_probs
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
@@ -94,7 +94,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             texts += [prompts.tokenizer.token_bytes(token).decode(errors="replace") for token in batch]
             await asyncio.sleep(0)
         answer["token_strs"] = texts
-    return Response(to_json(answer), media_type="application/json")
+    return JsonResponse(answer)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -102,4 +102,4 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = await service.read(request, DetokenizeRequest)
     check_vocabulary(body.tokens, service.prompts.tokenizer, param="tokens")
     text = await service.prompts.decode(body.tokens, skip_special=False)
-    return Response(to_json({"prompt": text}), media_type="application/json")
+    return JsonResponse({"prompt": text})

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
 from megatron_runtime.server.openai.generation import generation_of
@@ -79,7 +79,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
         "model": generation.adapter or service.settings.served_name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return Response(to_json(answer), media_type="application/json")
+    return JsonResponse(answer)
 
 
 def _vector(piece: Piece) -> Any:

@@ -11,7 +11,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +20,7 @@ from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
 from megatron_runtime.server.auth import ApiKey, tenant_salt
 from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_value, try_again
+from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.metrics import RequestObserver
 from megatron_runtime.server.openai.answer import Choice, Piece
 from megatron_runtime.server.openai.jobs import Job, Options, Prompt, jobs_of

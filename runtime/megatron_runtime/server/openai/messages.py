@@ -6,19 +6,19 @@ those of https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
-from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
@@ -252,14 +252,14 @@ async def create_message(service: Service, request: Request) -> Response:
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass
-    return Response(to_json(answer.message()), media_type="application/json")
+    return JsonResponse(answer.message())
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
     """Answer with the number of tokens of the prompt that a conversation has."""
     body = await service.read(request, CountTokensRequest)
     conversation = await conversation_of(service, request, _chat_of(body))
-    return JSONResponse({"input_tokens": len(conversation.prompt.tokens)})
+    return JsonResponse({"input_tokens": len(conversation.prompt.tokens)})
 
 
 def _chat_of(body: CountTokensRequest) -> ChatRequest:

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
@@ -222,7 +222,7 @@ async def create_response(service: Service, request: Request) -> Response:
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass
-    return Response(to_json(answer.response()), media_type="application/json")
+    return JsonResponse(answer.response())
 
 
 async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:

@@ -6,7 +6,6 @@ Every list and map has a maximum length, and validation stops at its first wrong
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -25,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json

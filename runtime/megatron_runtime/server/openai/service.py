@@ -19,7 +19,7 @@ from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
-from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_content_type
+from megatron_runtime.server.guards import JsonLimitError, JsonScan, NotJsonError, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
@@ -151,6 +151,8 @@ class Service:
                 chunks.append(chunk)
         except JsonLimitError as error:
             raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
+        except NotJsonError as error:
+            raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
         finally:
             self.body_bytes -= size
         return b"".join(chunks)
