@@ -30,6 +30,7 @@ from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
+from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
@@ -181,21 +182,21 @@ def main() -> None:
 )
 @click.option(
     "--lease-seconds",
-    type=click.FloatRange(1, 600),
+    type=FiniteRange(1, 600),
     default=10.0,
     show_default=True,
     help="Time after which a dead leader is replaced.",
 )
 @click.option(
     "--resync-seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=300.0,
     show_default=True,
     help="Interval at which the objects of each resource are listed again.",
 )
 @click.option(
     "--watch-seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=40.0,
     show_default=True,
     help="Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed.",
@@ -394,9 +395,7 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
 )
 @click.option("--context", help="Context of the kubeconfig.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds for all checks."
-)
+@click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
     import asyncio

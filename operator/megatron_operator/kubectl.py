@@ -22,6 +22,7 @@ from megatron_operator.plan.clock import stamp
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
 from megatron_operator.resource_view import age, rollout, summary, table
 from megatron_operator.terminal import clear, fail, say, say_candidates, say_json, say_lines, say_part
+from megatron_runtime.process.finite_range import FiniteRange
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -59,9 +60,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
 _output = click.option("-o", "--output", type=click.Choice(["json"]), help="Print JSON, for programs.")
 _wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed.")
-_timeout = click.option(
-    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to wait."
-)
+_timeout = click.option("--timeout", type=FiniteRange(min=0), default=300.0, show_default=True, help="Seconds to wait.")
 
 
 @contextlib.contextmanager
@@ -206,7 +205,7 @@ def logs(
 
 @main.command()
 @_options
-@click.option("--interval", type=click.FloatRange(min=0.5), default=2.0, show_default=True, help="Seconds per refresh.")
+@click.option("--interval", type=FiniteRange(min=0.5), default=2.0, show_default=True, help="Seconds per refresh.")
 @click.option("--once", is_flag=True, help="Show one table and end; the default if the output is no terminal.")
 @_output
 def top(
@@ -236,7 +235,7 @@ def top(
 @click.option("--model", help="Model or adapter. Default: the model of the resource.")
 @click.option("--api-key", envvar="MEGATRON_API_KEY", help="Default: a key of spec.server.apiKeysSecretRef.")
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: that of the model.")
+@click.option("--temperature", type=FiniteRange(0, 2), help="Default: that of the model.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens of an answer at most.")
 def chat(
     *,

@@ -31,11 +31,12 @@ from megatron_runtime.cli.options import (
     server_options,
     tensor_parallel,
 )
+from megatron_runtime.process.finite_range import FiniteRange
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.settings import EngineSettings
 
-_AT_LEAST_A_SECOND = click.FloatRange(min=1)
+_AT_LEAST_A_SECOND = FiniteRange(min=1)
 
 
 @click.command()
@@ -47,7 +48,7 @@ _AT_LEAST_A_SECOND = click.FloatRange(min=1)
 @click.option("--other-host", help="Host of the other coordinator of a pair, with the same ports; absent: none.")
 @click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
 @click.option("--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced")
-@click.option("--alpha", type=click.FloatRange(0, 1), default=0.5, help="Weight of a cached prefix.")
+@click.option("--alpha", type=FiniteRange(0, 1), default=0.5, help="Weight of a cached prefix.")
 @click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
 @click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
 @click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
@@ -157,8 +158,8 @@ JSON_OBJECT = Parsed("json", _json_object)
 """A JSON object: `{"quantization": "fp8"}`."""
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
-SECONDS = click.FloatRange(min=0)
-POSITIVE_SECONDS = click.FloatRange(0, min_open=True)
+SECONDS = FiniteRange(min=0)
+POSITIVE_SECONDS = FiniteRange(0, min_open=True)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)

@@ -14,6 +14,7 @@ import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
 from megatron_runtime.cli.options import COUNT, FILE, SECONDS, config_option, together
+from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.protocol import strict_json as json
 
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
@@ -21,9 +22,9 @@ _QUOTES = '"""'
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
 """A path such as /etc/hosts is no command."""
 SETTINGS: Mapping[str, click.ParamType] = {
-    "temperature": click.FloatRange(0, 2),
+    "temperature": FiniteRange(0, 2),
     "max-tokens": COUNT,
-    "top-p": click.FloatRange(0, 1),
+    "top-p": FiniteRange(0, 1),
     "seed": click.INT,
 }
 """Names of /set, and their values."""
@@ -229,7 +230,7 @@ def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:
 @connection_options
 @click.option("--max-tokens", type=COUNT, default=128)
 @click.option("--temperature", type=SECONDS, default=0, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
+@click.option("--top-p", type=FiniteRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
 @click.option("--seed", type=int, help="Makes a sampled answer repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--schema", type=FILE, help="A file with a JSON schema that the answer must follow.")

@@ -52,6 +52,8 @@ class FakeApi:
         self.url = ""
         self.load = 1.0
         """Requests per second and engine that the metrics pages report."""
+        self.values: dict[str, str] = {}
+        """Values of metrics of engines, in place of those under the load."""
         self._begun = time.monotonic()
         self._log: list[tuple[int, str, str, dict[str, Any]]] = []
         """Version, collection, kind of change and object."""
@@ -295,7 +297,8 @@ class FakeApi:
             "megatron_generation_epoch": ("gauge", 7),
         }
         lines = (
-            f"# TYPE {name.removesuffix('_total')} {kind}\n{name} {value}\n" for name, (kind, value) in values.items()
+            f"# TYPE {name.removesuffix('_total')} {kind}\n{name} {self.values.get(name, value)}\n"
+            for name, (kind, value) in values.items()
         )
         return "".join(lines)
 

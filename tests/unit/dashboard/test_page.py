@@ -84,6 +84,20 @@ async def test_a_resource_with_engines_charts_history_and_log(page: Page, settin
     await expect(logs.get_by_role("button", name="Follow", exact=True)).to_be_visible()
 
 
+async def test_metrics_that_are_not_finite_are_left_out(page: Page, settings: Any, fake: Any) -> None:
+    """JSON has no such numbers: a frame with one made the page open its stream again, for ever."""
+    fake.values = {
+        "megatron_kv_cache_usage_perc": "NaN",
+        "megatron_generation_tokens_total": "+Inf",
+        # Finite, but their sum over the engines is not.
+        "megatron_num_requests_waiting": "1.7e308",
+    }
+    await open_resource(page, settings)
+    row = page.get_by_role("table", name="Engines").get_by_role("row").filter(has_text="demo-engine-1")
+    await expect(row).to_contain_text("75 %")
+    await expect(page.locator("#connection")).to_have_text("live")
+
+
 async def test_the_cause_of_a_failure_is_explained(page: Page, settings: Any) -> None:
     await open_resource(page, settings, "broken")
     await expect(page.get_by_label("Explanation", exact=True).last).to_contain_text("CrashLooping")

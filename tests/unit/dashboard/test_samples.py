@@ -71,6 +71,13 @@ def test_a_page_sums_over_labels() -> None:
     assert found.buckets == {"megatron_time_to_first_token_seconds": {0.1: 2.0, 0.2: 4.0, INF: 4.0}}
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_values_that_are_not_finite_are_left_out(value: str) -> None:
+    name, number = "megatron_time_to_first_token_seconds", float(value)
+    assert page(number, (2, number, 4)) == PodMetrics({}, {name: {0.1: 2.0, INF: 4.0}})
+    assert parse_page(f'# TYPE {name} histogram\n{name}_bucket{{le="NaN"}} 1\n').buckets == {name: {}}
+
+
 def test_rates_and_latencies_are_those_of_the_interval() -> None:
     found = sample(page(100, (10, 10, 10)), page(300, (10, 20, 20)))
     assert (found.tokens_per_second, found.engines["e"].tokens_per_second) == (100.0, 100.0)

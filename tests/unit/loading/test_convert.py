@@ -70,6 +70,19 @@ def test_unknown_fields_of_the_configuration_are_kept(model: Path, tmp_path: Pat
     assert open_checkpoint(resolve(str(tmp_path / "back"))).config.eos_token_ids == (2, 5)
 
 
+def test_numbers_that_are_not_finite_become_null_in_the_copied_configuration(model: Path, tmp_path: Path) -> None:
+    """A field that the model needs is rejected by name instead."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    convert(str(model), tmp_path / "out", to="safetensors")
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert "Infinity" not in text
+    assert json.loads(text)["time_step_limit"] == [0.0, None]
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))
+    with pytest.raises(UnsupportedModelError, match="rms_norm_eps nan: want a number above zero"):
+        convert(str(model), tmp_path / "other", to="safetensors")
+
+
 def test_progress_ends_at_the_total(model: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     convert(str(model), tmp_path / "out", to="torch_dist", progress=lambda done, total: told.append((done, total)))

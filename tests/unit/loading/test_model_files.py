@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import shutil
 import socket
@@ -249,6 +250,11 @@ def test_metadata_files_have_a_size_limit(tmp_path: Path) -> None:
 def test_invalid_json_is_rejected_by_name(data: bytes) -> None:
     with pytest.raises(ModelFileError, match="it "):
         parse_json(data, where="it")
+
+
+def test_numbers_as_python_writes_them_are_read() -> None:
+    """transformers writes them, for example as an upper limit in config.json."""
+    assert parse_json(b'{"time_step_limit": [0.0, Infinity]}', where="it") == {"time_step_limit": [0.0, math.inf]}
 
 
 def test_json_of_many_elements_is_rejected_before_it_is_parsed() -> None:

@@ -1,8 +1,9 @@
-"""JSON that is nested more deeply than any decoder takes, as one tenant may write it into a resource."""
+"""JSON that no decoder takes: nested too deeply, as one tenant may write it into a resource, or not finite."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,9 @@ async def server() -> Any:
     """An API server with one deep resource and one other, in a list and in a watch that comes in pieces."""
     items = [f'{{"metadata": {{"name": "{name}"}}, "spec": {spec}}}' for name, spec in ITEMS.items()]
 
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"text": await request.text()})
+
     async def objects(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
             return web.Response(text=f'{{"items": [{", ".join(items)}]}}', content_type="application/json")
@@ -77,6 +81,7 @@ async def server() -> Any:
 
     application = web.Application()
     application.router.add_get("/{path:.*}", objects)
+    application.router.add_patch("/{path:.*}", echo)
     runner = web.AppRunner(application)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -99,6 +104,13 @@ async def test_a_list_and_a_watch_continue_past_a_deep_resource(server: Configur
         assert [each["metadata"]["name"] for each in objects] == list(ITEMS)
         assert objects[-1]["spec"] == {"replicas": 2}
         assert levels_of(objects[1]["spec"]) < MOST_LEVELS
+
+
+async def test_numbers_that_are_not_finite_are_written_as_null(server: Configuration) -> None:
+    body = {"status": {"rate": math.nan, "limits": [math.inf, 1.5]}}
+    async with KubeApi(server) as api:
+        echoed = await api.request("PATCH", "/x", body=body, content_type="application/merge-patch+json")
+    assert echoed == {"text": '{"status": {"rate": null, "limits": [null, 1.5]}}'}
 
 
 async def test_requests_of_the_operator_continue_past_a_deep_resource(server: Configuration) -> None:

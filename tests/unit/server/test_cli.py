@@ -106,6 +106,9 @@ async def test_generate_prints_the_text_as_it_arrives(running: Any, answer: str)
     assert (code, out, err) == (0, answer + "\n", "")
     code, out, _ = await run("generate", "-", "--url", running.url, "--stop", "café", stdin="Twice")
     assert out == answer.split("café")[0] + "\n"
+    code, _, err = await run("generate", "x", "--url", running.url, "--temperature", "inf")
+    assert code == 2
+    assert "'--temperature': inf is not a finite number" in err
     code, _, err = await run("generate", "x", "--url", running.url, "--model", "other")
     assert (code, err.strip()) == (
         1,
@@ -183,6 +186,7 @@ async def test_commands_change_the_conversation(running: Any, tokenizer: Any, an
         ("/sing", "unknown command '/sing': /help lists"),
         ("/set warmth 1", "/set warmth: no such setting: use temperature"),
         ("/set temperature 3", "/set temperature: 3.0 is not in the range"),
+        ("/set temperature nan", "/set temperature: nan is not a finite number"),
         ("/regenerate", "there is no answer yet"),
         ("/load /no/such", "name a file that /save has written"),
         ("/save", "/save: name a file"),

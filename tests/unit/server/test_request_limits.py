@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server import guards
-from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
+from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan, NotJsonError
 from megatron_runtime.server.openai.schema import (
     FREE_JSON,
     ChatRequest,
@@ -136,6 +136,57 @@ def test_the_scan_counts_the_parts_of_a_body(value: Any, ascii_only: bool, cut: 
     with pytest.raises(JsonLimitError, match="nested deeper"):
         deep.feed(b"[" * (MAX_DEPTH - depth + 1) + data)
     JsonScan().feed(b"[" * (MAX_DEPTH - depth) + data)
+
+
+NUMBERS = ("NaN", "Infinity", "-Infinity")
+WITH_NUMBERS: list[tuple[str, str]] = [
+    ("/v1/completions", '{"model": "smollm2", "prompt": "x", "temperature": %s}'),
+    ("/v1/completions", '{"model": "smollm2", "prompt": "x", "logit_bias": {"5": %s}}'),
+    ("/v1/completions", '{"model": "smollm2", "prompt": "x", "metadata": {"any": [%s]}}'),
+    ("/v1/completions", '{"model": "smollm2", "prompt": "x", "guided_json": {"maximum": %s}}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}'),
+    ("/v1/chat/completions", '{"messages": [], "tools": [{"function": {"parameters": {"maximum": %s}}}]}'),
+    ("/v1/responses", '{"model": "smollm2", "input": "x", "metadata": {"a": %s}}'),
+    ("/v1/messages", '{"model": "smollm2", "max_tokens": 1, "messages": [], "metadata": {"a": %s}}'),
+    ("/v1/embeddings", '{"model": "smollm2", "input": [%s]}'),
+    ("/v1/tokenize", '{"model": "smollm2", "prompt": "x", "a": %s}'),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+async def test_a_body_has_finite_numbers(running: Any, number: str) -> None:
+    for path, body in WITH_NUMBERS:
+        content = (body % number).encode()
+        reply = await running.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, (path, reply.text)
+        assert "not valid JSON: it has NaN, Infinity or" in reply.text, (path, reply.text)
+    assert not running.backend.requests
+
+
+async def test_json_in_strings_of_a_body_has_finite_numbers(running: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN}'}}
+    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    reply = await running.post("/v1/chat/completions", {**CHAT, "messages": messages})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value"), reply.text
+    reply = await running.post("/v1/completions", {**COMPLETION, "guided_json": '{"maximum": Infinity}'})
+    assert reply.status_code == 400
+    assert "the JSON schema is not valid JSON: it has NaN, Infinity or" in reply.text
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_number_is_found_in_pieces_of_any_size(number: str, cut: int) -> None:
+    text = f'{{"NaN": "Infinity \\" NaN", "a": {number}}}'.encode()
+    assert from_json(text)["NaN"] == 'Infinity " NaN'
+
+    def feed(data: bytes) -> None:
+        scan = JsonScan()
+        for start in range(0, len(data), cut):
+            scan.feed(data[start : start + cut])
+
+    feed(text.replace(f" {number}}}".encode(), b" 1.5E3}"))
+    with pytest.raises(NotJsonError):
+        feed(text)
 
 
 TOO_COMPLEX: list[tuple[str, bytes]] = [

@@ -69,8 +69,8 @@ export async function follow(path, signal, onFrame) {
         const lines = (rest + text).split("\n");
         rest = lines.pop();
         for (const line of lines) {
-          failures = 0;
           const live = onFrame(JSON.parse(line));
+          failures = 0;
           connection(live ? "live" : "not live; retrying", !live);
         }
       });

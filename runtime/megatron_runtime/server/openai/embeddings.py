@@ -83,11 +83,16 @@ async def create_embedding(service: Service, request: Request) -> Response:
 
 
 def _vector(piece: Piece) -> Any:
-    """Return float32 [D] of length 1."""
+    """Return float32 [D] of length 1. Raises ApiError 500 for a vector with a number that is not finite."""
     if not piece.hidden_state:
         raise _not_offered()
     vector = np.frombuffer(piece.hidden_state, dtype="<f4")
-    length = float(np.linalg.norm(vector))
+    if not np.isfinite(vector).all():
+        message = (
+            f"The hidden state of input {piece.index} has numbers that are not finite: change the text or the model."
+        )
+        raise ApiError(500, message, code="internal_error", is_final=True)
+    length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector / np.float32(length) if length else vector
 
 
