@@ -15,6 +15,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from megatron_runtime.protocol import strict_json as json
+
 STALLED_SECONDS = 120.0
 """A longer pass hangs: every request and every wait in it has a much shorter deadline. A watch that has not shown an
 existing object for so long, or whose renewal is overdue by as much, is dead."""
@@ -77,11 +79,15 @@ class Probes:
     async def _healthz(self, _: web.Request) -> web.Response:
         beat = dict(self._heartbeat())
         alive = max(beat.get(key, 0.0) for key in STALLS) < STALLED_SECONDS
-        return web.json_response({"alive": alive, **beat}, status=200 if alive else 503)
+        return _answer({"alive": alive, **beat}, status=200 if alive else 503)
 
     async def _readyz(self, _: web.Request) -> web.Response:
         missing = self._missing()
-        return web.json_response({"ready": not missing, "missing": missing}, status=503 if missing else 200)
+        return _answer({"ready": not missing, "missing": missing}, status=503 if missing else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _answer(value: Any, *, status: int) -> web.Response:
+    return web.Response(text=json.dumps(value), status=status, content_type="application/json")

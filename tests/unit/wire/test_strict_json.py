@@ -84,6 +84,7 @@ def test_a_number_beyond_a_float_is_an_error(number: str) -> None:
     "line",
     [
         "import json",
+        "from aiohttp import web\n\nweb.json_response({})",
         "from json import dumps",
         "from pydantic_core import to_json",
         "from pydantic_core import from_json",
