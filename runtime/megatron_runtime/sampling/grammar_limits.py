@@ -58,8 +58,9 @@ def check_structure(structure: Mapping[str, Any]) -> None:
     _check_values(kind, value)
     try:
         # Last: json.dumps() recurses, and holds the interpreter lock until it returns.
-        size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value))
-    except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        size = len(text.encode(errors="replace"))
+    except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits, 1e999
         raise InvalidSamplingParamsError(
             "structured_output", kind, f"a {kind} that JSON can express: {error}"
         ) from error

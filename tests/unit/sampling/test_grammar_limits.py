@@ -1,6 +1,7 @@
 """Limits of grammars, checked on their text: errors name the exceeded limit, and usual grammars pass."""
 
 import contextlib
+import math
 import time
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_structure_within_the_limits_is_accepted(structure: dict[str, Any]) -> N
     check_structure(structure)
 
 
-@pytest.mark.parametrize("value", [b"bytes", 10**5000, {1, 2}], ids=["bytes", "digits", "set"])
+@pytest.mark.parametrize(
+    "value", [b"bytes", 10**5000, {1, 2}, {"maximum": math.inf}], ids=["bytes", "digits", "set", "infinity"]
+)
 def test_values_that_json_cannot_express_are_rejected(value: Any) -> None:
     with pytest.raises(InvalidSamplingParamsError, match="that JSON can express"):
         check_structure({"type": "json_schema", "value": {"const": value}})

@@ -145,7 +145,11 @@ WITH_NUMBERS: list[tuple[str, str]] = [
     ("/v1/completions", '{"model": "smollm2", "prompt": "x", "metadata": {"any": [%s]}}'),
     ("/v1/completions", '{"model": "smollm2", "prompt": "x", "guided_json": {"maximum": %s}}'),
     ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}'),
-    ("/v1/chat/completions", '{"messages": [], "tools": [{"function": {"parameters": {"maximum": %s}}}]}'),
+    (
+        "/v1/chat/completions",
+        '{"model": "smollm2", "messages": [{"role": "user", "content": "x"}], '
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}]}',
+    ),
     ("/v1/responses", '{"model": "smollm2", "input": "x", "metadata": {"a": %s}}'),
     ("/v1/messages", '{"model": "smollm2", "max_tokens": 1, "messages": [], "metadata": {"a": %s}}'),
     ("/v1/embeddings", '{"model": "smollm2", "input": [%s]}'),
@@ -160,6 +164,11 @@ async def test_a_body_has_finite_numbers(running: Any, number: str) -> None:
         reply = await running.http.post(path, content=content, headers={"content-type": "application/json"})
         assert reply.status_code == 400, (path, reply.text)
         assert "not valid JSON: it has NaN, Infinity or" in reply.text, (path, reply.text)
+    # JSON, but more than a float holds.
+    for path, body in (WITH_NUMBERS[3], WITH_NUMBERS[5]):
+        content = (body % "1e999").encode()
+        reply = await running.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert (reply.status_code, "not JSON compliant" in reply.text) == (400, True), reply.text
     assert not running.backend.requests
 
 

@@ -277,7 +277,7 @@ class Function(Body):
     @field_validator("parameters")
     @classmethod
     def _bounded(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        size = len(json.dumps(value))
+        size = len(json.dumps(value, allow_nan=False))
         if size > MAX_TOOL_BYTES:
             raise ValueError(f"the schema has {size} bytes: at most {MAX_TOOL_BYTES} are allowed")
         return value
