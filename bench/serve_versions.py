@@ -1,18 +1,23 @@
-"""What a server costs for each request, beside the server of another checkout. Engines of both echo their prompts.
+"""What a server and a coordinator cost for each request, beside those of another checkout. Engines echo their prompts.
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
 `megatron serve` of both starts once, with the virtual environment .venv of its checkout; then one is loaded while the
 other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. Figures are compared within a round.
+connection. First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron
+bench coordinator` of both runs in turn. Figures are compared within a round.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import psutil
@@ -27,85 +32,138 @@ from megatron_runtime.protocol import strict_json as json
 THIS, OTHER = "this", "other"
 LOADS = ((1, 2), (1, 64), (8, 2), (8, 64))
 """Clients at once, and tokens of each answer."""
-LEAST_RATIO = 0.97
-PROGRAM = "server"
-"""The command of `megatron` that the server's process runs."""
+MIN_RATIO, MAX_COST = 0.97, 1.03
+"""Goals for this checkout: requests per second, and CPU time for each request, as shares of the other one's."""
+COMPONENTS = ("server", "coordinator")
+"""The commands of `megatron` that the measured processes run."""
+KEY = "key-of-the-benchmark"
+KEYS = f"keys:\n- name: bench\n  key: {KEY}\n  requestsPerMinute: 1000000000\n  tokensPerMinute: 1000000000\n"
 REPOSITORY = Path(__file__).parents[1]
+Row: TypeAlias = dict[str, Any]
+"""Load, and of each figure: `this`, `other`, `ratio` and `ratio_by_round`."""
 
 
-def start(name: str, checkout: Path) -> Server:
+def start(name: str, checkout: Path, keys: Path | None) -> Server:
+    """Start `megatron serve` of a checkout. keys: its file of API keys."""
     command = [str(checkout / ".venv/bin/megatron"), "serve", "--backend", "echo", "--port", "{port}"]
-    server = Server(Engine(name, "echo", command), "/readyz")
+    if keys is not None:
+        command += ["--api-keys-file", str(keys)]
+    server = Server(Engine(name, "echo", command), "/readyz", api_key=None if keys is None else KEY)
     server.start(os.sched_getaffinity(0))
-    click.echo(f"{name} is ready: {checkout}")
     return server
 
 
-def server_process(server: Server) -> psutil.Process:
-    """Return the process of the HTTP server: `megatron serve` starts each component as a process."""
+def component(server: Server, command: str) -> psutil.Process:
+    """Return the process of a component: `megatron serve` starts each one as a process."""
     assert server.process is not None
     for process in psutil.Process(server.process.pid).children(recursive=True):
-        if PROGRAM in process.cmdline():
+        if command in process.cmdline():
             return process
-    raise click.ClickException(f"{server.engine.name}: no process with the argument {PROGRAM!r} in its command line")
+    raise click.ClickException(f"{server.engine.name}: no process with the argument {command!r} in its command line")
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+    """Return the CPU time of all threads of a process, from its CPU clock: /proc counts ticks of 10 ms."""
+    return time.clock_gettime(~process.pid << 3 | 2)  # as clock_getcpuclockid() makes it
 
 
 def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int) -> dict[str, float]:
-    """Return requests per second of the load, and CPU microseconds of the HTTP server for each request."""
-    process = server_process(server)
-    before = cpu_seconds(process)
-    options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": None, "prompt_words": 64}
+    """Return requests per second of the load, and CPU microseconds of each component for each request."""
+    processes = {name: component(server, name) for name in COMPONENTS}
+    before = {name: cpu_seconds(process) for name, process in processes.items()}
+    options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
     answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, **options)
-    used = cpu_seconds(process) - before
+    used = {name: cpu_seconds(process) - before[name] for name, process in processes.items()}
     answered = len(answers.first)
-    return {"requests_per_s": answered / answers.duration, "cpu_us": 1e6 * used / (answered + 1)}
+    costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}
+    return {"requests_per_s": answered / answers.duration, **costs}
+
+
+def serve_rows(checkouts: dict[str, Path], keys: Path | None, *, rounds: int, requests: int) -> Iterator[Row]:
+    """Yield the figures of the servers under each load."""
+    servers: dict[str, Server] = {}
+    try:
+        for name, checkout in checkouts.items():
+            servers[name] = start(name, checkout, keys)
+            run(servers[name], 8, 8, requests=min(100, requests), seed=-1)  # warm-up
+        for clients, tokens in LOADS:
+            count = requests if tokens < 8 else requests // 4
+            options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count}
+            row = interleaved(rounds, lambda name, seed, options=options: run(servers[name], seed=seed, **options))
+            yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **row}
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def bench_coordinator(checkout: Path, requests: int) -> dict[str, float]:
+    """Return the figures of `megatron bench coordinator`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "figures.json")
+        command = [checkout / ".venv/bin/megatron", "bench", "coordinator", "--requests", str(requests)]
+        done = subprocess.run([*command, "--json", file], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise click.ClickException(f"{checkout}: megatron bench coordinator failed: {done.stderr[-500:]}")
+        figures: dict[str, float] = json.loads(file.read_text())["figures"]
+    return figures
+
+
+def interleaved(rounds: int, measured: Callable[[str, int], dict[str, float]]) -> Row:
+    """Return medians of the figures of both, and the ratios of each round. measured: of a name, in a round."""
+    found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
+    for number in range(rounds):
+        for name in sorted(found, reverse=number % 2 == 1):
+            found[name].append(measured(name, number))
+    row: Row = {}
+    for figure in found[THIS][0]:
+        pairs = [(one[figure], two[figure]) for one, two in zip(found[THIS], found[OTHER], strict=True)]
+        ratios = [round(one / two, 3) for one, two in pairs if two]  # CPU time in ticks can be 0
+        row[figure] = {
+            THIS: round(median(one for one, _ in pairs), 2),
+            OTHER: round(median(two for _, two in pairs), 2),
+            "ratio": round(median(ratios), 3) if ratios else None,
+            "ratio_by_round": ratios,
+        }
+    return row
+
+
+def say(what: str, row: Row, figures: Sequence[str]) -> None:
+    """Print figures of a row, with those whose ratio misses the goal marked."""
+    parts = []
+    for figure in figures:
+        found, ratio = row[figure], row[figure]["ratio"]
+        is_met = ratio is None or (ratio <= MAX_COST if "cpu_us" in figure else ratio >= MIN_RATIO)
+        missed = "" if is_met else " (goal missed)"
+        parts.append(f"{figure} {found[THIS]:g} and {found[OTHER]:g}, ratio {found['ratio']}{missed}")
+    click.echo(f"{what}: {'; '.join(parts)}")
 
 
 @click.command()
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--requests", type=click.IntRange(min=1), default=300, show_default=True, help="Of a run of 2 tokens.")
+@click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
+@click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
-def main(*, against: Path, rounds: int, requests: int, json_file: Path | None) -> None:
-    """Compare requests per second and CPU time of the servers of two checkouts."""
+def main(*, against: Path, rounds: int, requests: int, coordinator_requests: int, json_file: Path | None) -> None:
+    """Compare requests per second and CPU time of servers and coordinators of two checkouts."""
     checkouts = {THIS: REPOSITORY, OTHER: against.absolute()}
     facts = machine() | {"commit": commit()}
-    rows: list[dict[str, Any]] = []
-    servers: dict[str, Server] = {}
-    try:
-        for name, checkout in checkouts.items():
-            servers[name] = start(name, checkout)
-            run(servers[name], 8, 8, requests=100, seed=-1)  # warm-up
-        for clients, tokens in LOADS:
-            count = requests if tokens < 8 else requests // 4
-            found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
-            for number in range(rounds):
-                for name in sorted(servers, reverse=number % 2 == 1):
-                    found[name].append(run(servers[name], clients, tokens, requests=count, seed=number))
-            row: dict[str, Any] = {"clients": clients, "tokens": tokens}
-            for figure, digits in (("requests_per_s", 1), ("cpu_us", 0)):
-                pairs = [(one[figure], two[figure]) for one, two in zip(found[THIS], found[OTHER], strict=True)]
-                row[figure] = {
-                    THIS: round(median(one for one, _ in pairs), digits),
-                    OTHER: round(median(two for _, two in pairs), digits),
-                    "ratio": round(median(one / two for one, two in pairs), 3),
-                    "ratio_by_round": [round(one / two, 3) for one, two in pairs],
-                }
-            rows.append(row)
-            shown = row["requests_per_s"]
-            click.echo(
-                f"{clients} clients, {tokens:2} tokens: {shown[THIS]} and {shown[OTHER]} requests/s, ratio "
-                f"{shown['ratio']} (goal {LEAST_RATIO}); CPU time of the server, ratio {row['cpu_us']['ratio']}"
-            )
-    finally:
-        for server in servers.values():
-            server.close()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys.yaml")
+        keys.write_text(KEYS)
+        for file in (None, keys):
+            for row in serve_rows(checkouts, file, rounds=rounds, requests=requests):
+                key = ", a key with limits" if row["has_key"] else ""
+                what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
+                say(what, row, ("requests_per_s", *(f"{name}_cpu_us" for name in COMPONENTS)))
+                rows.append(row)
+    coordinators = interleaved(rounds, lambda name, _: bench_coordinator(checkouts[name], coordinator_requests))
+    say("megatron bench coordinator", coordinators, ("cpu_us_per_request", "cpu_us_per_partial", "requests_per_second"))
     if json_file is not None:
-        json_file.write_text(json.dumps({"machine": facts, "rounds": rounds, "rows": rows}, indent=1) + "\n")
+        goals = {"least_ratio_of_requests_per_s": MIN_RATIO, "most_ratio_of_cpu": MAX_COST}
+        document = {"machine": facts, "rounds": rounds, "goals": goals, "rows": rows, "coordinator": coordinators}
+        json_file.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

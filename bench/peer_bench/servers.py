@@ -38,6 +38,7 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
     model: str = ""
+    api_key: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, cpus: set[int]) -> None:
@@ -69,7 +70,9 @@ class Server:
                 time.sleep(0.02)  # another process's state
         self.engine.add(READY, time.perf_counter() - begun)
         try:
-            self.model = httpx.get(f"{self.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+            headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+            reply = httpx.get(f"{self.url}/v1/models", headers=headers, timeout=30)
+            self.model = reply.raise_for_status().json()["data"][0]["id"]
         except httpx.HTTPError as error:
             self.close()
             raise WorkerError(f"/v1/models: {error!r}") from error
@@ -83,7 +86,7 @@ class Server:
             figures = run(
                 url=self.url,
                 model=self.model,
-                api_key=None,
+                api_key=self.api_key,
                 concurrency=(cell.batch,),
                 requests=2 * cell.batch,
                 prompt_words=_WORDS,
