@@ -16,6 +16,7 @@ from megatron_runtime.requests.hashing import (
     block_hashes,
     digests_after,
     frame_hashes,
+    hash_of_digest,
     root_digest,
 )
 
@@ -66,9 +67,11 @@ def test_both_forms_match_their_definition(tokens, size) -> None:
     assert block_hashes(tokens, size) == sha256(tokens, size)
 
 
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 20), st.text(max_size=3))
-def test_hashes_of_encoded_tokens_equal_those_of_the_engine(tokens, size, salt) -> None:
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 20), st.text(max_size=3), st.text(max_size=3))
+def test_hashes_of_encoded_tokens_equal_those_of_the_engine(tokens, size, salt, adapter) -> None:
     assert frame_hashes(tokens_to_bytes(tokens), size, salt=salt) == block_hashes(tokens, size, salt=salt.encode())
+    digests = block_digests(tokens, size, salt=salt.encode(), adapter=adapter)
+    assert frame_hashes(tokens_to_bytes(tokens), size, salt=salt, adapter=adapter) == list(map(hash_of_digest, digests))
 
 
 @given(TOKENS, st.integers(1, 20), st.sampled_from(HashForm))
