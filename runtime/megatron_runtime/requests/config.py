@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 from typing import Any, Literal, Self, get_args
 
-from megatron_runtime.requests.rules import ABOVE_ZERO, Predicate, field_rules, int_in, number_in, optional
+from megatron_runtime.requests.rules import ABOVE_ZERO, Predicate, Rule, field_rules, int_in, number_in, optional
 
 DEFAULT_MAX_REQUESTS = 64
 DEFAULT_MAX_TOKENS = 16_384
@@ -191,9 +191,8 @@ class InferenceConfig:
                 allowed = ", ".join(repr(member.value) for member in _OPTIONS[name])
                 raise InvalidConfigError(name, value, f"want one of {allowed}") from None
         elif name in _RULES:
-            is_valid, allowed = _RULES[name]
-            if not is_valid(value):
-                raise InvalidConfigError(name, value, f"want {allowed}")
+            if not _RULES[name].is_valid(value):
+                raise InvalidConfigError(name, value, f"want {_RULES[name].allowed}")
         elif name in IGNORED_FIELDS and value and hasattr(self, name):
             # __post_init__ warns of those of the constructor.
             _warn_of_ignored(name)
@@ -267,22 +266,19 @@ def _warn_of_ignored(*names: str) -> None:
 _OPTIONS: dict[str, type[_Option]] = {
     item.name: type(item.default) for item in fields(InferenceConfig) if isinstance(item.default, _Option)
 }
-_RULES = {
-    name: (is_valid, allowed)
-    for name, is_valid, allowed in field_rules(
-        InferenceConfig,
-        ("block_size_tokens max_waiting ep_consensus_interval", int_in(1), "an integer >= 1"),
-        ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", int_in(1), "an integer >= 1"),
-        ("max_requests max_tokens", optional(int_in(1)), "an integer >= 1, or None"),
-        ("max_sequence_length", optional(int_in(2)), "an integer >= 2, or None"),
-        ("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
-        ("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
-        ("unified_memory_level", int_in(0, 1), "0 or 1"),
-        ("buffer_size_gb", number_in(ABOVE_ZERO, sys.float_info.max), "a number > 0"),
-        ("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
-        ("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
-        ("sampling_backend", *_one_of(SamplingBackend)),
-        ("logprobs_mode", *_one_of(LogprobsMode)),
-        ("async_sched_mode", *_one_of(AsyncSchedMode)),
-    )
-}
+_RULES = field_rules(
+    InferenceConfig,
+    Rule("block_size_tokens max_waiting ep_consensus_interval", int_in(1), "an integer >= 1"),
+    Rule("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", int_in(1), "an integer >= 1"),
+    Rule("max_requests max_tokens", optional(int_in(1)), "an integer >= 1, or None"),
+    Rule("max_sequence_length", optional(int_in(2)), "an integer >= 2, or None"),
+    Rule("num_speculative_tokens logging_step_interval", int_in(0), "an integer >= 0"),
+    Rule("num_cuda_graphs", optional(int_in(0)), "an integer >= 0, or None"),
+    Rule("unified_memory_level", int_in(0, 1), "0 or 1"),
+    Rule("buffer_size_gb", number_in(ABOVE_ZERO, sys.float_info.max), "a number > 0"),
+    Rule("paused_buffer_size_gb", optional(number_in(0, sys.float_info.max)), "a number >= 0, or None"),
+    Rule("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
+    Rule("sampling_backend", *_one_of(SamplingBackend)),
+    Rule("logprobs_mode", *_one_of(LogprobsMode)),
+    Rule("async_sched_mode", *_one_of(AsyncSchedMode)),
+)

@@ -1,45 +1,84 @@
-"""Validation tables of InferenceConfig and SamplingParams: one predicate and one description per field."""
+"""Validation tables of InferenceConfig and SamplingParams: one rule per field, with its bounds as data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 Predicate: TypeAlias = Callable[[Any], bool]
-Rule: TypeAlias = tuple[str, Predicate, str]
-"""Names of fields separated by spaces, the predicate of a valid value, and its description."""
 
 ABOVE_ZERO = math.ulp(0.0)
 """The smallest positive float."""
+MAX_INT32 = (1 << 31) - 1
 
 
-def field_rules(kind: Any, *rules: Rule) -> tuple[Rule, ...]:
-    """Return one rule per field of the dataclass `kind`. Fields with a bool default take true or false."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The predicate of the numbers from `minimum` to `maximum`, integers only if is_whole. No boolean is a number."""
+
+    minimum: float
+    maximum: float
+    is_whole: bool = False
+
+    def __call__(self, value: Any) -> bool:
+        # NaN is within no bounds. Integers beyond the range of floats compare exactly.
+        is_number = is_int(value) or (not self.is_whole and isinstance(value, float))
+        return is_number and self.minimum <= value <= self.maximum
+
+    def __str__(self) -> str:
+        return f"{'an integer' if self.is_whole else 'a number'} from {self.minimum:,} to {self.maximum:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule of one field, or of several with equal rules.
+
+    names:    the fields, separated by spaces.
+    is_valid: whether a value is valid.
+    allowed:  describes the valid values.
+    bounds:   of the number that the field has, or of each number in its list or map; None: it has no bounds.
+    """
+
+    names: str
+    is_valid: Predicate
+    allowed: str
+    bounds: Bounds | None = None
+
+
+def bounded(names: str, bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
+    """Return the rule of fields whose value is a number within `bounds`. note: the meaning of special values."""
+    allowed = f"{bounds}{f' ({note})' if note else ''}{', or None' if or_none else ''}"
+    return Rule(names, optional(bounds) if or_none else bounds, allowed, bounds)
+
+
+def field_rules(kind: Any, *rules: Rule) -> dict[str, Rule]:
+    """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false."""
     flags = " ".join(item.name for item in fields(kind) if isinstance(item.default, bool))
-    every: tuple[Rule, ...] = (*rules, (flags, lambda value: isinstance(value, bool), "true or false"))
-    return tuple((name, is_valid, allowed) for names, is_valid, allowed in every for name in names.split())
+    every = (*rules, Rule(flags, lambda value: isinstance(value, bool), "true or false"))
+    return {name: rule for rule in every for name in rule.names.split()}
 
 
 def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def int_in(low: int, high: float = math.inf) -> Predicate:
-    return lambda value: is_int(value) and low <= value <= high
+def int_in(low: int, high: float = math.inf) -> Bounds:
+    return Bounds(low, high, is_whole=True)
 
 
-def number_in(low: float, high: float) -> Predicate:
-    # Integers beyond the range of floats compare exactly, so they are rejected here.
-    return lambda value: (is_int(value) or (isinstance(value, float) and math.isfinite(value))) and low <= value <= high
+def number_in(low: float, high: float) -> Bounds:
+    return Bounds(low, high)
 
 
 def optional(predicate: Predicate) -> Predicate:
     return lambda value: value is None or predicate(value)
 
 
-def list_of(kind: type) -> Predicate:
-    return lambda value: (
-        isinstance(value, list | tuple) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
-    )
+def list_of(is_item: Predicate) -> Predicate:
+    return lambda value: isinstance(value, list | tuple) and all(map(is_item, value))
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from megatron_runtime.protocol.text import printable
-from megatron_runtime.requests.rules import ABOVE_ZERO, field_rules, int_in, list_of, number_in, optional
+from megatron_runtime.requests.rules import (
+    MAX_INT32,
+    Rule,
+    bounded,
+    field_rules,
+    int_in,
+    is_text,
+    list_of,
+    number_in,
+    optional,
+)
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
 """Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
@@ -20,6 +29,11 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARACTERS = 4096
 """Of all texts together."""
 MAX_MARKER_TOKENS = 16
+
+MIN_TEMPERATURE = 1e-5
+"""A lower temperature is greedy: differences of logits are divided by it in float32."""
+TOKEN_IDS = int_in(0, MAX_INT32)
+BIASES = number_in(-100, 100)
 
 MAX_QUOTED_CHARACTERS = 200
 """A longer value is cut in error messages."""
@@ -53,7 +67,7 @@ class SamplingParams:
     Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
     order.
 
-    temperature:           divides the logits; 0 means greedy.
+    temperature:           divides the logits; 0 means greedy, and so does a value below MIN_TEMPERATURE.
     top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
     top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
     min_p:                 keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
@@ -144,10 +158,10 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise InvalidSamplingParamsError for the first field that is out of range."""
-        for name, is_valid, allowed in _RULES:
+        for name, rule in RULES.items():
             value = getattr(self, name)
-            if not is_valid(value):
-                raise InvalidSamplingParamsError(name, value, allowed)
+            if not rule.is_valid(value):
+                raise InvalidSamplingParamsError(name, value, rule.allowed)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
@@ -171,7 +185,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def wants_log_probs(self) -> bool:
@@ -214,13 +228,13 @@ def _is_logit_bias(value: object) -> bool:
     return (
         isinstance(value, dict)
         and len(value) <= MAX_LOGIT_BIAS_TOKENS
-        and all(int_in(0)(token) and number_in(-100, 100)(bias) for token, bias in value.items())
+        and all(TOKEN_IDS(token) and BIASES(bias) for token, bias in value.items())
     )
 
 
 def _are_bad_words(value: Any) -> bool:
     return (
-        list_of(str)(value)
+        list_of(is_text)(value)
         and len(value) <= MAX_BAD_WORDS
         and all(text.strip() for text in value)
         and sum(map(len, value)) <= MAX_BAD_WORDS_CHARACTERS
@@ -230,7 +244,7 @@ def _are_bad_words(value: Any) -> bool:
 def _is_structured_output(value: object) -> bool:
     if isinstance(value, dict) and "after" in value:
         after = value["after"]
-        if not list_of(int)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
+        if not list_of(TOKEN_IDS)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
             return False
     match value:
         case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
@@ -242,42 +256,46 @@ def _is_structured_output(value: object) -> bool:
     return False
 
 
-_RULES = field_rules(
+RULES = field_rules(
     SamplingParams,
-    ("temperature", number_in(0, sys.float_info.max), "a finite number >= 0"),
-    ("top_k", int_in(0), "an integer >= 0 (0 switches it off)"),
-    ("top_p", number_in(0, 1), "a number from 0 to 1 (0 and 1 switch it off)"),
-    ("min_p", number_in(0, 1), "a number from 0 to 1 (0 switches it off)"),
-    ("repetition_penalty", number_in(ABOVE_ZERO, 100), "a number above 0, at most 100 (1 switches it off)"),
-    ("presence_penalty frequency_penalty", number_in(-2, 2), "a number from -2 to 2"),
-    (
+    bounded("temperature", number_in(0, 1_000_000), f"below {MIN_TEMPERATURE:g} is greedy"),
+    bounded("top_k", int_in(0, MAX_INT32), "0 switches it off"),
+    bounded("top_p", number_in(0, 1), "0 and 1 switch it off"),
+    bounded("min_p", number_in(0, 1), "0 switches it off"),
+    bounded("repetition_penalty", number_in(0.01, 100), "1 switches it off"),
+    bounded("presence_penalty frequency_penalty", number_in(-2, 2), "0 switches it off"),
+    Rule(
         "logit_bias",
         optional(_is_logit_bias),
-        f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from -100 to 100, or None",
+        f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from {BIASES.minimum} to {BIASES.maximum}, or "
+        "None",
+        BIASES,
     ),
-    (
+    Rule(
         "bad_words",
         optional(_are_bad_words),
         f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
         f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
     ),
-    (
+    Rule(
         "structured_output",
         _is_structured_output,
         f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
     ),
-    ("num_tokens_to_generate num_tokens_total", optional(int_in(1)), "an integer >= 1, or None"),
-    ("min_tokens", int_in(0), "an integer >= 0"),
-    ("termination_id", optional(int_in(-1)), "a token id, -1 for none, or None for the model's own"),
-    ("stop_token_ids", optional(list_of(int)), "a list of token ids, or None"),
-    ("stop_words", optional(list_of(str)), "a list of strings, or None"),
-    ("seed", optional(int_in(0, (1 << 64) - 1)), "an integer from 0 to 2**64 - 1, or None"),
-    ("top_n_logprobs", int_in(0, MAX_TOP_LOGPROBS), f"an integer from 0 to {MAX_TOP_LOGPROBS}"),
-    ("streaming_interval", int_in(1), "an integer >= 1"),
-    ("priority", int_in(-(1 << 31), (1 << 31) - 1), "an integer from -2**31 to 2**31 - 1"),
-    (
+    bounded("num_tokens_to_generate num_tokens_total", int_in(1, MAX_INT32), or_none=True),
+    bounded("min_tokens", int_in(0, MAX_INT32)),
+    bounded("termination_id", int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
+    Rule("stop_token_ids", optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
+    Rule("stop_words", optional(list_of(is_text)), "a list of strings, or None"),
+    bounded("seed", int_in(0, (1 << 64) - 1), or_none=True),
+    bounded("top_n_logprobs", int_in(0, MAX_TOP_LOGPROBS)),
+    bounded("streaming_interval", int_in(1, MAX_INT32)),
+    bounded("priority", int_in(-MAX_INT32 - 1, MAX_INT32)),
+    Rule(
         "cache_salt",
         optional(lambda value: isinstance(value, str) and len(value) <= 256),
         "a text of at most 256 characters, or None",
     ),
 )
+"""The one table of what a sampling parameter may be. The HTTP schema takes its bounds from here, and the engine relies
+on them: no number overflows or underflows float32 or int32 where a step uses it."""

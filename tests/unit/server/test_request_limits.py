@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from megatron_runtime.requests.sampling_params import RULES
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server import guards
 from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan, NotJsonError
@@ -363,3 +365,19 @@ async def test_long_values_are_not_echoed(running: Any) -> None:
         message = reply.json()["error"]["message"]
         assert len(message) < 600
         assert "\x1b" not in message
+
+
+def test_the_bodies_have_the_bounds_of_the_sampling_parameters() -> None:
+    """The only differences are values that the server translates or cuts, and the limits of OpenAI's API."""
+    translated = {("top_k", -1), ("seed", -(1 << 63)), ("max_tokens", 0)}
+    of_parameter = {"num_tokens_to_generate": "max_tokens", "top_n_logprobs": "logprobs"}
+    for name, rule in RULES.items():
+        field = of_parameter.get(name, name)
+        if rule.bounds is None or field not in CompletionRequest.model_fields or field == "logit_bias":
+            continue
+        schema = str(CompletionRequest.model_json_schema()["properties"][field])
+        low = re.search(r"'minimum': (-?[0-9.]+)", schema)
+        high = re.search(r"'maximum': (-?[0-9.]+)", schema)
+        assert low is not None, f"{field} has no minimum"
+        assert float(low[1]) == rule.bounds.minimum or (field, int(low[1])) in translated
+        assert field == "max_tokens" or (high is not None and float(high[1]) <= float(rule.bounds.maximum))

@@ -10,7 +10,12 @@ from typing import Any
 
 from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.protocol.messages import pack
-from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import (
+    IGNORE_EOS,
+    MIN_TEMPERATURE,
+    InvalidSamplingParamsError,
+    SamplingParams,
+)
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value
 from megatron_runtime.server.guards import load_json
@@ -228,10 +233,10 @@ def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others:
     others: sampling parameters that do not follow from the request alone.
     """
     temperature = 1.0 if request.temperature is None else request.temperature
-    greedy = temperature == 0
+    greedy = temperature < MIN_TEMPERATURE
     eos = () if request.ignore_eos else tokenizer.eos_ids
     stop_ids = [*eos[1:], *(request.stop_token_ids or ())]
-    biases = {int(token[:20]): float(bias) for token, bias in (request.logit_bias or {}).items()}
+    biases = {int(token): float(bias) for token, bias in (request.logit_bias or {}).items()}
     check_vocabulary(biases, tokenizer, param="logit_bias")
     check_vocabulary(stop_ids, tokenizer, param="stop_token_ids")
     chosen: dict[str, Any] = {

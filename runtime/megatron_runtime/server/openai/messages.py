@@ -30,11 +30,14 @@ from megatron_runtime.server.openai.schema import (
     ChatRequest,
     Discarded,
     JsonObject,
+    MaxTokens,
     ModelRequest,
     Name,
-    Probability,
     StopStrings,
+    Temperature,
+    TopP,
     only,
+    within,
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import EventStream, until_disconnect
@@ -209,10 +212,10 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[StrictInt, Field(ge=1)]
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: MaxTokens
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[StrictInt, within("top_k")] | None = None
     stop_sequences: StopStrings = Field(default_factory=list)
     stream: StrictBool | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+from pydantic import Field, StrictBool, StrictStr, ValidationError, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,9 +29,11 @@ from megatron_runtime.server.openai.schema import (
     Discarded,
     Function,
     JsonObject,
+    MaxTokens,
     ModelRequest,
     Name,
-    Probability,
+    Temperature,
+    TopP,
     only,
 )
 from megatron_runtime.server.openai.service import Service
@@ -85,9 +87,9 @@ class ResponsesRequest(ModelRequest):
 
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: StrictStr | None = None
-    max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Probability | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     stream: StrictBool | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None

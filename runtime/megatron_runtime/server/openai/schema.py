@@ -6,6 +6,8 @@ Every list and map has a maximum length, and validation stops at its first wrong
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -25,8 +27,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.requests.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
+from megatron_runtime.requests.sampling_params import (
+    BIASES,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
+    MAX_LOGIT_BIAS_TOKENS,
+    RULES,
+)
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
+from megatron_runtime.server.errors import shown
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
 
 MAX_NAME_CHARACTERS = 256
@@ -34,10 +43,10 @@ MAX_TOKEN_IDS = 1 << 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
-MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_TEMPERATURE = 2
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
 MAX_TOOLS = 128
@@ -48,11 +57,36 @@ MAX_SCHEMA_KEYS = 4096
 FREE_JSON = "bounded by JsonScan"
 """Marks JSON of any structure: JsonScan limits its depth and size before the body is parsed."""
 
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
+def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
+
+    minimum, maximum: of this API, if they differ: a value that the server translates, or the limit of OpenAI.
+    """
+    bounds = RULES[name].bounds
+    assert bounds is not None, f"{name} is a number"
+    limits: dict[str, Any] = {"ge": bounds.minimum if minimum is None else minimum}
+    highest = bounds.maximum if maximum is None else maximum
+    if highest != math.inf:
+        limits["le"] = highest
+    if not bounds.is_whole:
+        limits["allow_inf_nan"] = False
+    return Field(**limits)
+
+
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 NonEmpty = Annotated[StrictStr, Field(min_length=1)]
 Number = StrictInt | StrictFloat
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, within("temperature", maximum=MAX_TEMPERATURE)]
+TopP = Annotated[float, within("top_p")]
+MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate", maximum=math.inf)]
+"""A number that does not fit is cut to what fits."""
+TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
+StopTokenIds = Annotated[
+    list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
@@ -172,34 +206,34 @@ class GenerationRequest(ModelRequest):
     answer_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Probability | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
     stream_options: Annotated[
         StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
     ] = None
     stop: StopStrings = Field(default_factory=list)
-    seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[StrictInt, within("seed", minimum=-(1 << 63))] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIAS_TOKENS)] | None = None
 
     # Additions to OpenAI's fields, under the names that other servers use.
-    top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    top_k: Annotated[StrictInt, within("top_k", minimum=-1)] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    min_tokens: Annotated[StrictInt, within("min_tokens")] | None = None
     bad_words: BadWords | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: StrictBool | None = None
-    streaming_interval: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
+    streaming_interval: Annotated[StrictInt, within("streaming_interval")] | None = None
     return_token_ids: StrictBool | None = None
     add_BOS: StrictBool | None = None
     skip_prompt_log_probs: StrictBool | None = None
-    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Annotated[StrictInt, within("priority")] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = None
 
     # At most one of these is given.
@@ -224,10 +258,10 @@ class GenerationRequest(ModelRequest):
     @classmethod
     def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token, bias in (value or {}).items():
-            if not token.isascii() or not token.isdecimal():
-                raise ValueError(f"keys are token ids as decimal strings, not {token[:40]!r}")
-            if not -100 <= bias <= 100:
-                raise ValueError(f"the bias of token {token[:40]} is {bias}: use a number from -100 to 100")
+            if not _TOKEN_ID.fullmatch(token):
+                raise ValueError(f"keys are token ids as decimal strings, not {shown(token)}")
+            if not BIASES(bias):
+                raise ValueError(f"the bias of token {token} is {shown(bias)}: use {BIASES}")
         return value
 
     @property
@@ -240,13 +274,13 @@ class CompletionRequest(GenerationRequest):
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    max_tokens: Annotated[StrictInt, within("num_tokens_to_generate", minimum=0, maximum=math.inf)] | None = None
     prompt: (
         Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: StrictBool | None = None
-    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: TopLogProbs | None = None
     best_of: Annotated[Any, FREE_JSON, only(1)] = None
     suffix: Annotated[Any, FREE_JSON, only("")] = None
 
@@ -413,14 +447,14 @@ class ChatRequest(GenerationRequest):
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: TemplateVariables | None = None
     prevent_retokenization: StrictBool | None = None
     return_tokenized_data: StrictBool | None = None
     return_raw_text: StrictBool | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[
-        Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+        TopLogProbs | None,
         only_with("logprobs", True, "top_logprobs is allowed only with logprobs: true"),
     ] = None
     tools: Tools | None = None
