@@ -8,6 +8,7 @@ Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tok
         lower id first, and min_p the tokens with a weight of at least min_p; top_p keeps the fewest, most likely tokens
         of these that reach top_p of their sum. The token is the first, in the order of ids, at which the running sum of
         kept weights exceeds u times their sum, u the Philox uniform of (seed, position): the same token in any batch.
+        A logit of -inf is the probability 0. A row with NaN, with inf, or only with -inf has the token NOT_FINITE.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import torch
 
+NOT_FINITE = -1
+"""In place of the token of a row whose logits are not finite."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -45,17 +48,19 @@ def sample(
     seeds_N: torch.Tensor,
     positions_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N].
+    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N], which are NaN
+    for the token NOT_FINITE.
 
     temperature_N: float32; 0 takes the most likely token, among equals the lowest id.
     top_k_N:       int32; 0 keeps all.
     top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
     seeds_N, positions_N: int64; the 64 bits of a seed.
     """
-    tokens_N = logits_NV.float().argmax(dim=-1)
+    best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
+    is_finite_N = best_N.isfinite()
     for row in range(logits_NV.shape[0]):
         temperature = temperature_N[row]
-        if temperature > 0:
+        if temperature > 0 and is_finite_N[row]:
             logits_V = logits_NV[row].float()
             weights_V = ((logits_V - logits_V.max()) / temperature).exp()
             number = uniform(int(seeds_N[row]), int(positions_N[row]))
@@ -63,7 +68,8 @@ def sample(
                 weights_V, number, top_k=int(top_k_N[row]), top_p=float(top_p_N[row]), min_p=float(min_p_N[row])
             )
     log_probs_NV = logits_NV.double().log_softmax(dim=-1)
-    return tokens_N.int(), log_probs_NV.gather(1, tokens_N[:, None])[:, 0].float()
+    log_probs_N = log_probs_NV.gather(1, tokens_N[:, None])[:, 0].float()
+    return tokens_N.where(is_finite_N, NOT_FINITE).int(), log_probs_N.where(is_finite_N, torch.nan)
 
 
 def _draw(weights_V: torch.Tensor, number: float, *, top_k: int, top_p: float, min_p: float) -> int:

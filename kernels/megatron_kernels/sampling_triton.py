@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_kernels.sampling import NOT_FINITE
 from megatron_kernels.tuning import vocabulary_tile
 
 CANDIDATES = 4096
@@ -24,6 +25,7 @@ _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
 """Bits of 2^-14: top-k and top-p rarely keep a token that is less likely than the likeliest by this factor."""
 _STEP = tl.constexpr(2.0**-52)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
@@ -252,17 +254,22 @@ def _sample(
             token = first + tl.argmax(values, axis=0).to(tl.int32)
             total *= tl.exp(largest - new_largest).to(tl.float64)
             largest = new_largest
-        total += tl.sum(tl.exp(values - largest).to(tl.float64), axis=0)
+        shift = tl.where(largest > float("-inf"), largest, 0.0)
+        total += tl.sum(tl.exp(values - shift).to(tl.float64), axis=0)
+    # NaN and inf make the sum NaN, and it is 0 if all logits are -inf. Tests with NaN are false.
+    is_finite = (total > 0.0) & (total < float("inf"))
     temperature = tl.load(temperatures + index)
-    if temperature > 0.0:
+    if (temperature > 0.0) & is_finite:
         top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
         buffer = buffers + index.to(tl.int64) * CAPACITY
         cut, ties, mass = _keep(row, buffer, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK, CAPACITY)
         number = _uniform(tl.load(seeds + index), tl.load(positions + index))
         token = _draw(row, vocabulary, largest, temperature, cut, ties, number * mass, BLOCK)
-    chosen = tl.load(row + token).to(tl.float32)
-    tl.store(tokens + index, token)
-    tl.store(log_probs + index, chosen - largest - tl.log(total.to(tl.float32)))
+    # NaN may have led to any index of a tile.
+    chosen = tl.load(row + tl.where(is_finite, token, 0)).to(tl.float32)
+    log_prob = chosen - largest - tl.log(total.to(tl.float32))
+    tl.store(tokens + index, tl.where(is_finite, token, _NOT_FINITE))
+    tl.store(log_probs + index, tl.where(is_finite, log_prob, float("nan")))
 
 
 def sample(

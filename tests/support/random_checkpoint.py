@@ -82,6 +82,36 @@ def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.T
     return directory
 
 
+OVERFLOW = 7
+"""The token for which a model of write_overflowing_model() computes numbers that are not finite."""
+
+
+def write_overflowing_model(directory: Path) -> Path:
+    """Write a mixture of experts of which one has huge, finite weights; OVERFLOW is the only token that chooses it.
+
+    Two features of the hidden state are written by no layer: the first is 0 except for OVERFLOW, the second is 1. The
+    sizes consist of whole blocks of integer weights, of panels of the kernels and of a page's keys.
+    """
+    moe = replace(_EXPERTS, intermediate_size=64)
+    config = replace(
+        LLAMA, family="mixtral", vocab_size=160, hidden_size=64, num_heads=4, head_dim=16, num_layers=3, moe=moe
+    )
+    tensors = random_tensors(config, seed=4)
+    embeddings = tensors["model.embed_tokens.weight"]
+    embeddings[:, 0], embeddings[:, 1], embeddings[OVERFLOW, 0] = 0.0, 1.0, 8.0
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            tensor.fill_(1.0)
+        elif name.endswith(("o_proj.weight", "w2.weight")):
+            tensor[:2] = 0.0
+        elif name.endswith("gate.weight"):
+            tensor[3] = 0.0
+            tensor[3, 0], tensor[3, 1] = 100.0, -100.0
+        elif ".experts.3." in name:
+            tensor.mul_(1e38)
+    return write_model(directory, config, tensors)
+
+
 def write_speaking_model(directory: Path, *, head_dim: int = 16) -> Path:
     """Write a model of four heads with the built-in model's vocabulary and tokenizer."""
     sizes = {"vocab_size": 49152, "hidden_size": 4 * head_dim, "intermediate_size": 128, "num_layers": 4}

@@ -194,6 +194,7 @@ class BackendStats:
 
     steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
     weights_digest:   of the weights that were loaded last; empty before, or if the backend computes none.
+    failed_rows:      requests that failed alone in a step, because no token could be sampled for them.
     kv_usage:         share of the KV cache in use, 0 to 1.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
     prefix_coordination_waits: steps that a request waited while another request computed its prefix.
@@ -209,6 +210,7 @@ class BackendStats:
     generation_tokens: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
     preemptions: int = 0
+    failed_rows: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prefix_coordination_waits: int = 0

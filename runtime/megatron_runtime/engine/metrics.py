@@ -51,6 +51,8 @@ class EngineMetrics(Collector):
             levels = (("awake", not suspended), ("weights_offloaded", False), ("discard_all", suspended))
             yield _labelled(GaugeMetricFamily(prefix + "engine_sleep_state", text, labels=[label]), levels)
         yield CounterMetricFamily("megatron_engine_steps", "engine steps; 0 with vLLM", value=stats.steps)
+        text = "requests that failed in a step, without harm to others; 0 with vLLM"
+        yield CounterMetricFamily("megatron_engine_failed_rows", text, value=stats.failed_rows)
         if stats.last_step is not None:
             age, text = time.monotonic() - stats.last_step, "since the last step ended; not with vLLM"
             yield GaugeMetricFamily("megatron_seconds_since_last_step", text, value=age)

@@ -398,8 +398,10 @@ class EngineWorker:
             bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
             request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
-        except (ValueError, TypeError, AttributeError) as error:
-            self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
+        except Exception as error:  # nothing that a request contains ends the engine
+            is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
+            code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED
+            self._outputs.reject(dispatch, code, error)
             return
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(dispatch.meta.request_id)

@@ -48,6 +48,12 @@ class MaxSequenceLengthOverflowError(RequestRejectedError):
     is_transient = False
 
 
+class NotFiniteError(RequestRejectedError):
+    """The model computed numbers for this request that are not finite."""
+
+    is_transient = False
+
+
 class ActiveRequestCountOverflowError(RequestRejectedError):
     """More requests should run concurrently than the engine has slots."""
 

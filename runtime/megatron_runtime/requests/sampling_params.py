@@ -67,12 +67,12 @@ class SamplingParams:
     Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
     order.
 
-    temperature:           divides the logits; 0 means greedy, and so does a value below MIN_TEMPERATURE.
+    temperature:           divides the logits; 0 means greedy, and so does any value below 1e-5 (MIN_TEMPERATURE).
     top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
     top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
     min_p:                 keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
     repetition_penalty:    divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al.
-                           2019, arXiv:1909.05858); 1 is off.
+                           2019, arXiv:1909.05858), 0.01 to 100; 1 is off.
     presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
     frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
     logit_bias:            added to the logits of these tokens, -100 to 100 each.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +23,35 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
+NO_TOKEN = -1
+"""In place of the token of a row that needs none."""
 _FIRST_CAPACITY = 256
-_MAX_INT32 = int(np.iinfo(np.int32).max)
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+"""A smaller top_p is 0 in float32 or may become 0 on a device, and 0 keeps all tokens."""
+
+
+class RowFailure(IntEnum):
+    """In place of the token of a row that cannot have one: the row fails, the step and its other rows do not."""
+
+    MODEL = -2
+    EDITS = -3
+    MASK = -4
+
+    @property
+    def message(self) -> str:
+        """The cause and the remedy."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    RowFailure.MODEL: "the model computed numbers that are not finite for this request: its weights or activations "
+    "exceed the range of their type; use weights or a dtype of a larger range",
+    RowFailure.EDITS: "the logits are not finite after repetition_penalty, presence_penalty, frequency_penalty and "
+    "logit_bias: use values closer to those that switch them off",
+    RowFailure.MASK: "structured_output allows no token here, or only tokens without any probability: use a grammar "
+    "that the model's tokens can continue",
+}
+
 _COLUMNS: dict[str, npt.DTypeLike] = {
     "temperature": np.float32,
     "top_k": np.int32,
@@ -180,9 +207,9 @@ class SamplingColumns:
         grammar:   state of the grammar after `generated`.
         """
         values: dict[str, float | np.uint64 | bool] = {
-            "temperature": 0.0 if params.is_greedy else min(params.temperature, _MAX_FLOAT32),
-            "top_k": min(params.top_k, _MAX_INT32),
-            "top_p": params.top_p,
+            "temperature": 0.0 if params.is_greedy else params.temperature,
+            "top_k": params.top_k,
+            "top_p": max(params.top_p, _LEAST_TOP_P) if params.top_p > 0 else 0.0,
             "min_p": params.min_p,
             "seeds": np.uint64(seed),
             "num_log_probs": params.top_n_logprobs if params.wants_log_probs else NO_LOG_PROBS,

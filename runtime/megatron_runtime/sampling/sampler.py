@@ -2,7 +2,8 @@
 
 A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
 tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so its token does not
-depend on its batch. The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+depend on its batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability 0.
+The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
 2, 3"). This counter-based generator has no state: the number for (seed, position) is the same in any batch, on any
 engine, and after a request was moved or replayed.
 
@@ -19,7 +20,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.sampling.batch import NO_LOG_PROBS, Float32, Int32, LogitEdits, SamplingBatch
+from megatron_runtime.sampling.batch import (
+    NO_LOG_PROBS,
+    NO_TOKEN,
+    Float32,
+    Int32,
+    LogitEdits,
+    RowFailure,
+    SamplingBatch,
+)
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -42,7 +51,10 @@ class StepLogits(Protocol):
         """The rows of the plan that need a token, int64 [n], in the order of sampled_logits()."""
 
     def draw(self) -> Int32 | None:
-        """Return the tokens that the device drew from the model's own logits, int32 [n]; None if the host samples."""
+        """Return the tokens that the device drew from the model's own logits, int32 [n]; None if the host samples.
+
+        A negative number stands for the token of a row whose logits are not finite.
+        """
 
     def sampled_logits(self, which: Int64 | None = None) -> Float32:
         """Return float32 [n, V]. which: indices of these sampled rows, ascending; None means all."""
@@ -54,6 +66,12 @@ class StepLogits(Protocol):
         """Return float32 [m, D], the hidden states that the tokens of some sampled rows are drawn from.
 
         which: int64 [m]; indices of these sampled rows.
+        """
+
+    def rows_not_finite(self) -> Int64:
+        """Return rows of the plan with several tokens of which one has a hidden state that is not finite, int64 [n].
+
+        What such a token leaves in the KV cache may have reached the tokens before it, so no request may share these.
         """
 
     def share_logits(self) -> None:
@@ -74,10 +92,19 @@ class LogProbs:
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def log_probs(logits_NV: Float32, tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Return the log-probabilities of `tokens_N`. top_n: K, at most V. Of equal values the lower id comes first."""
+def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
+    """Return the log-probabilities of `tokens_N`: NaN for all tokens of a row with NaN, with inf, or only with -inf.
+
+    top_n: K, at most V. Of equal values the lower id comes first.
+    """
     top_n = min(top_n, logits_NV.shape[1])
-    shifted_NV = logits_NV - logits_NV.max(axis=-1, keepdims=True)
+    best_N = logits_NV.max(axis=-1)
+    if not np.isfinite(best_N).all():
+        logits_NV = np.where(np.isfinite(best_N)[:, None], logits_NV, np.float32(0.0))
+        found = log_probs(logits_NV, tokens_N, top_n=top_n)
+        found.chosen_N[~np.isfinite(best_N)] = found.top_NK[~np.isfinite(best_N)] = np.nan
+        return found
+    shifted_NV = logits_NV - best_N[:, None]
     norms_N = np.log(np.exp(shifted_NV).sum(axis=-1, dtype=np.float64))
     chosen_N = np.take_along_axis(shifted_NV, tokens_N[:, None].astype(np.int64), axis=-1)[:, 0] - norms_N
     top_ids_NK = np.stack([_likeliest(row_V, top_n) for row_V in shifted_NV])
@@ -85,7 +112,7 @@ def log_probs(logits_NV: Float32, tokens_N: npt.NDArray[np.integer], *, top_n: i
     return LogProbs(chosen_N.astype(np.float32), top_ids_NK, top_NK.astype(np.float32))
 
 
-def _likeliest(values_V: Float32, count: int) -> Int32:
+def _likeliest(values_V: npt.NDArray[np.floating[Any]], count: int) -> Int32:
     if count == 0:
         return np.empty(0, dtype=np.int32)
     least = np.partition(values_V, -count)[-count]
@@ -93,6 +120,7 @@ def _likeliest(values_V: Float32, count: int) -> Int32:
     return ids_C[np.argsort(-values_V[ids_C], kind="stable")][:count].astype(np.int32)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def sample_step(
     step: StepLogits, batch: SamplingBatch, *, reports_raw: bool
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
@@ -100,17 +128,17 @@ def sample_step(
 
     reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
 
-    Returns int32 tokens by row, -1 for a row that needs no token; log-probabilities by row that requests them; those of
-    prompt tokens by row; and float32 hidden states [D] by row. Prompt tokens are not drawn: their log-probabilities are
-    always of the model's own logits.
+    Returns int32 tokens by row, NO_TOKEN for a row that needs none, a RowFailure for one that fails; log-probabilities
+    by row that requests them; those of prompt tokens by row; and float32 hidden states [D] by row. Prompt tokens are
+    not drawn: their log-probabilities are always of the model's own logits.
     """
-    tokens = np.full(len(batch.temperature), -1, dtype=np.int32)
+    tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
     rows = step.sampled_rows
     drawn = step.draw() if len(rows) else None
     on_host: Int64 | None = None
     if drawn is not None:
-        tokens[rows] = drawn
+        tokens[rows] = np.where(drawn < 0, RowFailure.MODEL, drawn)
         # The device draws from the model's own logits and returns no log-probabilities.
         is_edited = np.array([row in batch.edits for row in rows.tolist()])
         on_host = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
@@ -121,11 +149,17 @@ def sample_step(
     for row, first, logits_NV in step.prompt_logits():
         targets = batch.prompt_targets[row][first : first + len(logits_NV)]
         lines = log_probs(logits_NV, targets, top_n=max(0, int(batch.num_log_probs[row])))
+        if np.isnan(lines.chosen_N).any():
+            tokens[row] = RowFailure.MODEL
         of_prompts.setdefault(row, []).append(lines)
     which = np.flatnonzero(batch.returns_hidden[step.sampled_rows])
     hidden: dict[int, Float32] = {}
     if len(which):
         hidden = dict(zip(step.sampled_rows[which].tolist(), step.hidden_states(which), strict=True))
+        for row, state_D in hidden.items():
+            if not np.isfinite(state_D).all():
+                tokens[row] = RowFailure.MODEL
+    tokens[step.rows_not_finite()] = RowFailure.MODEL
     return tokens, reported, {row: _joined(parts) for row, parts in of_prompts.items()}, hidden
 
 
@@ -145,6 +179,7 @@ def _sample_rows(
     # sample() changes logits in place.
     reported = {int(rows[index]): logits_NV[index].copy() for index in wanted}
     tokens[rows] = sample(logits_NV, batch, rows)
+    reported = {row: logits_V for row, logits_V in reported.items() if tokens[row] >= 0}
     if not reports_raw:
         reported = {row: processed_logits(logits_V, batch, row) for row, logits_V in reported.items()}
     return {
@@ -153,7 +188,7 @@ def _sample_rows(
     }
 
 
-def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> Float32:
+def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.NDArray[np.floating[Any]]:
     """Return the logits that the token of `row` is drawn from: divided by the temperature, -inf for removed tokens."""
     edits, temperature = batch.edits.get(row), float(batch.temperature[row])
     if edits is not None:
@@ -161,7 +196,8 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> Float
     if temperature == 0:
         return logits_V
     ids_C = _kept_ids_of(batch, row, _weights(logits_V, temperature))
-    scaled_V = logits_V / np.float32(temperature)
+    # Divided in float64: the quotient of a large logit and a low temperature exceeds float32.
+    scaled_V = np.divide(logits_V, temperature, dtype=np.float64)
     if ids_C is None:
         return scaled_V
     kept_V = np.full_like(scaled_V, -np.inf)
@@ -170,24 +206,40 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> Float
 
 
 def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
-    """Return a token for every row, int32 [N]. The logits of rows with edits are changed in place.
+    """Return a token or a RowFailure for every row, int32 [N]. The logits of rows with edits are changed in place.
 
     rows: int64 [N]; the row of `batch` that each row of logits belongs to.
     """
-    if batch.edits:
-        for index, row in enumerate(rows):
-            edits = batch.edits.get(int(row))
-            if edits is not None:
-                apply_edits(logits_NV[index], edits)
+    edited: dict[int, LogitEdits] = {}
+    for index, row in enumerate(rows.tolist()) if batch.edits else ():
+        edits = batch.edits.get(row)
+        if edits is None:
+            continue
+        if np.isfinite(logits_NV[index].max()):
+            apply_edits(logits_NV[index], edits)
+            edited[index] = edits
+        else:  # no mask may hide it
+            logits_NV[index] = np.nan
     temperature = batch.temperature[rows]
     tokens = logits_NV.argmax(axis=-1).astype(np.int32)
-    drawn = np.flatnonzero(temperature > 0)
+    # The largest logit is NaN if one is, and else inf if one is. -inf is the largest if no token has any probability.
+    best_N = logits_NV[np.arange(len(tokens)), tokens]
+    for index in np.flatnonzero(~np.isfinite(best_N)).tolist():
+        tokens[index] = _cause(float(best_N[index]), edited.get(index))
+    drawn = np.flatnonzero((temperature > 0) & (tokens >= 0))
     numbers = uniform(batch.seeds[rows[drawn]], batch.positions[rows[drawn]])
     for index, number in zip(drawn.tolist(), numbers.tolist(), strict=True):
         row = rows[index]
         weights_V = _weights(logits_NV[index], float(temperature[index]))
         tokens[index] = _invert(weights_V, _kept_ids_of(batch, int(row), weights_V), float(number))
     return tokens
+
+
+def _cause(best: float, edits: LogitEdits | None) -> RowFailure:
+    """Return why a row fails whose largest logit is `best`. edits: those of finite logits."""
+    if edits is None:
+        return RowFailure.MODEL
+    return RowFailure.MASK if best == -np.inf and edits.allowed is not None else RowFailure.EDITS
 
 
 def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
@@ -212,7 +264,7 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:
-    """Return probabilities up to a factor; the largest is 1."""
+    """Return probabilities up to a factor; the largest is 1. The largest logit is finite."""
     scaled_V = logits_V - logits_V.max()
     scaled_V /= np.float32(temperature)
     return np.exp(scaled_V, out=scaled_V)

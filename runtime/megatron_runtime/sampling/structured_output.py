@@ -14,8 +14,9 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import llguidance
@@ -67,7 +68,8 @@ class Vocabulary(Protocol):
 class GrammarState:
     """The state of one answer in its grammar. For one thread; a thread of `masks` computes the mask of the next token.
 
-    failure: why the grammar failed: it exceeded a limit, or a forced token does not match it. Else None.
+    failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
+             error. Else None. No method raises: a grammar fails alone, and its answer with it.
     after:   tokens that precede the text which the grammar describes. Until they have come, any token is allowed.
     """
 
@@ -101,7 +103,10 @@ class GrammarState:
         self._consume(token)
         if not self.is_complete:
             self._fresh = True
-            self._mask = self._masks.submit(self._compute)
+            try:
+                self._mask = self._masks.submit(self._compute)
+            except RuntimeError as error:  # no thread can be started, or none is left at the end of the engine
+                self.failure = f"its mask cannot be computed: {error}"
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for the mask of the next token. Return whether it is complete."""
@@ -135,17 +140,30 @@ class GrammarState:
                 self._after = []
             return
         started = time.thread_time()
-        self._matcher.consume_token(token)
-        self._tokens += 1
-        self._update(time.thread_time() - started)
+        with self._failing():
+            self._matcher.consume_token(token)
+            self._tokens += 1
+            self._update(time.thread_time() - started)
 
     def _compute(self) -> Mask | None:
         if self.is_complete or self._after:
             return None
         started = time.thread_time()
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        self._update(time.thread_time() - started)
-        return None if self.failure is not None else mask[: self._words]
+        mask = None
+        with self._failing():
+            mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._words]
+            self._update(time.thread_time() - started)
+        return None if self.failure is not None else mask
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn an error of the matcher into a failure of this grammar. A panic of its native code is no Exception."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self.failure = f"the matcher raised {type(error).__name__}: {_first_line(str(error))}"
 
     def _update(self, seconds: float) -> None:
         """Read the state of the matcher after work that took `seconds` of CPU time."""

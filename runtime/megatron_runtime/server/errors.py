@@ -120,6 +120,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
         retry = 1.0
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
+    if kind == "NotFiniteError":
+        kind = "not_finite"
     if status == 404:  # the adapter was removed since the server looked
         param, kind = "model", "model_not_found"
     is_final = status >= 500 and error.get("is_transient") is False

@@ -45,7 +45,7 @@ def check(logits, arguments):
     tokens, log_probs = sampling_triton.sample(logits, **arguments)
     expected_tokens, expected_log_probs = sampling.sample(logits, **arguments)
     assert tokens.tolist() == expected_tokens.tolist()
-    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @given(
@@ -118,13 +118,6 @@ def test_filters_that_keep_more_than_the_likeliest_tokens(filters, small_tiles):
         check(logits, parameters(seed=9, position=position, temperature=1.0, **filters))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
-@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
-def test_a_row_of_infinities_or_nans_returns_a_token_of_the_vocabulary(value, small_tiles):
-    tokens, _ = sampling_triton.sample(torch.full((1, 100), value), **parameters(top_k=5, top_p=0.5))
-    assert 0 <= int(tokens) < 100
-
-
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**62))
 @settings(max_examples=50)
 def test_the_uniform_number_equals_the_runtimes(seed, position):
@@ -148,3 +141,25 @@ def test_the_reference_samples_the_runtimes_tokens(top_k, top_p, min_p, position
     ids = np.arange(300) if ids is None else ids
     cumulative = weights[ids].cumsum(dtype=np.float64)
     assert token == ids[np.searchsorted(cumulative, sampling.uniform(11, position) * cumulative[-1], side="right")]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:divide by zero", "ignore:All-NaN slice")
+def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(temperature, filters, generator, small_tiles):
+    """Wherever in the row it is, in a whole tile or the partial one at the end."""
+    logits = torch.randn(10, 150, generator=generator)
+    logits[9] = float("nan")
+    logits[1, 3] = logits[2, 149] = float("nan")
+    logits[3, 70] = logits[4, 149] = float("inf")
+    logits[5] = float("-inf")
+    logits[6, :64] = float("-inf")  # the first tile
+    logits[7] = torch.where(torch.arange(150) == 149, -1e38, float("-inf"))
+    arguments = parameters(rows=10, temperature=temperature, seed=4, position=list(range(10)), **filters)
+    check(logits, arguments)
+    tokens, _ = sampling_triton.sample(logits, **arguments)
+    assert tokens[[1, 2, 3, 4, 5, 9]].tolist() == [sampling.NOT_FINITE] * 6
+    assert tokens[7] == 149
+    for row in (0, 6, 8):
+        alone, _ = sampling_triton.sample(logits[row : row + 1], **{k: v[row : row + 1] for k, v in arguments.items()})
+        assert tokens[row] == alone >= 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_checkpoint import random_tensors, write_model
+from random_checkpoint import OVERFLOW, random_tensors, write_model, write_overflowing_model
 from rank_program import KV_CACHE_MEMORY, answers
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
@@ -140,3 +140,31 @@ def test_answers_of_gpu_like_ranks_equal_one_rank(
     expected, found = alone(model, options), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "kernels"),
+    [
+        (2, 1, 1, "graphs"),
+        (1, 2, 1, False),
+        (1, 1, 2, False),
+        (2, 1, 2, True),
+    ],
+    ids=["TP 2 of GPU-like ranks", "PP 2", "EP 2", "TP 2 x EP 2 of GPU-like ranks"],
+)
+def test_a_row_that_fails_fails_on_every_rank_and_changes_no_other(
+    start, tmp_path: Path, *, tensor: int, pipeline: int, expert: int, kernels: bool | str
+) -> None:
+    """Once in the middle of a prompt, and once where a token is sampled."""
+    model = str(write_overflowing_model(tmp_path / "model"))
+    prompts = [[1, 5, 9, 3], [*range(20, 60), OVERFLOW, *range(60, 130)], [2, 3], [8, OVERFLOW], [11, 12]]
+    failing = {"prompts": prompts, "sampling": SAMPLING, "failing": [1, 3], "model": model, "records_routing": False}
+    engine = start({**failing, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
+    expected, found = alone(model, failing, decoder=NativeDecoder), engine.next_message()
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
+    for index in (0, 2, 4):
+        assert found[index]["tokens"] == expected[index]["tokens"]
+        assert len(found[index]["tokens"]) == 12
+    for index in (1, 3):
+        assert found[index]["tokens"] == expected[index]["tokens"] == []
+        assert "not finite" in found[index]["error"][0]

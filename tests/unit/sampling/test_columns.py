@@ -1,7 +1,6 @@
 """Parameters by slot become the rows of a step."""
 
 import numpy as np
-import pytest
 
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch, SamplingColumns
 from megatron_runtime.sampling_params import SamplingParams
@@ -85,9 +84,14 @@ def test_released_slot_leaves_no_parameters() -> None:
     assert batch.min_p.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("params", [{"top_k": 2**40}, {"temperature": 1e300}])
-def test_values_beyond_the_column_type_are_clamped(params: dict[str, float]) -> None:
-    columns = SamplingColumns(1)
-    admit(columns, 0, **params)
-    assert np.isfinite(rows(columns, 0).temperature).all()
-    assert rows(columns, 0).top_k[0] >= 0
+def test_extreme_values_keep_their_meaning_in_the_types_of_the_columns() -> None:
+    columns = SamplingColumns(4)
+    admit(columns, 0, top_k=2**31 - 1, temperature=1e6)
+    admit(columns, 1, temperature=1e-44)
+    admit(columns, 2, top_p=1e-300)
+    admit(columns, 3, top_p=1 - 1e-12)
+    batch = rows(columns, 0, 1, 2, 3)
+    assert batch.top_k[0] == 2**31 - 1
+    assert batch.temperature[:2].tolist() == [1e6, 0.0]
+    assert batch.top_p[2] > 0, "a top_p of 0 keeps all tokens"
+    assert batch.top_p[3] == 1, "as good as 1, which keeps all tokens"

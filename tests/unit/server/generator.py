@@ -78,6 +78,7 @@ class ScriptedBackend:
         """Times in the final reply."""
         self.has_hidden_states = True
         """Whether it returns hidden states; an engine of an earlier release does not."""
+        self.hidden_states_end_with = -1.0
         self.forgets_log_probs_after: int | None = None
         """From this token on partials come without log-probabilities; the final reply has them."""
         self._tokenizer = tokenizer
@@ -221,7 +222,7 @@ class ScriptedBackend:
     ) -> dict[str, Any]:
         details: dict[str, Any] = {}
         if params.return_hidden_state and self.has_hidden_states:
-            details["hidden_state"] = struct.pack("<3f", len(prompt), sum(prompt) % 7, -1.0)
+            details["hidden_state"] = struct.pack("<3f", len(prompt), sum(prompt) % 7, self.hidden_states_end_with)
         if params.return_log_probs:
             likeliest = [top(token, place, params.top_n_logprobs) for place, token in enumerate(tokens)]
             details |= {

@@ -93,3 +93,14 @@ async def test_engines_without_hidden_states_are_named(running: Any) -> None:
     with pytest.raises(openai.APIStatusError) as raised:
         await running.openai.embeddings.create(model="smollm2", input="Hi")
     assert raised.value.status_code == 503
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_a_hidden_state_that_is_not_finite_is_an_error(running: Any, number: float) -> None:
+    running.backend.hidden_states_end_with = number
+    for encoding in ("float", "base64"):
+        reply = await running.post("/v1/embeddings", {"input": "Hi", "encoding_format": encoding})
+        assert (reply.status_code, "not finite" in reply.json()["error"]["message"]) == (500, True)
+    running.backend.hidden_states_end_with = 3e38  # its square exceeds float32
+    reply = await running.post("/v1/embeddings", {"input": "Hi"})
+    assert reply.json()["data"][0]["embedding"][2] == pytest.approx(1.0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+
+from megatron_runtime.server.openai.answer import finite_log_prob
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once 🦙", "max_tokens": 100}
@@ -136,3 +139,9 @@ def _split(fields: dict[str, Any]) -> dict[str, Any]:
     """The SDK takes fields that it does not know apart."""
     extra = {name: value for name, value in fields.items() if name == "include_stop_str_in_output"}
     return {**{name: value for name, value in fields.items() if name not in extra}, "extra_body": extra}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e30])
+def test_a_log_probability_is_always_a_number_that_json_has(value: float) -> None:
+    assert finite_log_prob(value) == -9999.0
+    assert finite_log_prob(-1.5) == -1.5

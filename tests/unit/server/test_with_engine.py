@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
+from random_checkpoint import OVERFLOW, write_overflowing_model
 
 from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
@@ -28,10 +33,15 @@ TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
 
 @dataclass
 class Stack:
-    """A coordinator, an engine that takes `step_seconds` for a token, and a server."""
+    """A coordinator, an engine and a server.
+
+    step_seconds: time of a step of the echo backend.
+    model:        directory and dtype of a model in place of it.
+    """
 
     settings: CoordinatorSettings
     step_seconds: float
+    model: tuple[Path, str] | None = None
     coordinator: Coordinator = field(init=False)
     worker: EngineWorker = field(init=False)
     engine: Any = field(init=False)
@@ -50,7 +60,11 @@ class Stack:
             max_requests=8,
             kv_cache_memory=1 << 20,
         )
-        backend = EchoBackend(engine_settings)
+        backend: NativeBackend = EchoBackend(engine_settings)
+        if self.model is not None:
+            directory, dtype = self.model
+            executor = CpuExecutor(resolve(str(directory)), dtype=dtype, kv_cache_memory=1 << 20, threads=1)
+            backend = NativeBackend(EngineCore(executor, engine_settings.inference_config))
         self.engine = backend.core
         self.worker = EngineWorker(engine_settings, backend)
         self._serving = asyncio.create_task(self.worker.run())
@@ -112,9 +126,15 @@ StartStack = Callable[..., Awaitable[Stack]]
 async def start_stack(start: Any) -> AsyncIterator[StartStack]:
     stacks: list[Stack] = []
 
-    async def start_one(*, step_seconds: float = 0.002, server: dict[str, Any] | None = None, **settings: Any) -> Stack:
+    async def start_one(
+        *,
+        step_seconds: float = 0.002,
+        model: tuple[Path, str] | None = None,
+        server: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Stack:
         ports = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": TIMING}
-        stack = Stack(CoordinatorSettings(**{**ports, **settings}), step_seconds)
+        stack = Stack(CoordinatorSettings(**{**ports, **settings}), step_seconds, model)
         await stack.begin()
         stacks.append(stack)
         stack.running = await start(backend=stack.client, **(server or {}))
@@ -384,3 +404,32 @@ async def test_a_key_with_300_long_requests_does_not_block_another(start_stack: 
     assert stack.coordinator.core.counters.moved >= 4
     greedy.cancel()
     await asyncio.gather(greedy, return_exceptions=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+async def test_a_request_that_the_model_cannot_compute_fails_alone(
+    start_stack: StartStack, tmp_path: Path, dtype: str
+) -> None:
+    """The engine lives, OpenAI's clients do not repeat it, and other requests of its steps get their answers."""
+    stack = await start_stack(model=(write_overflowing_model(tmp_path / "model"), dtype))
+
+    async def ask(prompt: list[int], **fields: Any) -> Any:
+        body = {"prompt": prompt, "max_tokens": 6, "seed": 3, "ignore_eos": True, "return_token_ids": True, **fields}
+        return await stack.running.post("/v1/completions", body)
+
+    innocent = [[5, 6], [*range(20, 60)]]
+    expected = [(await ask(prompt)).json()["choices"][0] for prompt in innocent]
+    assert [len(choice["token_ids"]) for choice in expected] == [6, 6]
+    for fields in ({"repetition_penalty": 1e-44}, {"temperature": 1, "top_p": 0.9, "repetition_penalty": 1e-44}):
+        assert (await ask([5], **fields)).status_code == 400
+    poison = [ask([9, OVERFLOW]), ask([OVERFLOW], logprobs=5, temperature=0), ask([8, OVERFLOW], echo=True, logprobs=1)]
+    *failed, one, other = await asyncio.gather(*poison, *map(ask, innocent))
+    assert [reply.json()["choices"][0] for reply in (one, other)] == expected
+    for reply in failed:
+        error = reply.json()["error"]
+        assert (reply.status_code, reply.headers["x-should-retry"], error["code"]) == (500, "false", "not_finite")
+        assert "not finite" in error["message"]
+    streamed = await ask([OVERFLOW], stream=True)
+    assert "not finite" in streamed.text
+    assert (await stack.client.status()).engines[0].serving
+    assert [(await ask(prompt)).json()["choices"][0] for prompt in innocent] == expected

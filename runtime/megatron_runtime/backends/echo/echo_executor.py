@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.protocol.adapters import Adapter
-from megatron_runtime.sampling.batch import NO_LOG_PROBS
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, NO_TOKEN, RowFailure
 from megatron_runtime.sampling.sampler import LogProbs
 
 
@@ -62,8 +62,10 @@ def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
 
 
 def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
-    """Return the first allowed token at or after `token`, cyclically."""
+    """Return the first allowed token at or after `token`, cyclically; a RowFailure if none is allowed."""
     ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    if not len(ids):
+        return RowFailure.MASK
     return int(ids[np.searchsorted(ids, token) % len(ids)])
 
 
@@ -143,7 +145,7 @@ class EchoExecutor:
         self._take_time()
         self._cache.reshape(-1)[plan.slot_mapping] = plan.token_ids
         self._crash_if_poisoned(plan)
-        tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
+        tokens = np.full(len(plan.query_lengths), NO_TOKEN, dtype=np.int32)
         for row in np.flatnonzero(plan.needs_sample):
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]

@@ -178,6 +178,7 @@ class Admission:
         prompt, params, vocabulary = len(request.prompt_tokens), request.sampling_params, self.executor.vocab_size
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocabulary):
             raise ValueError(f"prompt has a token outside the vocabulary of {vocabulary}")
+        params.validate()  # a caller in this process may have changed it
         params.check_vocabulary(vocabulary)
         if params.structured_output is not None and not has_grammar:
             remedy = "an engine whose model has a tokenizer"

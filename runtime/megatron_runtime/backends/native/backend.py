@@ -222,7 +222,7 @@ class NativeBackend(EngineBackend):
                 if events := core.take_block_events():
                     # Only blocks of prompts are stored, and the coordinator knows these.
                     self._deliver(listener.on_cache_events, replace(events, stored=()))
-        except Exception as error:
+        except BaseException as error:  # a panic of native code is no Exception
             logger.exception("the engine failed")
             self._deliver(listener.on_failure, error)
         with self._wake:

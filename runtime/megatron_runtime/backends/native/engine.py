@@ -19,8 +19,9 @@ from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.requests.errors import RequestOverflowError
+from megatron_runtime.requests.errors import NotFiniteError, RequestOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+from megatron_runtime.sampling.batch import NO_TOKEN, RowFailure
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
@@ -77,7 +78,7 @@ class EngineCore:
             config=config, executor=executor, longest=self.context.max_sequence_length, limit=limit
         )
         self._scheduler = Scheduler(self.context, config)
-        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._steps = self._prompt_tokens = self._generation_tokens = self._failed_rows = 0
         self._last_step: float | None = None
         self._step_sizes = StepSizes()
         self._continued: list[OpenRequest] = []
@@ -249,7 +250,7 @@ class EngineCore:
         return targets
 
     def collect(self, result: StepResult) -> list[RequestOutput]:
-        """Append the sampled tokens, end the requests that are complete, and return the outputs."""
+        """Append the sampled tokens, end the requests that are complete or have failed, and return the outputs."""
         rows, context = self._rows, self.context
         assert rows is not None, "schedule() first"
         self._rows = None
@@ -257,19 +258,23 @@ class EngineCore:
             context.routing.record(self._cache_slots, result.routing)
         in_prompt = context.num_computed[rows.slots] < context.prompt_length[rows.slots]
         context.num_computed[rows.slots] += rows.counts
-        sampled = np.flatnonzero(rows.needs_sample)
+        has_failed = result.tokens < NO_TOKEN
+        sampled = np.flatnonzero(rows.needs_sample & ~has_failed)
         context.append(rows.slots[sampled], result.tokens[sampled])
         if self.config.enable_prefix_caching:
-            context.register_computed(rows.slots[in_prompt])
+            context.register_computed(rows.slots[in_prompt & ~has_failed])
         step_tokens = int(rows.counts.sum())
         self._step_sizes.add(step_tokens)
-        self._prompt_tokens += step_tokens - len(sampled)
+        self._prompt_tokens += step_tokens - int(rows.needs_sample.sum())
         self._generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():
             rows.requests[row].add_prompt_log_probs(found)
         now = self._clock()
         totals = context.num_tokens[rows.slots].tolist()
-        outputs = []
+        outputs = [
+            self._fail(rows.requests[row], RowFailure(int(result.tokens[row])))
+            for row in np.flatnonzero(has_failed).tolist()
+        ]
         for index in sampled.tolist():
             request, token = rows.requests[index], int(result.tokens[index])
             if request.first_token is None:
@@ -296,13 +301,25 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
+    def _fail(self, request: OpenRequest, failure: RowFailure) -> RequestOutput:
+        """Close a request whose row of the step has failed, and return its last output."""
+        self._failed_rows += 1
+        output = self._end(request, "error", [])
+        if failure is RowFailure.MODEL:
+            output.error = NotFiniteError(request.request_id, failure.message)
+        else:
+            output.error, output.error_code = failure.message, ErrorCode.INVALID_REQUEST
+        return output
+
     @staticmethod
     def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
         """Return why a request with the newest token `token` ends; None if it continues."""
+        if request.grammar is not None and request.grammar.failure is not None:
+            return "error"
         if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
             return "stop"
         if request.grammar is not None and request.grammar.is_complete:
-            return "stop" if request.grammar.failure is None else "error"
+            return "stop"
         return "length" if total_tokens >= request.max_total_tokens else None
 
     # --- weights and memory -------------------------------------------------------------------------------------
@@ -376,6 +393,7 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             step_sizes=self._step_sizes,
             preemptions=scheduler.preemptions,
+            failed_rows=self._failed_rows,
             prefix_cache_queries=scheduler.cache_queries,
             prefix_cache_hits=scheduler.cache_hits,
             prefix_coordination_waits=scheduler.coordination_waits,

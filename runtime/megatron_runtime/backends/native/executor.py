@@ -57,7 +57,8 @@ class StepPlan:
 class StepResult:
     """The tokens of one step.
 
-    tokens:           int32 [n]; −1 if no token was sampled.
+    tokens:           int32 [n]; NO_TOKEN if no token was sampled. A RowFailure for a row that fails, whether it needs a
+                      token or only log-probabilities of its prompt.
     log_probs:        by row, of the rows whose num_log_probs requests them; one line each.
     prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
     hidden_states:    float32 [D] by row, of the sampled rows that return them.

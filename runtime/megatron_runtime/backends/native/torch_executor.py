@@ -49,6 +49,7 @@ class ForwardStep:
     routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share. Undefined for a layer
                   without experts. None if they are not recorded.
     routed_rows:  int64 [n]; the plan's rows in the order of the tokens of routing_GTJ, which padding may follow.
+    not_finite:   returns what rows_not_finite() does.
     """
 
     sampled_rows: Int64
@@ -61,6 +62,10 @@ class ForwardStep:
     hidden_of: Callable[[Int64], torch.Tensor]
     routing_GTJ: torch.Tensor | None
     routed_rows: Int64
+    not_finite: Callable[[], Int64]
+
+    def rows_not_finite(self) -> Int64:
+        return self.not_finite()
 
     def draw(self) -> Int32 | None:
         """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
@@ -337,6 +342,17 @@ def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> tor
     """Return memory for the experts of `tokens` tokens: routing_GTJ, as in ForwardStep."""
     assert config.moe is not None, "TorchExecutor has checked that the model has experts"
     return torch.empty(config.num_layers, tokens, config.moe.experts_per_token, dtype=torch.int32, device=device)
+
+
+def rows_not_finite(x_TD: torch.Tensor, plan: StepPlan, order: Int64) -> Int64:
+    """Return StepLogits.rows_not_finite(). x_TD: after the last layer; order: its rows of `plan`, in their order."""
+    counts = plan.query_lengths[order]
+    if counts.max() == 1:
+        return np.empty(0, np.int64)
+    is_finite_T = x_TD.sum(dim=1).isfinite()
+    if not is_finite_T.all():  # or the sum of finite numbers overflows
+        is_finite_T = x_TD.isfinite().all(dim=1)
+    return order[~np.logical_and.reduceat(is_finite_T.numpy(), counts.cumsum() - counts) & (counts > 1)]
 
 
 def _on_host(logits_NV: torch.Tensor) -> Float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -237,8 +238,8 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], tokenizer: Tokenizer) -
 
 
 def finite_log_prob(log_prob: float) -> float:
-    """Return a number that JSON can express."""
-    return max(float(log_prob), LOWEST)
+    """Return a number that JSON can express, whatever an engine of another kind sends."""
+    return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
 
 
 def _token_text(data: bytes, *, prefix: str = "") -> str:

@@ -19,7 +19,12 @@ import torch
 from megatron_kernels.cpu.library import PANEL
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
-from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
+from megatron_runtime.backends.native.torch_executor import (
+    ForwardStep,
+    TorchExecutor,
+    TorchOptions,
+    rows_not_finite,
+)
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import ModelSource
@@ -100,6 +105,7 @@ class CpuExecutor(TorchExecutor):
             token_ids_T = torch.from_numpy(batch.plan.token_ids)
             run_layers = partial(model.run_rank, batch.plan)
         else:
+            clear_new_pages(batch.plan, cache_LPXE)
             rows = layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
             token_ids_T = layout.token_ids_T
             run_layers = partial(model.run_layers, positions_T=layout.positions_T, attention=layout.attention)
@@ -113,7 +119,7 @@ class CpuExecutor(TorchExecutor):
         if not shard.has_head:
             self._send_to_next_stage(x_TD, routing_GTJ)
             return None
-        return logits_of_step(model, rows, x_TD, routing_GTJ)
+        return logits_of_step(model, batch.plan, rows, x_TD, routing_GTJ)
 
     def _trim_memory(self) -> None:
         """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
@@ -140,16 +146,17 @@ def forward(
     """
     if _is_native(model, cache_LPXE):
         return _forward_native(model, plan, cache_LPXE, routing_GTJ)
+    clear_new_pages(plan, cache_LPXE)
     layout = lay_out(plan, page_size=cache_LPXE.shape[2], dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
     x_TD = model.run_layers(
         x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ
     )
-    return logits_of_step(model, layout, x_TD, routing_GTJ)
+    return logits_of_step(model, plan, layout, x_TD, routing_GTJ)
 
 
 def logits_of_step(
-    model: DecoderModel, rows: LogitRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
+    model: DecoderModel, plan: StepPlan, rows: LogitRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
     sampled = len(rows.sampled_rows)
@@ -170,6 +177,7 @@ def logits_of_step(
         hidden_of,
         routing_GTJ,
         rows.order,
+        partial(rows_not_finite, x_TD, plan, rows.order),
     )
 
 
@@ -201,6 +209,7 @@ def _forward_native(
         hidden_of,
         routing_GTJ,
         rows.order,
+        partial(rows_not_finite, x_TD, plan, rows.order),
     )
 
 
@@ -238,6 +247,18 @@ class StepLayout(LogitRows):
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     attention: AttentionBatch
+
+
+def clear_new_pages(plan: StepPlan, cache_LPXE: torch.Tensor) -> None:
+    """Clear the pages that rows begin in this step and do not fill.
+
+    Attention in torch operators multiplies hidden places by 0, and what another request left there may not be finite.
+    """
+    lengths, size = plan.context_lengths, cache_LPXE.shape[2]
+    last = (lengths - 1) // size
+    begun = np.flatnonzero((lengths - plan.query_lengths <= last * size) & (lengths % size != 0))
+    if len(begun):
+        cache_LPXE[:, torch.from_numpy(plan.block_tables[begun, last[begun]].astype(np.int64))] = 0
 
 
 def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> StepLayout:
@@ -314,8 +335,10 @@ class _Masks:
         pages = int((-(-lengths // self.page_size) - first_B).max())
         index_BP = first_B[:, None] + np.arange(pages)
         tokens_BS = (first_B * self.page_size)[:, None] + np.arange(pages * self.page_size)
-        # A row with fewer pages is padded with the last page of its table, which the mask hides.
-        held_BP = np.take_along_axis(block_tables, np.minimum(index_BP, block_tables.shape[1] - 1), axis=1)
+        # A row with fewer pages is padded with its own last page, which the mask hides.
+        held_BP = np.take_along_axis(
+            block_tables, np.minimum(index_BP, (lengths - 1)[:, None] // self.page_size), axis=1
+        )
         return DecodeGroup(
             rows=rows,
             pages=torch.from_numpy(held_BP.astype(np.int64).ravel()),

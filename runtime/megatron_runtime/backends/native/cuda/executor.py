@@ -11,8 +11,10 @@ from typing import Unpack
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megatron_kernels.registry import KernelConfig, select_kernels
+from megatron_kernels.sampling import NOT_FINITE
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int64, StepPlan
@@ -32,7 +34,7 @@ class StepOutput:
     """The output of a step on the device, by row.
 
     logits_BV: of the last token of each row, in the model's type.
-    tokens_B:  int32, drawn from them.
+    tokens_B:  int32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
     routing_GTJ: as in ForwardStep.
     x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
     """
@@ -226,9 +228,15 @@ def _decode(
 def _sample(
     model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep, routing_GTJ: torch.Tensor | None
 ) -> StepOutput:
-    last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
-    logits_BV = model.logits(x_TD.index_select(0, last_B))
-    return StepOutput(logits_BV, model.sample(logits_BV, staged.step), routing_GTJ, x_TD)
+    starts = np.concatenate([[0], staged.ends[:-1]])
+    start_B, end_B = torch.from_numpy(np.stack([starts, staged.ends])).to(x_TD.device)
+    logits_BV = model.logits(x_TD.index_select(0, end_B - 1))
+    # A hidden state that is not finite, of any token of a row, fails the row.
+    is_bad_T = ~x_TD.isfinite().all(dim=1)
+    bad_before_T = F.pad(is_bad_T.cumsum(0), (1, 0))
+    is_bad_B = bad_before_T[end_B] > bad_before_T[start_B]
+    tokens_B = model.sample(logits_BV, staged.step).masked_fill(is_bad_B, NOT_FINITE)
+    return StepOutput(logits_BV, tokens_B, routing_GTJ, x_TD)
 
 
 def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
@@ -239,6 +247,12 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         first = end - int(plan.query_lengths[row])
         targets.append((row, slice(first, first + len(tokens))))
     ends, x_TD = staged.ends[at] - 1, output.x_TD
+
+    def not_finite() -> Int64:
+        if x_TD is None:
+            return staged.rows[:0]
+        is_prompt = plan.query_lengths[staged.rows] > 1
+        return staged.rows[is_prompt & (output.tokens_B.cpu().numpy()[: len(is_prompt)] == NOT_FINITE)]
 
     def hidden_of(which: Int64) -> torch.Tensor:
         assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
@@ -255,4 +269,5 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         hidden_of,
         output.routing_GTJ,
         staged.rows,
+        not_finite,
     )
