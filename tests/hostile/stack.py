@@ -16,7 +16,9 @@ import psutil
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Process, free_ports, until_serving
 
-WELL_BEHAVED_KEY, HOSTILE_KEY = "well-behaved-key", "hostile-key"
+WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY = "well-behaved-key", "hostile-key", "limited-key"
+TOKENS_PER_MINUTE = 2000
+"""Limit of LIMITED_KEY."""
 MODEL = "smollm2-135m"
 ENGINES = ("engine-0", "engine-1")
 STEP_SECONDS = 0.02
@@ -87,7 +89,9 @@ class Stack:
         link = await self.fleet.admin()
         await until_serving(link, ENGINES)
         keys_file = self._directory / "api-keys"
-        keys_file.write_text(f"{WELL_BEHAVED_KEY}\n{HOSTILE_KEY}\n")
+        keys = [{"name": key, "key": key} for key in (WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY)]
+        keys[-1]["tokensPerMinute"] = TOKENS_PER_MINUTE
+        keys_file.write_text(f"keys: {json.dumps(keys)}\n")
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.server = self.fleet.start_command(
@@ -115,10 +119,8 @@ class Stack:
         except httpx.TransportError:
             return False
 
-    def hostile_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {HOSTILE_KEY}"}
-        )
+    def hostile_client(self, key: str = HOSTILE_KEY) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {key}"})
 
     @property
     def processes(self) -> dict[str, Process]:

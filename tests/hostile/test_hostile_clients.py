@@ -24,7 +24,7 @@ from soak import size
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
 
-from .stack import ENGINES, MODEL, STEP_SECONDS, Attack, Stack, Streams
+from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, Attack, Stack, Streams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -263,6 +263,21 @@ async def connections_that_never_read(stack: Stack) -> None:
         connection.close()
 
 
+async def aborted_requests_beyond_a_limit(stack: Stack) -> None:
+    """A key with a limit of tokens sends more than the limit accepts, and aborts every request that is accepted."""
+    async with stack.hostile_client(LIMITED_KEY) as http:
+
+        async def abort_early() -> int:
+            body = _completion(max_tokens=2000, stream=True, ignore_eos=True)
+            async with http.stream("POST", "/v1/completions", json=body) as reply:
+                async for _ in reply.aiter_lines():
+                    break
+                return reply.status_code
+
+        statuses = {status for _ in range(30) for status in await asyncio.gather(*(abort_early() for _ in range(20)))}
+        assert statuses == {200, 429}
+
+
 ATTACKS: tuple[Attack, ...] = (
     chained_grammar_rules,
     chained_schema_definitions,
@@ -278,6 +293,7 @@ ATTACKS: tuple[Attack, ...] = (
     message_bombs,
     hundreds_of_long_requests,
     connections_that_never_read,
+    aborted_requests_beyond_a_limit,
 )
 
 

@@ -118,9 +118,9 @@ class Fleet:
         self.engines[name] = self._start(command, health_port, warm=True)
         return self.engines[name]
 
-    def start_command(self, *arguments: str) -> Process:
-        """Start another `megatron` command, without a port for probes."""
-        return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=False)
+    def start_command(self, *arguments: str, warm: bool = False) -> Process:
+        """Start another `megatron` command, without a port for probes. warm: as of engine()."""
+        return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=warm)
 
     def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
         common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")

@@ -11,6 +11,7 @@ from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
     CachedBlocks,
+    Charge,
     Control,
     ControlAck,
     ControlCommit,
@@ -29,7 +30,9 @@ from megatron_runtime.protocol.messages import (
     PairState,
     Partial,
     PartialEntry,
+    Quota,
     RequestMeta,
+    Reserve,
     Status,
     StatusReply,
     Submit,
@@ -142,6 +145,11 @@ VECTORS: dict[str, Vector] = {
     ),
     "ERROR, of a standby": Error(code=ErrorCode.STANDBY, message="on standby", other="demo-coordinator.prod.svc"),
     "PAIR_STATE": PairState(incarnation=9, term=3, active=True),
+    "RESERVE": Reserve(uid=UID, tenant="5eed" * 8, requests_per_minute=60, tokens_per_minute=1000, tokens=1000),
+    "QUOTA": Quota(uid=UID, accepted=True, window=7, requests_left=59, requests_reset_seconds=42.5, tokens_left=0),
+    "QUOTA, rejected": Quota(uid=UID, accepted=False, tokens_left=100, retry_after_seconds=42.5),
+    "CHARGE": Charge(tenant="5eed" * 8, tokens_per_minute=1000, tokens=16),
+    "CHARGE, to return tokens": Charge(tenant="5eed" * 8, tokens_per_minute=1000, tokens=-700, window=7),
     "ERROR": Error(code=ErrorCode.QUEUE_FULL, message="queue full", uid=UID, retry_after_seconds=1.0),
     "ERROR, of a parameter": Error(
         code=ErrorCode.INVALID_REQUEST, message="no engine supports it", uid=UID, field="temperature"

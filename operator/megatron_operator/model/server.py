@@ -182,6 +182,13 @@ class ServerSpec(ApiModel):
     allow_priority: bool = Field(
         default=False, description="Requests may set a priority; otherwise one other than 0 is answered with 400."
     )
+    reserve_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at "
+        "most; 1024 if absent. Tokens beyond that are charged as they are generated.",
+    )
     tool_call_parser: ToolCallParser | None = Field(
         default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
     )

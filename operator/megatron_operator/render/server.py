@@ -63,6 +63,8 @@ def server_args(ctx: RenderContext) -> list[str]:
         args.append("--share-prefix-cache")
     if server.allow_priority:
         args.append("--allow-priority")
+    if server.reserve_tokens is not None:
+        args += ["--reserve-tokens", str(server.reserve_tokens)]
     if server.tool_call_parser is not None:
         args += ["--tool-call-parser", server.tool_call_parser.value]
     if server.reasoning_parser is not None:

@@ -284,6 +284,13 @@ server_options = together(
         "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
     ),
     click.option(
+        "--reserve-tokens",
+        type=COUNT,
+        default=1024,
+        help="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at most. "
+        "Tokens beyond that are charged as they are generated.",
+    ),
+    click.option(
         "--tool-call-parser",
         type=click.Choice(TOOL_CALL_PARSERS),
         default="auto",

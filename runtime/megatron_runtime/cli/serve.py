@@ -194,7 +194,7 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     )
     server = arguments(
         *("model", "model_name", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
-        *("allow_priority", "tool_call_parser", "reasoning_parser", "drain_seconds"),
+        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "drain_seconds"),
         coordinator=f"{_LOOPBACK}:{client_port}",
         listen_fd=listener.fileno(),
         linger_seconds=0,

@@ -14,6 +14,7 @@ import zmq
 
 from megatron_runtime.client import megatron_protocol
 from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
+from megatron_runtime.client.quota_calls import QuotaCalls
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
@@ -22,6 +23,7 @@ from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
+    Charge,
     Control,
     ControlAck,
     Error,
@@ -33,6 +35,8 @@ from megatron_runtime.protocol.messages import (
     Message,
     Partial,
     Plain,
+    Quota,
+    Reserve,
     StatusReply,
     pack,
 )
@@ -61,6 +65,8 @@ class RequestOptions(TypedDict, total=False):
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
     request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
+    on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether a
+                      stream is read or not. Tokens then arrive as they are generated also without a stream.
     """
 
     deadline_seconds: float | None
@@ -69,6 +75,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: str
     request_id: str
     traceparent: str
+    on_tokens: Callable[[int], object] | None
 
 
 class InferenceClient:
@@ -121,6 +128,7 @@ class InferenceClient:
         if libzmq:
             self._link.connect_early()
         self._calls = ControlCalls(self._link.send, address=self._link.address)
+        self._quotas = QuotaCalls(self._link.send, is_connected=lambda: self._link.registered)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
         self._ever_registered = False
@@ -148,6 +156,11 @@ class InferenceClient:
     def connected(self) -> bool:
         """Whether the client is registered and got a message within the last seconds."""
         return self._link.registered
+
+    @property
+    def counts_quotas(self) -> bool:
+        """Whether the coordinator counts requests and tokens of tenants, as far as this client knows."""
+        return self._quotas.supported is True
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
@@ -217,6 +230,7 @@ class InferenceClient:
             self._forget(request)
             request.end()
         self._calls.close()
+        self._quotas.close()
         self._link.close("client stopped")
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
@@ -369,11 +383,13 @@ class InferenceClient:
             for request in list(self._open.values()):
                 self._send_submit(request)
             self._calls.resend()
+        self._quotas.registered(supported=bool(ack.quotas), is_forgotten=forgotten or not self._ever_registered)
         self._ever_registered = True
 
     def _on_plain(self) -> None:
         """The coordinator is one of Megatron-Core: requests that were added before are submitted to it."""
         self._ever_registered = True
+        self._quotas.registered(supported=False, is_forgotten=True)
         for request in list(self._open.values()):
             self._send_submit(request)
 
@@ -399,10 +415,14 @@ class InferenceClient:
                 self._on_plain_message(items)
             case Partial():
                 for request, frame in partial_frames(message, self._open.get):
+                    if request.on_tokens is not None:
+                        request.on_tokens(len(frame["new_tokens"]))
                     if request.stream is not None:
                         request.stream.put({"partial": frame})
             case Final():
                 self._on_final(message)
+            case Quota():
+                self._quotas.answered(message)
             case Heartbeat(adapters=int() as generation) if generation != self.adapters.generation:
                 self._link.say_hello()
             case Error(uid=bytes() as uid):
@@ -432,7 +452,23 @@ class InferenceClient:
             self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
             return
         self._forget(request)
+        if request.on_tokens is not None:
+            request.on_tokens(max(0, len(reply["generated_tokens"]) - request.held))
         request.complete(result)
+
+    # --- limits of tenants --------------------------------------------------------------------------------------
+
+    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota | None]:
+        """Count requests and tokens of a tenant at the coordinator, now or after the next registration.
+
+        The future gives the answer; None if the coordinator is of a release that does not count. Cancelling it returns
+        the tokens.
+        """
+        return self._call(lambda: self._quotas.reserve(reserve))
+
+    def charge(self, charge: Charge) -> None:
+        """Count tokens of a tenant at the coordinator, or return tokens. Without a connection it is lost."""
+        self._at_home(lambda: self._quotas.charge(charge))
 
     # --- control signals --------------------------------------------------------------------------------------------
 

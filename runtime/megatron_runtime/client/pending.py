@@ -61,6 +61,7 @@ class PendingRequest:
     details:   details of these tokens, which an engine that continues the request does not have.
     submitted, deadline: on the clock of time.perf_counter().
     future, stream: receives the answer; both may belong to the event loop of another thread.
+    on_tokens: called with the number of new tokens when they arrive.
     """
 
     request_id: int
@@ -73,6 +74,7 @@ class PendingRequest:
     deadline: float | None = None
     future: asyncio.Future[Any] | None = None
     stream: AsyncStream | None = None
+    on_tokens: Callable[[int], object] | None = None
     timer: asyncio.TimerHandle | None = None
     generated: bytearray = field(default_factory=bytearray)
     details: dict[str, list[Any]] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class PendingRequest:
         adapter: str = "",
         request_id: str = "",
         traceparent: str = "",
+        on_tokens: Callable[[int], object] | None = None,
     ) -> Self:
         """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
 
@@ -106,7 +109,7 @@ class PendingRequest:
             request_id=0,
             uid=secrets.token_bytes(limits.UID_BYTES),
             meta=RequestMeta(
-                streaming=streaming,
+                streaming=streaming or on_tokens is not None,
                 seed=params.seed if params.seed is not None else secrets.randbits(64),
                 text=isinstance(prompt, str),
                 priority=params.priority,
@@ -123,6 +126,7 @@ class PendingRequest:
             sampling_params=params,
             submitted=now,
             deadline=now + deadline_seconds if deadline_seconds is not None else None,
+            on_tokens=on_tokens,
         )
 
     @property

@@ -29,6 +29,7 @@ class CoordinatorMetrics(Collector):
             ("open_requests", "Requests without a final answer.", len(journal)),
             ("journal_bytes", "Memory held for open requests.", journal.bytes),
             ("clients", "Clients registered.", len(coordinator.clients)),
+            ("quota_windows", "Minutes of API keys with limits, of requests or tokens.", len(coordinator.quotas)),
             ("epoch", "Generation epoch.", coordinator.verbs.epoch),
             ("active", "1 if it serves; 0 if it is the standby of another coordinator.", coordinator.context.active),
         ):

@@ -51,6 +51,9 @@ class Header(IntEnum):
     SUBMIT = 114
     SET_ADAPTERS = 115
     PAIR_STATE = 116
+    RESERVE = 117
+    QUOTA = 118
+    CHARGE = 119
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})

@@ -52,6 +52,9 @@ Seconds = Annotated[float, Field(ge=0, le=86400)]
 Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
 Label = Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)]
 Key = Annotated[str, Field(max_length=64)]
+Uid = Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)]
+TenantName = Annotated[str, Field(min_length=1, max_length=limits.MAX_TENANT_CHARACTERS)]
+PerMinute = Annotated[int, Field(ge=1, lt=1 << 31)]
 Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
 """An error or a reason. A longer text is cut, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
@@ -142,6 +145,8 @@ class HelloAck(ControlMessage):
     none."""
     term: U64 | None = None
     """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
+    quotas: bool | None = None
+    """Clients: the coordinator answers RESERVE. None: it is of a release that does not."""
     other: Text | None = None
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
 
@@ -341,7 +346,7 @@ class Error(ControlMessage):
     header = Header.ERROR
     code: ErrorCode
     message: Words
-    uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
+    uid: Uid | None = None
     retry_after_seconds: Seconds | None = None
     incarnation: U64 | None = None
     other: Text | None = None
@@ -359,6 +364,53 @@ class PairState(ControlMessage):
     term: U64 = 0
     """If active, the term in which it serves; otherwise the highest that it knows."""
     active: bool = False
+
+
+class Reserve(ControlMessage):
+    """Count requests and tokens of a tenant against its limits, all of them or none. Answered by QUOTA.
+
+    Without requests and tokens it asks for what is left.
+    """
+
+    header = Header.RESERVE
+    uid: Uid
+    """Names the reservation. Sent again, it counts once."""
+    tenant: TenantName
+    requests_per_minute: PerMinute | None = None
+    """None: no limit, and nothing is counted."""
+    tokens_per_minute: PerMinute | None = None
+    """None: no limit, and nothing is counted."""
+    requests: Count = 0
+    """With at least one, a tenant that has no tokens left is rejected as well."""
+    tokens: Count = 0
+
+
+class Quota(ControlMessage):
+    """The answer to RESERVE, with what is left of each limit afterwards, and the seconds until all of it is."""
+
+    header = Header.QUOTA
+    uid: Uid
+    accepted: bool
+    window: U64 = 0
+    """The minute that the tokens were counted in. CHARGE returns tokens to this one only."""
+    requests_left: Count | None = None
+    requests_reset_seconds: Seconds = 0.0
+    tokens_left: Count | None = None
+    tokens_reset_seconds: Seconds = 0.0
+    retry_after_seconds: Seconds | None = None
+    """If it was rejected: when the same reservation fits, if nothing else is counted until then."""
+
+
+class Charge(ControlMessage):
+    """Count tokens of a tenant, also beyond its limit, or return tokens of a reservation. There is no answer."""
+
+    header = Header.CHARGE
+    tenant: TenantName
+    tokens_per_minute: PerMinute
+    tokens: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
+    """Negative: tokens of a reservation that were not used."""
+    window: U64 | None = None
+    """With negative tokens: `window` of the QUOTA that reserved them. Of an earlier minute nothing is returned."""
 
 
 ENGINE_FAILED = "engine failed"
@@ -573,7 +625,10 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
 _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """By header: the number of elements with the header."""
 
-_KINDS = (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState)
+_KINDS = (
+    *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),
+    *(Reserve, Quota, Charge),
+)
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},
     **{int(kind.header): kind for kind in _KINDS},

@@ -229,6 +229,10 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         """Return the description of the base model, or of an adapter as a model of its own."""
         return {"id": adapter, **shared, "parent": base} if adapter else {"id": base, **shared}
 
+    async def identify(request: Request) -> None:
+        service.identify(request)
+        await service.rate_limits.refresh(request.state.key)
+
     async def livez() -> Response:
         return JsonResponse({"alive": True})
 
@@ -240,24 +244,24 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         return JsonResponse({"version": megatron_runtime.__version__})
 
     async def openapi(request: Request) -> Response:
-        service.identify(request)
+        await identify(request)
         return JsonResponse(app.openapi())
 
     async def metrics(request: Request) -> Response:
-        service.identify(request)
+        await identify(request)
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(request: Request) -> Response:
-        service.identify(request)
+        await identify(request)
         models = [card(adapter) for adapter in service.models_of(request.state.key)]
         return JsonResponse({"object": "list", "data": models})
 
     async def status(request: Request) -> Response:
-        service.identify(request)
+        await identify(request)
         return JsonResponse(await view.read())
 
     async def get_model(request: Request) -> Response:
-        service.identify(request)
+        await identify(request)
         return JsonResponse(card(service.check_model(request.state.key, request.path_params["name"])))
 
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
@@ -280,7 +284,7 @@ def _add_post_route(
 
     async def endpoint(request: Request) -> Response:
         service.identify(request)
-        service.take_request(request.state.key)
+        await service.take_request(request.state.key)
         return await handler(service, request)
 
     app.add_api_route(

@@ -61,7 +61,7 @@ class ApiKey:
 
     tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
     name:   label of the key in metrics and logs; a key without a name has the beginning of its tenant id.
-    requests_per_minute, tokens_per_minute: limits of one server process; None: no limit.
+    requests_per_minute, tokens_per_minute: limits over all servers of a coordinator; None: no limit.
     models: names of the models that it may use; None: all.
     """
 
@@ -70,6 +70,10 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     models: frozenset[str] | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
     def allows(self, model: str) -> bool:
         return self.models is None or model in self.models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -83,8 +83,11 @@ class ServerMetrics:
         by_key = partial(Counter, labelnames=["api_key"], registry=own)
         self.requests_by_key = by_key("megatron_api_key_requests", "POST requests by name of the API key.")
         self.prompt_tokens_by_key = by_key("megatron_api_key_prompt_tokens", "Prompt tokens by name of the API key.")
-        text = "Generated tokens by name of the API key, those of aborted streams included."
+        text = "Generated tokens by name of the API key; also of aborted streams, and of aborted whole answers of keys "
+        text += "with a limit of tokens."
         self.generation_tokens_by_key = by_key("megatron_api_key_generation_tokens", text)
+        text = "Tokens counted against limits outside of generations, such as those of rejected bodies."
+        self.charged_tokens_by_key = by_key("megatron_api_key_charged_tokens", text)
         labels = ["api_key", "reason"]
         text = "Requests beyond what their API key allows, by reason: requests, tokens, model."
         self.rejected_by_key = Counter("megatron_api_key_rejections", text, labels, registry=own)
@@ -94,9 +97,19 @@ class RequestObserver:
     """A context manager that observes one choice, from submission to its end.
 
     A choice that ends without a call of finished() counts as aborted.
+
+    on_generated: called with the number of new tokens.
     """
 
-    def __init__(self, metrics: ServerMetrics, *, prompt_tokens: int, tenant: str, streams: bool) -> None:
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        *,
+        prompt_tokens: int,
+        tenant: str,
+        streams: bool,
+        on_generated: Callable[[int], object] | None = None,
+    ) -> None:
         self.generated = 0
         """Generated tokens, as far as they are known."""
         self.first_token_seconds: float | None = None
@@ -107,6 +120,7 @@ class RequestObserver:
         self._started = time.perf_counter()
         self._last: float | None = None
         self._gauge = metrics.waiting if streams else metrics.running
+        self._on_generated = on_generated
         self._is_finished = False
 
     def __enter__(self) -> RequestObserver:
@@ -123,9 +137,14 @@ class RequestObserver:
         if not self._is_finished:
             self._metrics.aborted.inc()
 
+    def count(self, tokens: int) -> None:
+        """Count tokens that were generated, whether the client reads them or not."""
+        self.generated += tokens
+        if self._on_generated is not None:
+            self._on_generated(tokens)
+
     def tokens(self, count: int, *, at: float) -> None:
-        """Record `count` tokens that arrived together at time `at`, of perf_counter."""
-        self.generated += count
+        """Record the times of `count` tokens of a stream that arrived together at time `at`, of perf_counter."""
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
@@ -141,7 +160,7 @@ class RequestObserver:
         """Record the final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
-        self.generated = tokens
+        self.count(tokens - self.generated)
         metrics.finished[reason].inc(1)
         metrics.e2e.observe(time.perf_counter() - self._started)
         metrics.prompt_size.observe(self._prompt_tokens)

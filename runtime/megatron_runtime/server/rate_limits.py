@@ -1,84 +1,224 @@
-"""Limits of requests and tokens per minute for each API key of this server process.
+"""Limits of requests and tokens per minute for each API key, counted by the coordinator for all servers.
 
-A window of one minute begins with the first request in it. Prompt tokens count when a request is accepted, generated
-tokens when its answer ends: an answer may exceed the limit, and the next request waits for it.
+A request reserves the tokens of its prompts, and some generated tokens for each choice, before it is submitted. Tokens
+beyond that are charged while they are generated. What it did not generate is returned when it ends, for any reason.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import secrets
 import time
-from typing import Literal, TypeAlias
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
 
-from limits import RateLimitItem, RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
-
+from megatron_runtime.coordinator.core.quotas import Kind, Quotas
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.messages import Charge, Quota, Reserve
 from megatron_runtime.server.auth import ApiKey
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, try_again
 
-Kind: TypeAlias = Literal["requests", "tokens"]
+COUNTED_TOKENS = 16
+"""Tokens beyond a reservation are charged in portions of this many, the rest when the request ends. No stream of a key
+with a limit of tokens reports its tokens less often."""
+_REFRESH_SECONDS = 1.0
+"""Most time that an answer which needs no coordinator waits for the counts in its headers."""
+
+
+@dataclass(eq=False)
+class LimitReachedError(ApiError):
+    """A limit of the API key rejects the request. reason: which one, requests or tokens."""
+
+    reason: Kind = "tokens"
+
+
+class Counter(Protocol):
+    """The client of the coordinator, as InferenceClient has it."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def counts_quotas(self) -> bool: ...
+
+    def reserve(self, reserve: Reserve) -> Awaitable[Quota | None]: ...
+
+    def charge(self, charge: Charge) -> None: ...
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of a limit, as far as this server knows. full_at: when all of it is, on the monotonic clock."""
+
+    amount: int
+    full_at: float
 
 
 class RateLimits:
-    """The windows of all keys. A key without a limit has none and costs nothing."""
+    """Counts for the keys of this server. A key without a limit costs nothing.
 
-    def __init__(self) -> None:
-        self._storage = MemoryStorage()  # the limiter holds a weak reference
-        self._limiter = FixedWindowRateLimiter(self._storage)
+    If the coordinator is of a release that does not count, this process counts alone.
 
-    def take_request(self, key: ApiKey) -> None:
-        """Count one request. Raises ApiError 429 if the minute has no more."""
-        item = _item(key, "requests")
-        if item is not None and not self._limiter.hit(item, "requests", key.tenant):
-            raise self._exceeded(key, "requests", item, needed=1)
+    reserved_tokens: generated tokens that a request reserves for each choice, at most.
+    wait_seconds:    how long a request waits for an unreachable coordinator.
+    """
 
-    def take_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Count the prompt tokens of one request. Raises ApiError 429 if the minute has fewer left."""
-        item = _item(key, "tokens")
-        if item is None:
-            return
-        if tokens > item.amount:
+    def __init__(self, counter: Counter, *, reserved_tokens: int, wait_seconds: float) -> None:
+        self._counter = counter
+        self._reserved_tokens = reserved_tokens
+        self._wait_seconds = wait_seconds
+        self._own = Quotas()
+        self._left: dict[tuple[str, Kind], _Left] = {}
+
+    async def take_request(self, key: ApiKey) -> None:
+        """Count one request. Raises LimitReachedError if the minute has no more requests or tokens, and ApiError 503
+        without a coordinator.
+        """
+        await self._reserve(key, requests=1)
+
+    async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation:
+        """Reserve the tokens of one request.
+
+        prompt:  tokens of its prompts.
+        choices: most tokens of each choice; None: no limit.
+        Raises LimitReachedError if the minute has fewer left, and ApiError 503 without a coordinator.
+        """
+        limit = key.tokens_per_minute
+        assert limit is not None
+        self.check_prompt(key, prompt)
+        most = self._reserved_tokens
+        generated = sum(most if choice is None else min(choice, most) for choice in choices)
+        # A request larger than the limit runs alone in its minute.
+        reserved = min(prompt + generated, limit)
+        quota, is_shared = await self._reserve(key, tokens=reserved)
+        return Reservation(self, key, reserved - prompt, window=quota.window, is_shared=is_shared)
+
+    def check_prompt(self, key: ApiKey, tokens: int) -> None:
+        """Raise LimitReachedError if prompts of so many tokens never fit the limit."""
+        if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             message = (
-                f"The prompts have {tokens} tokens, and the API key {key.name} may use {item.amount} per minute: "
-                "shorten them."
+                f"The prompts have {tokens} tokens, and the API key {key.name} may use {key.tokens_per_minute} per "
+                "minute: shorten them."
             )
-            raise ApiError(429, message, code="rate_limit_exceeded", is_final=True)
-        if not self._limiter.test(item, "tokens", key.tenant, cost=tokens):
-            raise self._exceeded(key, "tokens", item, needed=tokens)
-        self._limiter.hit(item, "tokens", key.tenant, cost=tokens)
+            raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
-    def add_generated(self, key: ApiKey, tokens: int) -> None:
-        """Count generated tokens, also beyond the limit."""
-        item = _item(key, "tokens")
-        if item is not None and tokens:
-            self._limiter.hit(item, "tokens", key.tenant, cost=tokens)
+    def charge(self, key: ApiKey, tokens: int, *, window: int | None = None, is_shared: bool | None = None) -> None:
+        """Count tokens, also beyond the limit; negative ones are returned to a window.
+
+        is_shared: whether the coordinator counts them; None: if it counts at all.
+        """
+        limit = key.tokens_per_minute
+        if limit is None or not tokens:
+            return
+        charge = Charge(
+            tenant=key.tenant, tokens_per_minute=limit, tokens=tokens, window=window if tokens < 0 else None
+        )
+        if self._counter.counts_quotas if is_shared is None else is_shared:
+            self._counter.charge(charge)
+        else:
+            self._own.charge(time.monotonic(), charge)
+        left = self._left.get((key.tenant, "tokens"))
+        if left is not None:
+            left.amount = min(max(0, left.amount - tokens), limit)
+
+    async def refresh(self, key: ApiKey) -> None:
+        """Ask for what is left, for the headers of an answer that counts nothing."""
+        if key.is_limited and self._counter.connected:
+            try:
+                async with asyncio.timeout(_REFRESH_SECONDS):
+                    await self._ask(key)
+            except TimeoutError:
+                pass  # the headers have what is known
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit headers of an answer, for the limits that the key has."""
         found = []
-        for kind in ("requests", "tokens"):
-            item = _item(key, kind)
-            if item is not None:
-                remaining, seconds = self._window(key, kind, item)
-                values = {"limit": item.amount, "remaining": remaining, "reset": f"{seconds:.3f}s"}
+        limits: tuple[tuple[Kind, int | None], ...] = (
+            ("requests", key.requests_per_minute),
+            ("tokens", key.tokens_per_minute),
+        )
+        for kind, limit in limits:
+            if limit is not None:
+                left, seconds = self._known(key, kind, limit)
+                values = {"limit": limit, "remaining": left, "reset": f"{seconds:.3f}s"}
                 found += [(f"x-ratelimit-{name}-{kind}".encode(), str(values[name]).encode()) for name in values]
         return found
 
-    def _window(self, key: ApiKey, kind: Kind, item: RateLimitItem) -> tuple[int, float]:
-        """Return what is left of a window, and the seconds to its end."""
-        ends, remaining = self._limiter.get_window_stats(item, kind, key.tenant)
-        return remaining, 0.0 if remaining == item.amount else max(0.0, ends - time.time())
+    def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
+        """Return what is left of a limit, and the seconds until all of it is."""
+        left = self._left.get((key.tenant, kind))
+        seconds = 0.0 if left is None else left.full_at - time.monotonic()
+        return (limit, 0.0) if left is None or seconds <= 0 else (min(left.amount, limit), seconds)
 
-    def _exceeded(self, key: ApiKey, kind: Kind, item: RateLimitItem, *, needed: int) -> ApiError:
-        remaining, seconds = self._window(key, kind, item)
-        message = (
-            f"Rate limit reached for the API key {key.name}: {item.amount} {kind} per minute, {remaining} left, "
-            f"{needed} needed. Try again in {math.ceil(seconds)} s."
+    async def _reserve(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> tuple[Quota, bool]:
+        """Return the answer, and whether the coordinator gave it."""
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                quota, is_shared = await self._ask(key, requests=requests, tokens=tokens)
+        except TimeoutError as error:
+            message = f"The coordinator has not answered for {self._wait_seconds:g} s: try again."
+            raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
+        if not quota.accepted:
+            raise self._exceeded(key, quota, requests=requests, tokens=tokens)
+        return quota, is_shared
+
+    async def _ask(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> tuple[Quota, bool]:
+        asked = Reserve(
+            uid=secrets.token_bytes(limits.UID_BYTES),
+            tenant=key.tenant,
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            requests=requests,
+            tokens=tokens,
         )
-        return ApiError(429, message, code="rate_limit_exceeded", retry_after_seconds=seconds)
+        quota = await self._counter.reserve(asked)
+        is_shared = quota is not None
+        now = time.monotonic()
+        if quota is None:
+            quota = self._own.reserve(now, asked)
+        if quota.requests_left is not None:
+            self._left[key.tenant, "requests"] = _Left(quota.requests_left, now + quota.requests_reset_seconds)
+        if quota.tokens_left is not None:
+            self._left[key.tenant, "tokens"] = _Left(quota.tokens_left, now + quota.tokens_reset_seconds)
+        return quota, is_shared
+
+    def _exceeded(self, key: ApiKey, quota: Quota, *, requests: int, tokens: int) -> LimitReachedError:
+        kind: Kind
+        if quota.requests_left is not None and quota.requests_left < requests:
+            kind, limit, left, needed = "requests", key.requests_per_minute, quota.requests_left, requests
+        else:
+            kind, limit, left, needed = "tokens", key.tokens_per_minute, quota.tokens_left or 0, max(tokens, 1)
+        seconds = quota.retry_after_seconds or 0.0
+        message = (
+            f"Rate limit reached for the API key {key.name}: {limit} {kind} per minute, {left} left, {needed} needed. "
+            f"Try again in {math.ceil(seconds)} s."
+        )
+        return LimitReachedError(429, message, code="rate_limit_exceeded", retry_after_seconds=seconds, reason=kind)
 
 
-def _item(key: ApiKey, kind: Kind) -> RateLimitItem | None:
-    amount = key.requests_per_minute if kind == "requests" else key.tokens_per_minute
-    return None if amount is None else RateLimitItemPerMinute(amount)
+class Reservation:
+    """The tokens that one request has reserved.
+
+    generated: tokens of all its choices that are reserved.
+    """
+
+    def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int, is_shared: bool) -> None:
+        self._counts = counts
+        self._key = key
+        self._window = window
+        self._is_shared = is_shared
+        self._unused = generated
+        """Negative: tokens that are still to be charged."""
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that were generated. Those beyond the reservation are charged."""
+        self._unused -= tokens
+        if self._unused <= -COUNTED_TOKENS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Charge tokens that were generated and not counted yet, or return reserved ones. Call it at the end."""
+        unused, self._unused = self._unused, 0
+        self._counts.charge(self._key, -unused, window=self._window, is_shared=self._is_shared)

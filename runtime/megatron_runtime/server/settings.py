@@ -52,6 +52,7 @@ class ServerSettings:
     share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
                         of one key which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
+    reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
     tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
                         template describes, "none" to offer no tools.
     reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its
@@ -85,6 +86,7 @@ class ServerSettings:
     api_keys_file: Path | None = None
     share_prefix_cache: bool = False
     allow_priority: bool = False
+    reserve_tokens: int = 1024
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_sequence_length: int | None = None

@@ -461,3 +461,28 @@ async def test_kv_handoff_is_unsupported(client, params) -> None:
 @pytest.mark.parametrize("error", [InvalidRequestError, RequestTooLargeError, ModelChangedError, AdapterNotFoundError])
 def test_errors_that_a_retry_does_not_help_are_permanent(error: type[RequestRejectedError]) -> None:
     assert not error(400, "x").is_transient
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_tokens_are_counted_when_they_arrive_though_nothing_reads_them(client, pool, params, streams) -> None:
+    pool.engine.step_seconds = None
+    counts: list[int] = []
+    add = client.add_request_streaming if streams else client.add_request
+    answer = add(PROMPT, params(6), on_tokens=counts.append)
+    await pool.engine.until(lambda: pool.engine.jobs)
+
+    async def arrived() -> bool:
+        return sum(counts) == 3
+
+    for _ in range(3):
+        pool.engine.step()
+    await eventually(arrived, what="three tokens")
+    if streams:
+        await answer.aclose()
+    else:
+        answer.cancel()
+    await pool.engine.until(lambda: pool.engine.aborted)
+    assert sum(counts) == 3, "of a request that is aborted, what was generated"
+    pool.engine.step_seconds = 0.0
+    reply = await client.add_request(PROMPT, params(5), on_tokens=counts.append)
+    assert sum(counts) == 3 + len(reply["generated_tokens"]) == 8

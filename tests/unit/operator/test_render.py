@@ -525,11 +525,11 @@ def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, s
 
 def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     plain = _pods(_context())
-    changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True}))
+    changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True, "reserveTokens": 512}))
     assert [name for name, pod in plain.items() if changed[name] != pod] == ["demo-server"]
     args = changed["demo-server"]["containers"][0]["args"]
     added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
-    assert added == ["--share-prefix-cache", "--allow-priority"]
+    assert added == ["--share-prefix-cache", "--allow-priority", "--reserve-tokens", "512"]
     assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
 
 

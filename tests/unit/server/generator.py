@@ -6,18 +6,19 @@ import asyncio
 import random
 import struct
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
-from megatron_runtime.protocol.messages import EngineStatus, FailedRequest, StatusReply
+from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
+OnTokens = Callable[[int], object]
 FAILED_UID = "ab" * limits.UID_BYTES
 """A request that the coordinator reports as failed."""
 ANSWER = "The llama 🦙 says: naïve café, 東京 and 42. Then it stops — really."
@@ -36,9 +37,11 @@ def top(token: int, place: int, count: int) -> list[tuple[int, float]]:
 class ScriptedStream:
     """The stream of one request; closing it early counts as an abort."""
 
-    def __init__(self, backend: ScriptedBackend, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, backend: ScriptedBackend, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> None:
         self._backend = backend
-        self._events = backend.generate(prompt, params)
+        self._events = backend.generate(prompt, params, on_tokens)
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         return self._events
@@ -57,6 +60,7 @@ class ScriptedBackend:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.connected = True
+        self.counts_quotas = False
         self.reject: Exception | None = None
         self.failure: dict[str, Any] | None = None
         self.gate = asyncio.Event()
@@ -98,15 +102,22 @@ class ScriptedBackend:
         future.set_result(reply.model_copy(update={"engines": [engine, draining], "failed_requests": [failed]}))
         return future
 
+    async def reserve(self, reserve: Reserve) -> Quota | None:
+        """As with a coordinator of a release that does not count: the server counts by itself."""
+        return None
+
+    def charge(self, charge: Charge) -> None:
+        raise AssertionError("such a coordinator knows no CHARGE")
+
     def add_request(self, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> asyncio.Future[Any]:
         self._accept(options)
-        return asyncio.ensure_future(self._whole(prompt, sampling_params))
+        return asyncio.ensure_future(self._whole(prompt, sampling_params, options.get("on_tokens")))
 
     def add_request_streaming(
         self, prompt: list[int], sampling_params: SamplingParams, **options: Any
     ) -> ScriptedStream:
         self._accept(options)
-        return ScriptedStream(self, prompt, sampling_params)
+        return ScriptedStream(self, prompt, sampling_params, options.get("on_tokens"))
 
     def _accept(self, options: dict[str, Any]) -> None:
         if self.reject is not None:
@@ -125,7 +136,9 @@ class ScriptedBackend:
                 )
             )
 
-    async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[dict[str, Any]]:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
         self.requests.append((prompt, params))
         await self._count(opened=1)
         ended = False
@@ -137,6 +150,8 @@ class ScriptedBackend:
                 if done > self.free_tokens:
                     await self.gate.wait()
                 await asyncio.sleep(0)
+                if on_tokens is not None:
+                    on_tokens(1)
                 releasable = releasable_after[done]
                 if releasable > sent and done < len(tokens):
                     yield {"partial": {**self._partial(tokens, sent, releasable, params), **details}}
@@ -164,8 +179,10 @@ class ScriptedBackend:
             "prompt_top_n_logprobs": [top(prompt[place], place, params.top_n_logprobs) for place in places],
         }
 
-    async def _whole(self, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-        stream = self.generate(prompt, params)
+    async def _whole(
+        self, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> dict[str, Any]:
+        stream = self.generate(prompt, params, on_tokens)
         try:
             async for event in stream:
                 if "final" in event:

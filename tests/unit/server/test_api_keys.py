@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.server.auth import ApiKeyFileError, read_keys
+from megatron_runtime.coordinator.core.quotas import Quotas
+from megatron_runtime.server.auth import ApiKeyFileError, ApiKeys, read_keys
 
 
 async def test_a_priority_needs_to_be_allowed(start: Any) -> None:
@@ -220,6 +221,78 @@ async def test_prompts_and_answers_count_as_tokens(start: Any, tmp_path: Path, s
     assert "retry-after" not in never.headers
     assert never.headers["x-should-retry"] == "false", "no wait would help"
     assert len(running.backend.requests) == 2
+
+
+async def test_a_reservation_is_cut_to_the_limit_and_what_is_not_generated_returns(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys:\n- {name: bob, key: secret, tokensPerMinute: 100}\n")
+    running = await start(api_keys_file=file, reserve_tokens=30)
+    running.backend.gate.clear()
+    running.backend.free_tokens = 2
+
+    async def complete(**fields: Any) -> Any:
+        return await _complete(running, "secret", prompt=[100] * 10, **fields)
+
+    async def left() -> int:
+        models = await running.http.get("/v1/models", headers=_bearer("secret"))
+        return int(models.headers["x-ratelimit-remaining-tokens"])
+
+    first = asyncio.create_task(complete(max_tokens=20, n=2))
+    await running.backend.until(open_requests=2)
+    assert await left() == 100 - 10 - 2 * 20, "no choice reserves more than it may generate"
+    assert (await complete(max_tokens=900, n=2)).status_code == 429, "10 and twice 30 do not fit"
+    first.cancel()
+    await running.backend.until(open_requests=0)
+    assert await left() == 100 - 10 - 2 * 2
+    running.backend.gate.set()
+    running.service.rate_limits._own = Quotas()
+    large = await complete(max_tokens=30, n=4, stop=["llama"])
+    assert large.status_code == 200, "10 and four times 30 have a minute alone"
+    assert await left() == 100 - 10 - large.json()["usage"]["completion_tokens"] > 0
+    assert (await complete(max_tokens=30, n=4)).status_code == 429
+
+
+async def test_tokens_outside_of_generations_count_and_reject_a_request_before_its_body_is_read(
+    start: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file)
+    bob = next(key for key in read_keys(file).values() if key.name == "bob")
+    running.service.add_tokens(bob, 29)
+    assert (await running.http.post("/v1/completions", headers=_bearer("second-secret"))).status_code == 415
+    running.service.add_tokens(bob, 1_000_000)
+    reply = await running.http.post("/v1/completions", headers=_bearer("second-secret"))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(reply.headers["retry-after"]) <= 60, "one charge costs no more than one minute"
+    assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
+    metrics = (await running.http.get("/metrics", headers=_bearer("second-secret"))).text
+    assert 'megatron_api_key_charged_tokens_total{api_key="bob"} 59.0' in metrics
+    assert 'megatron_api_key_rejections_total{api_key="bob",reason="tokens"} 1.0' in metrics
+    for key in read_keys(file).values():
+        running.service.add_tokens(key, 5)  # a key without a limit is charged nothing
+    assert (await _complete(running, "first-secret")).status_code == 200
+
+
+async def test_a_coordinator_that_does_not_answer_delays_only_keys_with_limits(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(NAMED)
+    running = await start(api_keys_file=file, coordinator_wait_seconds=0.05)
+    asked: list[Any] = []
+
+    async def never(reserve: Any) -> None:
+        asked.append(reserve)
+        await asyncio.Event().wait()
+
+    running.backend.reserve = never
+    reply = await _complete(running, "second-secret")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "coordinator_unreachable")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert (asked[0].requests, asked[0].tokens, asked[0].tokens_per_minute) == (1, 0, 30)
+    file.write_text("third\n")
+    running.service.api_keys = ApiKeys(file)
+    assert (await _complete(running, "third")).status_code == 200
+    assert len(asked) == 1
 
 
 async def test_a_key_may_use_its_models_only(start: Any, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from control_link import ControlLink
 from eventually import LONG_SECONDS, eventually
@@ -433,3 +435,142 @@ async def test_a_request_that_the_model_cannot_compute_fails_alone(
     assert "not finite" in streamed.text
     assert (await stack.client.status()).engines[0].serving
     assert [(await ask(prompt)).json()["choices"][0] for prompt in innocent] == expected
+
+
+@dataclass
+class Limited:
+    """Two servers of one coordinator, and an API key with limits."""
+
+    stack: Stack
+    servers: list[Any]
+
+    async def complete(self, server: int = 0, **fields: Any) -> Any:
+        body = {"prompt": [3] * 10, "max_tokens": 100, **fields}
+        return await self.servers[server].http.post("/v1/completions", json=body, headers=KEY)
+
+    async def remaining(self, kind: str = "tokens", *, server: int = 1) -> int:
+        models = await self.servers[server].http.get("/v1/models", headers=KEY)
+        return int(models.headers[f"x-ratelimit-remaining-{kind}"])
+
+    async def generated(self) -> int:
+        """Return the generated tokens of the key, from the metrics of the first server."""
+        text = (await self.servers[0].http.get("/metrics", headers=KEY)).text
+        match = re.search(r'megatron_api_key_generation_tokens_total{api_key="team"} ([0-9.]+)', text)
+        return 0 if match is None else int(float(match[1]))
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture
+async def start_limited(start_stack: StartStack, start: Any, tmp_path: Path) -> AsyncIterator[Any]:
+    clients: list[InferenceClient] = []
+
+    async def start_one(*, step_seconds: float = 0.002, reserve_tokens: int = 1024, **limits: int) -> Limited:
+        file = tmp_path / "keys"
+        file.write_text("keys:\n- " + json.dumps({"name": "team", "key": "secret", **limits}))
+        settings = {"api_keys_file": file, "reserve_tokens": reserve_tokens}
+        stack = await start_stack(step_seconds=step_seconds, server=settings)
+        clients.append(InferenceClient(stack.coordinator.transport.addresses[Role.CLIENT], deserialize=False))
+        await clients[-1].start(connect_timeout_seconds=LONG_SECONDS)
+        return Limited(stack, [stack.running, await start(backend=clients[-1], **settings)])
+
+    yield start_one
+    for client in clients:
+        client.stop()
+
+
+async def test_the_limits_of_a_key_hold_over_all_servers(start_limited: Any) -> None:
+    limited = await start_limited(requestsPerMinute=14, tokensPerMinute=1000)
+    replies = await asyncio.gather(*(limited.complete(number % 2) for number in range(12)))
+    accepted = [reply for reply in replies if reply.status_code == 200]
+    assert len(accepted) == 9, "each takes ten tokens and a hundred"
+    for reply in replies:
+        assert reply.headers["x-ratelimit-limit-tokens"] == "1000"
+        if reply.status_code == 429:
+            assert re.search(r"1000 tokens per minute, \d+ left, 110 needed", reply.json()["error"]["message"])
+            assert 1 <= int(reply.headers["retry-after"]) <= 60
+    for server in (0, 1):
+        assert (await limited.remaining(server=server), await limited.remaining("requests", server=server)) == (10, 2)
+    for server in (0, 1):
+        tokenized = await limited.servers[server].http.post("/v1/tokenize", json={"prompt": "Hi"}, headers=KEY)
+        assert (tokenized.status_code, tokenized.headers["x-ratelimit-remaining-requests"]) == (200, str(1 - server))
+    last = await limited.complete(1)
+    assert last.status_code == 429
+    assert "14 requests per minute, 0 left, 1 needed" in last.json()["error"]["message"]
+
+
+async def test_concurrent_requests_cannot_pass_more_than_a_reservation_each(start_limited: Any) -> None:
+    limited = await start_limited(tokensPerMinute=100)
+    fields = [{"max_tokens": 200}, {"max_tokens": 200, "stream": True}] * 2
+    replies = await asyncio.gather(*(limited.complete(number // 2, **each) for number, each in enumerate(fields)))
+    assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429], "one has the whole minute"
+    rejected = await limited.complete()
+    assert rejected.status_code == 429
+    assert "100 tokens per minute, 0 left, 1 needed" in rejected.json()["error"]["message"]
+    assert 60 < int(rejected.headers["retry-after"]) <= 180, "what exceeds the limit counts in the minutes after"
+
+
+async def test_tokens_beyond_a_reservation_are_charged_while_they_are_generated(start_limited: Any) -> None:
+    limited = await start_limited(tokensPerMinute=200, reserve_tokens=20, step_seconds=0.005)
+    asking = asyncio.create_task(limited.complete(max_tokens=100, n=2))
+
+    async def are_charged() -> bool:
+        return await limited.remaining() < 200 - 10 - 40
+
+    await eventually(are_charged, what="more than the reservation is charged")
+    assert not asking.done()
+    assert (await asking).status_code == 200
+    assert await limited.remaining() == 0
+    assert (await limited.complete(1, max_tokens=1)).status_code == 429
+
+
+@pytest.mark.parametrize("stage", ["queued", "answer", "stream"])
+async def test_an_aborted_request_is_charged_what_was_generated(start_limited: Any, stage: str) -> None:
+    limited = await start_limited(tokensPerMinute=10_000, reserve_tokens=50, step_seconds=0.005)
+    if stage == "queued":
+        await limited.stack.control(Header.PAUSE)
+    # The client asks for few events, and reads none.
+    body = {"prompt": [3] * 10, "max_tokens": 2000, "streaming_interval": 1 << 30, "stream": stage == "stream"}
+    content = json.dumps(body).encode()
+    url = httpx.URL(limited.servers[0].url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\nContent-Length: {len(content)}"
+    writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
+
+    async def has_begun() -> bool:
+        if stage == "queued":
+            return (await limited.stack.client.status()).queued == 1
+        return await limited.remaining() < 10_000 - 10 - 50 - 50  # 50 more than it has reserved
+
+    await eventually(has_begun, what="the request is where it is aborted")
+    writer.close()
+    await limited.stack.nothing_is_left()
+    if stage == "queued":
+        await limited.stack.control(Header.UNPAUSE)
+    generated = await limited.generated()
+    assert generated == 0 if stage == "queued" else 100 < generated < 2000
+    assert await limited.remaining() == 10_000 - 10 - generated
+
+
+async def test_a_request_waits_for_a_coordinator_that_counts(start_limited: Any) -> None:
+    """A restarted coordinator has counted nothing. What a request had reserved does not return there."""
+    limited = await start_limited(tokensPerMinute=1000, step_seconds=0.01)
+    asking = asyncio.create_task(limited.complete(max_tokens=60))
+
+    async def runs() -> bool:
+        return limited.stack.engine.stats().num_running == 1
+
+    await eventually(runs, what="the request runs")
+    stack = limited.stack
+    ports = {
+        f"{role.name.lower()}_port": int(address.rpartition(":")[2])
+        for role, address in stack.coordinator.transport.addresses.items()
+    }
+    stack.coordinator.stop()
+    late = asyncio.create_task(limited.complete(max_tokens=30))
+    stack.settings = CoordinatorSettings(listen="127.0.0.1", timing=TIMING, **ports)
+    stack.start_coordinator()
+    assert (await asking).status_code == 200
+    assert (await late).status_code == 200
+    assert await limited.remaining() == 1000 - 10 - 30

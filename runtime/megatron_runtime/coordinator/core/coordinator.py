@@ -15,6 +15,7 @@ from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
 from megatron_runtime.coordinator.core.membership import Access, Membership
+from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
@@ -30,6 +31,7 @@ from megatron_runtime.protocol.messages import (
     PLAIN,
     Abort,
     CachedBlocks,
+    Charge,
     Control,
     ControlAck,
     Disconnect,
@@ -43,6 +45,7 @@ from megatron_runtime.protocol.messages import (
     Message,
     Partial,
     Plain,
+    Reserve,
     Status,
     StatusReply,
     Submit,
@@ -100,11 +103,15 @@ class CoordinatorCore:
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.texts)
         self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
+        # A server that reserved tokens with another coordinator returns none of them here.
+        self.quotas = Quotas(first_window=context.randbits(32) << 28)
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
         self._of_clients: dict[type[Any], Handler] = {
             Submit: self._submit,
             Abort: self._abort,
             Heartbeat: lambda *_: None,
+            Reserve: self._reserve,
+            Charge: lambda _, message, __: self.quotas.charge(self.context.now, message),
             Control: self._control,
             Status: lambda client, *_: self.context.answer(client, self.status().to_frames()),
             Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
@@ -295,6 +302,12 @@ class CoordinatorCore:
         entry = client.open.get(uid) if uid is not None else None
         if entry is not None:
             self.dispatcher.abort([entry])
+
+    def _reserve(self, client: Client, message: Reserve, _: Frames) -> None:
+        quota = self.quotas.reserve(self.context.now, message)
+        if not quota.accepted:
+            self.counters.over_limit += 1
+        self.context.answer(client, quota.to_frames())
 
     def _control(self, client: Client, message: Control, frames: Frames) -> None:
         if client.peer[0] == Role.CLIENT:

@@ -279,7 +279,7 @@ class Membership:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model = hello.model
-        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route)
+        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, quotas=True)
         if client.blocked:
             self.catch_up(client)
 

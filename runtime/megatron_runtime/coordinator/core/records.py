@@ -415,6 +415,7 @@ class Counters:
     completed: int = _counter("completed_requests", "Requests that got their final answer from an engine.")
     error_answers: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
     aborted: int = _counter("aborted_requests", "Requests aborted by their client, or because it left.")
+    over_limit: int = _counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
     partials: int = _counter("partials", "Partial answers received from engines.")
     engines_lost: int = _counter("engines_lost", "Engines removed because they left, failed or sent no heartbeat.")
     engine_crashes: int = _counter("engine_crashes", "Engines that crashed while they had requests.")

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from megatron_runtime.server.openai.answer import Choice, Piece
 from megatron_runtime.server.openai.jobs import Job, Options, Prompt, jobs_of
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.rate_limits import COUNTED_TOKENS, Reservation
 from megatron_runtime.server.streaming import EventStream, cancel, until_disconnect
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def generation_of(
     """Return the jobs of a request, which have not begun.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
-    open or the API key has no tokens left in this minute.
+    open or the prompts exceed the limit of the API key.
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
@@ -99,7 +100,10 @@ def generation_of(
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
     key: ApiKey = request.state.key
-    service.take_prompt(key, sum(len(prompt.tokens) for prompt in prompts))
+    service.check_prompt(key, sum(len(prompt.tokens) for prompt in prompts))
+    if key.tokens_per_minute is not None:
+        for job in jobs:
+            job.params.streaming_interval = min(job.params.streaming_interval, COUNTED_TOKENS) if body.stream else 1
     adapter = service.adapter_of(body.model)
     span: Span | None = getattr(request.state, "span", None)
     if span is not None:
@@ -189,16 +193,34 @@ class Generation:
     request_id: str = ""
     span: Span | None = None
     usage: Usage = field(default_factory=Usage)
+    _reservation: Reservation | None = None
+    """Of tokens that count against the limit of the key; None: it has none."""
 
     async def collect(self) -> list[Piece]:
-        """Return every choice whole, in order. When it is cancelled or fails, it aborts the open choices."""
-        await self._until_connected()
+        """Return every choice whole, in order. When it is cancelled or fails, it aborts the open choices.
+
+        Raises ApiError 429 if the API key has too few tokens left in this minute.
+        """
         tasks: list[asyncio.Task[Piece]] = []
+        async with self._admitted():
+            try:
+                await _start(tasks, (self._collect_one(job) for job in self.jobs))
+                return list(await asyncio.gather(*tasks))
+            finally:
+                await cancel(*tasks)
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncGenerator[None]:
+        """Wait for the coordinator, and reserve tokens until the block ends."""
+        await self._until_connected()
+        prompt = sum(len(job.prompt.tokens) for job in self.jobs if job.counts_prompt)
+        choices = [job.params.num_tokens_to_generate for job in self.jobs]
+        self._reservation = await self.service.reserve(self.key, prompt=prompt, choices=choices)
         try:
-            await _start(tasks, (self._collect_one(job) for job in self.jobs))
-            return list(await asyncio.gather(*tasks))
+            yield
         finally:
-            await cancel(*tasks)
+            if self._reservation is not None:
+                self._reservation.settle()
 
     async def _until_connected(self) -> None:
         """Wait for the coordinator, so that its restart delays requests but fails none."""
@@ -214,42 +236,53 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
+            # An answer that is aborted counts against a limit as far as it was generated.
+            options = self._options(None if self._reservation is None else observed.count)
             with _rejections(self.field_names):
-                reply = await self.service.client.add_request(job.prompt.tokens, job.params, **self._options())
+                reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)
             return self._finished(job, choice, reply, observed)
 
-    def _options(self) -> RequestOptions:
+    def _options(self, on_tokens: Callable[[int], object] | None) -> RequestOptions:
         traceparent = "" if self.span is None else self.span.traceparent
         return {
             "tenant": self.key.tenant,
             "adapter": self.adapter,
             "request_id": self.request_id,
             "traceparent": traceparent,
+            "on_tokens": on_tokens,
         }
 
     @contextmanager
     def _observed(self, job: Job, *, streams: bool) -> Generator[RequestObserver]:
         prompt_tokens, service = len(job.prompt.tokens), self.service
         observer = RequestObserver(
-            service.metrics, prompt_tokens=prompt_tokens, tenant=self.key.tenant, streams=streams
+            service.metrics,
+            prompt_tokens=prompt_tokens,
+            tenant=self.key.tenant,
+            streams=streams,
+            on_generated=None if self._reservation is None else self._reservation.add,
         )
         try:
             with observer:
                 yield observer
         finally:
             prompt = prompt_tokens if job.counts_prompt else 0
-            service.take_answer(self.key, prompt=prompt, generated=observer.generated)
+            service.count_answer(self.key, prompt=prompt, generated=observer.generated)
             if self.span is not None:
                 self.span.set({tracing.TIME_TO_FIRST_TOKEN: observer.first_token_seconds})
 
     async def stream(self) -> AsyncGenerator[Piece]:
-        """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices."""
-        await self._until_connected()
-        if len(self.jobs) == 1:
-            async with aclosing(self._stream_one(self.jobs[0])) as pieces:
+        """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices.
+
+        Raises ApiError 429 if the API key has too few tokens left in this minute.
+        """
+        async with self._admitted():
+            pieces = self._stream_one(self.jobs[0]) if len(self.jobs) == 1 else self._merged()
+            async with aclosing(pieces):
                 async for piece in pieces:
                     yield piece
-            return
+
+    async def _merged(self) -> AsyncGenerator[Piece]:
         merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_EVENTS)
         tasks: list[asyncio.Task[None]] = []
         starting = asyncio.create_task(_start(tasks, (self._forward(job, merged) for job in self.jobs)))
@@ -279,7 +312,7 @@ class Generation:
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         with self._observed(job, streams=True) as observed, _rejections(self.field_names):
-            stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options())
+            stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options(observed.count))
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

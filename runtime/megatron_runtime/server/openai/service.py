@@ -24,7 +24,7 @@ from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
-from megatron_runtime.server.rate_limits import RateLimits
+from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
 from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import until_disconnect
@@ -56,7 +56,6 @@ class Service:
     tool_parser: type[ToolParser] | None
     reasoning_format: ReasoningFormat | None = None
     tracer: Tracer | None = None
-    rate_limits: RateLimits = field(default_factory=RateLimits)
     draining: bool = False
     in_flight: int = 0
     """Open HTTP requests, probes included."""
@@ -68,7 +67,15 @@ class Service:
     """Of incomplete request bodies."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: requests that are still open are answered with an error."""
+    rate_limits: RateLimits = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.rate_limits = RateLimits(
+            self.client,
+            reserved_tokens=self.settings.reserve_tokens,
+            wait_seconds=self.settings.coordinator_wait_seconds,
+        )
 
     def missing(self) -> list[str]:
         """Return the reasons why this server is not ready, one phrase each."""
@@ -193,42 +200,60 @@ class Service:
         self.last_request = time.monotonic()
         self.in_flight_by_tenant[key.tenant] += 1
 
-    def take_request(self, key: ApiKey) -> None:
-        """Count a request against the limit of its key. Raises ApiError 429 if there is none left in this minute."""
-        if not key.tenant:
-            return
-        self.metrics.requests_by_key.labels(key.name).inc()
-        with self._counted(key, "requests"):
-            self.rate_limits.take_request(key)
+    async def take_request(self, key: ApiKey) -> None:
+        """Count a request against the limits of its key. Raises ApiError 429 if no request or token is left in this
+        minute, 503 if the coordinator, which counts, does not answer.
+        """
+        if key.tenant:
+            self.metrics.requests_by_key.labels(key.name).inc()
+        if key.is_limited:
+            with self._rejections(key):
+                await self.rate_limits.take_request(key)
 
-    def take_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Count the prompt tokens of a request against the limit of its key. Raises ApiError 429."""
-        with self._counted(key, "tokens"):
-            self.rate_limits.take_prompt(key, tokens)
+    def check_prompt(self, key: ApiKey, tokens: int) -> None:
+        """Raise ApiError 429 for prompts that have more tokens than the limit of the key."""
+        with self._rejections(key):
+            self.rate_limits.check_prompt(key, tokens)
+
+    async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation | None:
+        """Reserve the tokens of a request, as RateLimits.reserve(); None if its key has no limit of tokens."""
+        if key.tokens_per_minute is None:
+            return None
+        with self._rejections(key):
+            return await self.rate_limits.reserve(key, prompt=prompt, choices=choices)
 
     @contextmanager
-    def _counted(self, key: ApiKey, reason: str) -> Iterator[None]:
+    def _rejections(self, key: ApiKey) -> Iterator[None]:
         try:
             yield
-        except ApiError:
-            self.metrics.rejected_by_key.labels(key.name, reason).inc()
+        except LimitReachedError as error:
+            self.metrics.rejected_by_key.labels(key.name, error.reason).inc()
             raise
 
-    def take_answer(self, key: ApiKey, *, prompt: int, generated: int) -> None:
-        """Count the tokens of a choice that has ended.
+    def count_answer(self, key: ApiKey, *, prompt: int, generated: int) -> None:
+        """Count the tokens of a choice that has ended in the metrics of its key.
 
-        prompt:    its prompt tokens, which take_prompt() has counted against the limit; 0 for further choices.
+        prompt:    its prompt tokens; 0 for further choices.
         generated: its generated tokens, as far as they are known.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
-            self.rate_limits.add_generated(key, generated)
+
+    def add_tokens(self, key: ApiKey, tokens: int) -> None:
+        """Count tokens outside of a generation against the limit of a key, as for a rejected body.
+
+        One call counts no more than a minute has, so that a single mistake does not cost many minutes.
+        """
+        if key.tokens_per_minute is not None:
+            tokens = min(tokens, key.tokens_per_minute)
+            self.metrics.charged_tokens_by_key.labels(key.name).inc(tokens)
+            self.rate_limits.charge(key, tokens)
 
     def rate_limit_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit headers of the answer to a request; none if its key has no limits."""
         key = scope["state"].get("key")
-        return [] if key is None else self.rate_limits.headers(key)
+        return [] if key is None or not key.is_limited else self.rate_limits.headers(key)
 
     async def wait_idle(self) -> None:
         while self.in_flight:

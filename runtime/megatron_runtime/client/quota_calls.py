@@ -1,0 +1,75 @@
+"""Reservations of requests and tokens at the coordinator, as awaitable calls on a registered connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
+
+
+class QuotaCalls:
+    """Calls in progress on one connection. After a new registration each is sent again; it counts once by its uid.
+
+    is_connected: returns whether messages reach the coordinator.
+    supported:    whether the coordinator counts; None until the first registration.
+    """
+
+    def __init__(self, send: Callable[[Frames], object], *, is_connected: Callable[[], bool]) -> None:
+        self.supported: bool | None = None
+        self._send = send
+        self._is_connected = is_connected
+        self._open: dict[bytes, tuple[Reserve, asyncio.Future[Quota | None]]] = {}
+
+    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota | None]:
+        """Send now. The future gives the answer, or None if the coordinator does not count.
+
+        Cancelling the future returns the tokens when the answer arrives.
+        """
+        future: asyncio.Future[Quota | None] = asyncio.get_running_loop().create_future()
+        if self.supported is False:
+            future.set_result(None)
+        else:
+            self._open[reserve.uid] = reserve, future
+            future.add_done_callback(lambda _: self._forget_unsent(reserve.uid))
+            self._send(reserve.to_frames())
+        return future
+
+    def _forget_unsent(self, uid: bytes) -> None:
+        """A call ended. Without a connection no answer will come that must return its tokens."""
+        if not self._is_connected():
+            self._open.pop(uid, None)
+
+    def charge(self, charge: Charge) -> None:
+        """Send now. Without a connection, or if the coordinator does not count, the message is lost."""
+        if self.supported:
+            self._send(charge.to_frames())
+
+    def registered(self, *, supported: bool, is_forgotten: bool) -> None:
+        """is_forgotten: the coordinator may have lost messages."""
+        self.supported = supported
+        for uid, (reserve, future) in list(self._open.items()):
+            if future.done():
+                del self._open[uid]  # nothing waits for it, and the tokens return with the end of the minute
+            elif not supported:
+                del self._open[uid]
+                future.set_result(None)
+            elif is_forgotten:
+                self._send(reserve.to_frames())
+
+    def answered(self, quota: Quota) -> None:
+        reserve, future = self._open.pop(quota.uid, (None, None))
+        if reserve is None or future is None:
+            return
+        if not future.done():
+            future.set_result(quota)
+        elif quota.accepted and reserve.tokens and reserve.tokens_per_minute is not None:
+            limit = reserve.tokens_per_minute
+            self.charge(
+                Charge(tenant=reserve.tenant, tokens_per_minute=limit, tokens=-reserve.tokens, window=quota.window)
+            )
+
+    def close(self) -> None:
+        for _, future in self._open.values():
+            future.cancel()
+        self._open.clear()

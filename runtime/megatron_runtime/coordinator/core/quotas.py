@@ -1,0 +1,147 @@
+"""Limits of requests and tokens per minute for each tenant, which all servers of a resource share.
+
+A limit holds for windows of one minute. A window begins with the first request in it. What a tenant uses beyond its
+limit counts in the windows that follow, so a tenant never uses more than its limit in the long run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal, TypeAlias
+
+from megatron_runtime.protocol.messages import Charge, Quota, Reserve
+
+WINDOW_SECONDS = 60.0
+MAX_WINDOWS = 65_536
+"""Windows of tenants and kinds that are kept; beyond it the oldest is forgotten."""
+MAX_RESERVATIONS = 65_536
+"""Accepted reservations that are remembered, so that one which is sent again counts once."""
+_MAX_SECONDS = 86_400.0
+
+Kind: TypeAlias = Literal["requests", "tokens"]
+
+
+@dataclass(slots=True)
+class _Window:
+    """One minute of a tenant.
+
+    number: never used twice.
+    limit:  the limit of the last message.
+    used:   requests or tokens counted in it; above the limit if charged so.
+    """
+
+    number: int
+    ends: float
+    limit: int
+    used: int = 0
+
+
+class Quotas:
+    """Counts for all tenants. A tenant that used nothing in the last minute and owes nothing takes no memory.
+
+    first_window: number of the first window. The next coordinator must use other numbers.
+    """
+
+    def __init__(self, *, first_window: int = 0) -> None:
+        self._numbers = count(first_window)
+        self._windows: OrderedDict[tuple[str, Kind], _Window] = OrderedDict()
+        self._reservations: OrderedDict[bytes, int] = OrderedDict()
+        """Number of the window of the tokens, by uid."""
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def reserve(self, now: float, asked: Reserve) -> Quota:
+        """Count requests and tokens if each fits its limit. The limits are those of `asked`, whatever others said."""
+        self._forget_old(now)
+        number = self._reservations.get(asked.uid)
+        if number is not None or not (asked.requests or asked.tokens):
+            return self._answer(now, asked, number=number or 0)
+        limited = _limited(asked)
+        wait = max((self._wait(now, asked.tenant, *each) for each in limited), default=0.0)
+        if wait:
+            return self._answer(now, asked, retry_after=wait)
+        number = 0
+        for kind, limit, amount in limited:
+            if amount:
+                number = self._count(now, asked.tenant, kind, limit, amount).number
+        self._reservations[asked.uid] = number
+        if len(self._reservations) > MAX_RESERVATIONS:
+            self._reservations.popitem(last=False)
+        return self._answer(now, asked, number=number)
+
+    def charge(self, now: float, charge: Charge) -> None:
+        """Count tokens, also beyond the limit, or return tokens to the window that they were counted in."""
+        self._forget_old(now)
+        if charge.tokens > 0:
+            self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
+            return
+        window = self._current(now, charge.tenant, "tokens")
+        if window is not None and window.number == charge.window:
+            window.used = max(0, window.used + charge.tokens)
+
+    def _count(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> _Window:
+        window = self._current(now, tenant, kind)
+        if window is None:
+            window = self._windows[tenant, kind] = _Window(next(self._numbers), now + WINDOW_SECONDS, limit)
+            if len(self._windows) > MAX_WINDOWS:
+                self._windows.popitem(last=False)
+        window.limit = limit
+        window.used += amount
+        return window
+
+    def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
+        """Return the window of this minute. None if nothing was used in it, or is owed from earlier ones."""
+        window = self._windows.get((tenant, kind))
+        if window is None or now < window.ends:
+            return window
+        minutes = int((now - window.ends) // WINDOW_SECONDS) + 1
+        window.used -= minutes * window.limit
+        if window.used <= 0:
+            del self._windows[tenant, kind]
+            return None
+        window.ends += minutes * WINDOW_SECONDS
+        window.number = next(self._numbers)
+        self._windows.move_to_end((tenant, kind))
+        return window
+
+    def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
+        """Return the seconds until `amount` fits the limit, or until something is left of it; 0 if it is so now."""
+        if kind == "requests" and not amount:
+            return 0.0
+        window = self._current(now, tenant, kind)
+        used, ends = (0, now + WINDOW_SECONDS) if window is None else (window.used, window.ends)
+        excess = used + max(amount, 1) - limit
+        return ends - now + (excess - 1) // limit * WINDOW_SECONDS if excess > 0 else 0.0
+
+    def _answer(self, now: float, asked: Reserve, *, number: int = 0, retry_after: float | None = None) -> Quota:
+        fields: dict[str, Any] = {"uid": asked.uid, "accepted": retry_after is None, "window": number}
+        if retry_after is not None:
+            fields["retry_after_seconds"] = min(retry_after, _MAX_SECONDS)
+        for kind, limit, _ in _limited(asked):
+            window = self._current(now, asked.tenant, kind)
+            used = 0 if window is None else window.used
+            fields[f"{kind}_left"] = max(0, limit - used)
+            if window is not None and used:
+                seconds = window.ends - now + (used - 1) // limit * WINDOW_SECONDS
+                fields[f"{kind}_reset_seconds"] = min(seconds, _MAX_SECONDS)
+        return Quota(**fields)
+
+    def _forget_old(self, now: float) -> None:
+        """Remove windows that are over, the oldest first."""
+        while self._windows:
+            key, window = next(iter(self._windows.items()))
+            if now < window.ends:
+                return
+            self._current(now, *key)
+
+
+def _limited(asked: Reserve) -> list[tuple[Kind, int, int]]:
+    """Return the limit and the amount asked for, of each kind that has a limit."""
+    kinds: tuple[tuple[Kind, int | None, int], ...] = (
+        ("requests", asked.requests_per_minute, asked.requests),
+        ("tokens", asked.tokens_per_minute, asked.tokens),
+    )
+    return [(kind, limit, amount) for kind, limit, amount in kinds if limit is not None]
