@@ -140,7 +140,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         child.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megatron_runtime.cli", *child.arguments),
+            *(sys.executable, "-P", "-m", "megatron_runtime.cli", *child.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -219,7 +219,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
         signals_to_handle=_UNUSED_SIGNAL,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "megatron_runtime.cli", *arguments)
+        elastic_launch(config, sys.executable)("-u", "-P", "-m", "megatron_runtime.cli", *arguments)
     except ChildFailedError as error:
         rank, first = cause(error.failures)
         message = f"rank {rank} ended with {_exit_status(first.exitcode)}, and the engine with it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import logging
 import time
 from typing import Any
 
@@ -16,10 +16,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from megatron_runtime.server.errors import ApiError, try_again
+from megatron_runtime.server.framing import MAX_HEADER_BYTES, FramingError, RequestParser
 from megatron_runtime.server.settings import ConnectionLimits
 
-MAX_HEADER_BYTES = 16 * 1024
-"""Of request line and headers. One slice more may be read before the limit is checked."""
+logger = logging.getLogger(__name__)
+
 MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
@@ -34,6 +35,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = RequestParser()
         self._limits = limits
         self._since = self._heard = self.loop.time()
         self._stalled_since: float | None = None
@@ -76,6 +78,8 @@ class Connection(H11Protocol):
         self._is_parsing_later = False
         began = time.perf_counter()
         while self._backlog and self._rejected_at is None and not self.transport.is_closing():
+            if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+                break  # what follows a request with Connection: close is ignored
             part = bytes(self._backlog[:_SLICE_BYTES])
             del self._backlog[:_SLICE_BYTES]
             super().data_received(part)
@@ -88,15 +92,21 @@ class Connection(H11Protocol):
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. uvicorn calls this while it handles h11's error, which has the status."""
-        error = sys.exception()
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        if status == 431:
-            message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
-            self._reject(ApiError(431, message, code="headers_too_large"))
-        else:
-            self._reject(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
+    def handle_events(self) -> None:
+        """Handle what has been parsed. A request that is not HTTP is answered; it is no event of the server's log."""
+        try:
+            super().handle_events()
+        except FramingError as error:
+            logger.debug("malformed request: %s", error)
+            if error.status == 431:
+                message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
+                self._reject(ApiError(431, message, code="headers_too_large"))
+            else:
+                self._reject(ApiError(error.status, str(error), code="malformed_http"))
+
+    def _should_upgrade(self) -> bool:
+        """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8), without a warning."""
+        return False
 
     def sweep(self, now: float) -> None:
         """Close the connection if a deadline has passed. now: time of the event loop."""
