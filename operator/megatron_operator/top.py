@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.dashboard.samples import UNREACHABLE, EngineSample, PodMetrics, Sample, metrics_key, parse_page, sample_pods
+from megatron_operator.dashboard.samples import (
+    UNREACHABLE,
+    EngineSample,
+    PodMetrics,
+    Sample,
+    metrics_key,
+    parse_page,
+    sample_pods,
+)
 from megatron_operator.kubectl_proxy import ClusterError, rejection
 from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.resource_client import ResourceClient

@@ -1,8 +1,8 @@
 """Probes and metrics of the operator, on the event loop of its tasks.
 
-    GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
-    GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
-    GET /metrics          Prometheus
+GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
+GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
+GET /metrics          Prometheus
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from megatron_operator.model.names import (
 from megatron_operator.resource_view import label
 
 UNREACHABLE = (
-    "if the cluster enforces NetworkPolicies, name the API server's addresses in the chart's value networkPolicy.apiServer"
+    "if the cluster enforces NetworkPolicies, name the API server's addresses in the chart's value "
+    "networkPolicy.apiServer"
 )
 """The remedy if the API server's proxy does not reach the metrics of a pod."""
 INTERVAL_SECONDS = 5.0

@@ -4,8 +4,8 @@
     GET /readyz   200 when the process is ready, else 503 with the missing conditions
     GET /metrics  the Prometheus registry
 
-The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port may
-use it, so no load of connections keeps a probe from its answer:
+The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port
+may use it, so no load of connections keeps a probe from its answer:
 
 - A connection gets its answer in the callback that accepts it if its request has arrived. Nothing waits in front of it
   but the connections that the kernel accepted earlier, of which each iteration of the loop takes BATCH.
@@ -26,9 +26,10 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -69,12 +70,14 @@ class HealthServer:
     missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
     liveness: returns the content of /livez; `alive` decides about the status.
     registry: metrics to expose; None answers 404. Its collectors run on a thread.
+    pages:    further paths, and the function that returns the content of each; None answers 503.
     port:     the port in use; for port 0, known after start().
     """
 
     missing: Callable[[], Sequence[str]]
     liveness: Callable[[], Mapping[str, object]] = lambda: {"alive": True}
     registry: CollectorRegistry | None = None
+    pages: Mapping[str, Callable[[], Mapping[str, object] | None]] = field(default_factory=dict)
     host: str = EVERY_ADDRESS
     port: int = 8080
 
@@ -160,7 +163,12 @@ class HealthServer:
             content: Body = {"error": "method not allowed: use GET or HEAD"}
             connection.send(_response(HTTPStatus.METHOD_NOT_ALLOWED, content, "Allow: GET, HEAD\r\n"))
             return
-        match match["target"].split(b"?", 1)[0]:
+        path = match["target"].split(b"?", 1)[0]
+        if (page := self.pages.get(path.decode())) is not None:
+            found = page()
+            connection.send(_response(_status(found is not None), found or {}))
+            return
+        match path:
             case b"/livez" | b"/healthz":
                 content = self.liveness()
                 connection.send(_response(_status(bool(content["alive"])), content))
@@ -202,6 +210,22 @@ class HealthServer:
                 await asyncio.sleep(seconds * (1 / RENDERING_SHARE - 1))
         finally:
             self._rendering = None
+
+
+def serve_on_thread(server: HealthServer) -> Callable[[], None]:
+    """Start a server on a thread of its own, and return the function that ends both. Raises OSError as start() does."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(server.start())
+    thread = threading.Thread(target=loop.run_forever, name="probes", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    return stop
 
 
 class _Connection:
@@ -291,10 +315,15 @@ def _is_well_framed(request: re.Match[bytes]) -> bool:
     """Whether the headers have one Host, as HTTP/1.1 requires, and at most one length of a body."""
     names = [line.partition(b":")[0].lower() for line in request["headers"].split(b"\r\n")]
     hosts = names.count(b"host")
-    return hosts <= 1 and (hosts == 1 or request["minor"] == b"0") and not {
-        b"content-length",
-        b"transfer-encoding",
-    } <= set(names)
+    return (
+        hosts <= 1
+        and (hosts == 1 or request["minor"] == b"0")
+        and not {
+            b"content-length",
+            b"transfer-encoding",
+        }
+        <= set(names)
+    )
 
 
 def _status(is_good: bool) -> HTTPStatus:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES
 
+from megatron_runtime.process.http_framing import MAX_HEADER_BYTES, FramingError, HttpProtocol
 from megatron_runtime.server.errors import ApiError, try_again
-from megatron_runtime.server.framing import MAX_HEADER_BYTES, FramingError, RequestParser
 from megatron_runtime.server.settings import ConnectionLimits
-
-logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 128
 
@@ -30,12 +27,11 @@ _LINGER_SECONDS = 2.0
 the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
-class Connection(H11Protocol):
+class Connection(HttpProtocol):
     """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading."""
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
-        self.conn = RequestParser()
         self._limits = limits
         self._since = self._heard = self.loop.time()
         self._stalled_since: float | None = None
@@ -92,21 +88,12 @@ class Connection(H11Protocol):
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def handle_events(self) -> None:
-        """Handle what has been parsed. A request that is not HTTP is answered; it is no event of the server's log."""
-        try:
-            super().handle_events()
-        except FramingError as error:
-            logger.debug("malformed request: %s", error)
-            if error.status == 431:
-                message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
-                self._reject(ApiError(431, message, code="headers_too_large"))
-            else:
-                self._reject(ApiError(error.status, str(error), code="malformed_http"))
-
-    def _should_upgrade(self) -> bool:
-        """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8), without a warning."""
-        return False
+    def reject(self, error: FramingError) -> None:
+        if error.status == 431:
+            message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
+            self._reject(ApiError(431, message, code="headers_too_large"))
+        else:
+            self._reject(ApiError(error.status, str(error), code="malformed_http"))
 
     def sweep(self, now: float) -> None:
         """Close the connection if a deadline has passed. now: time of the event loop."""

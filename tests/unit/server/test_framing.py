@@ -72,7 +72,12 @@ REJECTED: list[tuple[str, str, bytes, int]] = [
     ("5.2", "a folded coding", POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n", 400),
     ("6.1", "both lengths", POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
     ("6.1", "both lengths, reversed", POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", 400),
-    ("6.1", "both lengths, without a body", GET + b"Host: x\r\nContent-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+    (
+        "6.1",
+        "both lengths, without a body",
+        GET + b"Host: x\r\nContent-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n",
+        400,
+    ),
     ("6.1", "a coding that is not implemented", POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
     ("6.1", "the same in two headers", POST + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n", 501),
     ("6.1", "chunked in HTTP/1.0", CHUNKED.replace(b"1.1", b"1.0", 1) + b"0\r\n\r\n", 400),
@@ -132,8 +137,11 @@ CLOSE = b"Connection: close\r\n"
 LEGAL: list[tuple[str, bytes, list[int]]] = [
     ("2.2 an empty line before the request", b"\r\n" + GET + CLOSE + b"Host: x\r\n\r\n", [200]),
     ("2.2 LF alone ends the lines", b"GET /version HTTP/1.1\nHost: x\nConnection: close\n\n", [200]),
-    ("2.2 an empty line after a body", POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"\r\n"
-     + GET + CLOSE + b"Host: x\r\n\r\n", [200, 200]),
+    (
+        "2.2 an empty line after a body",
+        POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"\r\n" + GET + CLOSE + b"Host: x\r\n\r\n",
+        [200, 200],
+    ),
     ("2.3 HTTP/1.0", b"GET /version HTTP/1.0\r\n\r\n", [200]),
     ("2.3 a later minor version", b"GET /version HTTP/1.9\r\nHost: x\r\n" + CLOSE + b"\r\n", [200]),
     ("3.2 an empty Host", GET + CLOSE + b"Host:\r\n\r\n", [200]),
@@ -143,17 +151,44 @@ LEGAL: list[tuple[str, bytes, list[int]]] = [
     ("3.2.4 OPTIONS *", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n", [404]),
     ("5 white space around a value", GET + CLOSE + b"Host:\t x \t\r\nA: b\tc\r\n\r\n", [200]),
     ("6.3 a length twice", POST + CLOSE + b"Content-Length: %d\r\n" % len(BODY) * 2 + b"\r\n" + BODY, [200]),
-    ("6.3 a list of one length", POST + CLOSE + b"Content-Length: %d, %d\r\n\r\n" % (len(BODY), len(BODY)) + BODY, [200]),
+    (
+        "6.3 a list of one length",
+        POST + CLOSE + b"Content-Length: %d, %d\r\n\r\n" % (len(BODY), len(BODY)) + BODY,
+        [200],
+    ),
     ("6.3 no body", POST + CLOSE + b"\r\n", [400]),
-    ("7.1 chunks", POST + CLOSE + b"Transfer-Encoding: Chunked\r\n\r\n" + chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n", [200]),
-    ("7.1.1 chunk extensions", CHUNKED + chunk(BODY, b';a;b="c d"') + b"0;e\r\n\r\n" + GET + CLOSE + b"Host: x\r\n\r\n", [200, 200]),
+    (
+        "7.1 chunks",
+        POST + CLOSE + b"Transfer-Encoding: Chunked\r\n\r\n" + chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n",
+        [200],
+    ),
+    (
+        "7.1.1 chunk extensions",
+        CHUNKED + chunk(BODY, b';a;b="c d"') + b"0;e\r\n\r\n" + GET + CLOSE + b"Host: x\r\n\r\n",
+        [200, 200],
+    ),
     ("7.1.2 trailers", CHUNKED + chunk(BODY) + b"0\r\nA: b\r\n\r\n" + GET + CLOSE + b"Host: x\r\n\r\n", [200, 200]),
     ("9.3.2 pipelining", (GET + b"Host: x\r\n\r\n") * 3 + GET + CLOSE + b"Host: x\r\n\r\n", [200] * 4),
     ("9.6 bytes after Connection: close", GET + CLOSE + b"Host: x\r\n\r\n" + SMUGGLED, [200]),
-    ("9110 7.8 Upgrade is ignored", GET + b"Host: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n", [200]),
-    ("9110 7.8 Upgrade to HTTP/2", GET + b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"
-     + GET + CLOSE + b"Host: x\r\n\r\n", [200, 200]),
-    ("9110 10.1.1 Expect", POST + CLOSE + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY, [100, 200]),
+    (
+        "9110 7.8 Upgrade is ignored",
+        GET + b"Host: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+        [200],
+    ),
+    (
+        "9110 7.8 Upgrade to HTTP/2",
+        GET
+        + b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"
+        + GET
+        + CLOSE
+        + b"Host: x\r\n\r\n",
+        [200, 200],
+    ),
+    (
+        "9110 10.1.1 Expect",
+        POST + CLOSE + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY,
+        [100, 200],
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Requests of HTTP/1.1 as RFC 9112 frames them. h11 parses; this module rejects what h11 accepts and the RFC does not.
+"""uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 demands. No torch.
+
+h11 parses. This module rejects what h11 accepts and the RFC does not.
 
 If two parsers in a row see different boundaries between requests, one client can put a request into the connection of
 another. So each request whose boundaries are ambiguous gets an error, and its connection is closed.
@@ -6,9 +8,13 @@ another. So each request whose boundaries are ambiguous gets an error, and its c
 
 from __future__ import annotations
 
+import logging
 import re
 
 import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
 """Of request line and headers. One slice more may be read before the limit is checked."""
@@ -52,6 +58,43 @@ class RequestParser(h11.Connection):
         if not isinstance(event, h11.Request):
             return event
         return _checked(event, head=received[: len(received) - len(self.trailing_data[0])])
+
+
+class HttpProtocol(H11Protocol):
+    """A connection of uvicorn, for `uvicorn.Config(http=HttpProtocol, ws="none")`.
+
+    Malformed requests and Upgrade headers, which any client can send, write no warnings.
+    """
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn
+        self.conn = RequestParser()
+
+    def handle_events(self) -> None:
+        """Handle what has been parsed."""
+        try:
+            super().handle_events()
+        except FramingError as error:
+            logger.debug("malformed request: %s", error)
+            self.reject(error)
+
+    def reject(self, error: FramingError) -> None:
+        """Answer a malformed request, unless an answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = str(error).encode()
+            headers = [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""
+        return False
 
 
 def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
