@@ -441,6 +441,7 @@ def _connect(
             timeout=timedelta(seconds=max(WARM_UP_SECONDS, settings.step_timeout_seconds)),
             engine=identity.engine,
             engines=identity.engines,
+            folder=identity.folder,
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
