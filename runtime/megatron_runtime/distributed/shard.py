@@ -147,8 +147,8 @@ class RankIdentity:
     engine, engines:         number of this engine, and of all engines, of a program that runs them side by side. All
                              their ranks are in the program's torch.distributed, engine after engine.
     attempt:                 number of engines that this program has constructed before.
-    folder:                  private folder of all ranks, which run on one host: they connect by Unix sockets in it. None:
-                             by TCP, at the address and port.
+    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it.
+                             None: by TCP, at the address and port.
     """
 
     rank: int

@@ -85,8 +85,7 @@ class HealthServer:
         self._listener: socket.socket | None = None
         self._open: dict[_Connection, None] = {}
         """The oldest is first."""
-        self._scrapes: list[_Connection] = []
-        self._rendering: asyncio.Task[None] | None = None
+        self._metrics = MetricsPage(self.registry) if self.registry is not None else None
 
     async def start(self) -> None:
         """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
@@ -110,9 +109,8 @@ class HealthServer:
         self._listener = None
         for connection in list(self._open):
             connection.close()
-        if self._rendering is not None:
-            self._rendering.cancel()
-            await asyncio.gather(self._rendering, return_exceptions=True)
+        if self._metrics is not None:
+            await self._metrics.close()
 
     def _accept(self) -> None:
         for _ in range(BATCH):
@@ -175,38 +173,75 @@ class HealthServer:
             case b"/readyz":
                 missing = list(self.missing())
                 connection.send(_response(_status(not missing), {"ready": not missing, "missing": missing}))
-            case b"/metrics" if self.registry is not None:
-                self._scrape(connection, self.registry)
+            case b"/metrics" if self._metrics is not None:
+                self._scrape(connection, self._metrics)
             case _:
                 content = {"error": "not found; try /livez, /readyz or /metrics"}
                 connection.send(_response(HTTPStatus.NOT_FOUND, content))
 
-    def _scrape(self, connection: _Connection, registry: CollectorRegistry) -> None:
-        self._scrapes = [waiting for waiting in self._scrapes if waiting in self._open]
-        if len(self._scrapes) >= MAX_SCRAPES:
+    def _scrape(self, connection: _Connection, page: MetricsPage) -> None:
+        text = page.request()
+        if text is None:
             content = {"error": f"{MAX_SCRAPES} requests wait for metrics: try again"}
             connection.send(_response(HTTPStatus.SERVICE_UNAVAILABLE, content, "Retry-After: 1\r\n"))
             return
         self._open[connection] = self._open.pop(connection)  # it is no longer the oldest
-        self._scrapes.append(connection)
-        if self._rendering is None:
-            self._rendering = self._loop.create_task(self._render(registry))
+        connection.scrape = text
 
-    async def _render(self, registry: CollectorRegistry) -> None:
-        """Render metrics until no request waits for them."""
+        def answer(rendered: asyncio.Future[bytes]) -> None:
+            if rendered.cancelled() or connection not in self._open:
+                return
+            if rendered.exception() is not None:
+                response = _response(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "metrics cannot be rendered"})
+            else:
+                response = _response(HTTPStatus.OK, rendered.result())
+            connection.send(response)
+
+        text.add_done_callback(answer)
+
+
+class MetricsPage:
+    """Renders a registry on a thread, once for all requests that wait for it, and one time after the other."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._waiting: list[asyncio.Future[bytes]] = []
+        self._rendering: asyncio.Task[None] | None = None
+
+    def request(self) -> asyncio.Future[bytes] | None:
+        """Return the future text; None if too many requests wait. A request that is no longer needed is cancelled."""
+        self._waiting = [future for future in self._waiting if not future.done()]
+        if len(self._waiting) >= MAX_SCRAPES:
+            return None
+        loop = asyncio.get_running_loop()
+        self._waiting.append(loop.create_future())
+        if self._rendering is None:
+            self._rendering = loop.create_task(self._render())
+        return self._waiting[-1]
+
+    async def close(self) -> None:
+        if self._rendering is not None:
+            self._rendering.cancel()
+            await asyncio.gather(self._rendering, return_exceptions=True)
+
+    async def _render(self) -> None:
+        """Render until no request waits."""
         try:
-            while self._scrapes:
-                served, self._scrapes = self._scrapes, []
-                seconds = 0.0
+            while self._waiting:
+                served, self._waiting = self._waiting, []
+                text, seconds, failure = b"", 0.0, None
                 try:
-                    metrics, seconds = await asyncio.to_thread(_rendered, registry)
-                    response = _response(HTTPStatus.OK, metrics)
-                except Exception:
+                    text, seconds = await asyncio.to_thread(_rendered, self._registry)
+                except Exception as error:
                     logger.exception("metrics cannot be rendered")
-                    response = _response(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "metrics cannot be rendered"})
-                for connection in served:
-                    if connection in self._open:
-                        connection.send(response)
+                    failure = error
+                for future in served:
+                    if future.done():
+                        continue
+                    if failure is None:
+                        future.set_result(text)
+                    else:
+                        future.set_exception(failure)
                 await asyncio.sleep(seconds * (1 / RENDERING_SHARE - 1))
         finally:
             self._rendering = None
@@ -237,6 +272,7 @@ class _Connection:
         accepted.setblocking(False)
         self.peer = peer
         self.is_head = False
+        self.scrape: asyncio.Future[bytes] | None = None
         self._server = server
         self._socket = accepted
         self._loop = loop
@@ -301,6 +337,8 @@ class _Connection:
             self._is_writing = False
             self._loop.remove_writer(self._socket)
         self._deadline.cancel()
+        if self.scrape is not None:
+            self.scrape.cancel()
         self._socket.close()
         self._server.closed(self)
 
