@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 LARGE_BYTES = 64 * 1024
-"""Of more than two ranks, a larger tensor is summed in parts: each rank sums one, so that it receives less."""
+"""A larger tensor is summed in parts: each rank sums one of them, and receives the others."""
 _RETRY_SECONDS = 0.01
 
 
@@ -40,6 +40,8 @@ class LocalGroup:
         self._timeout = timeout_seconds
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._links: dict[int, socket.socket] = {}
+        self._received = torch.empty(len(self._ranks), 0)
+        """Memory for tensors of the other ranks, used again by each sum."""
         deadline = time.monotonic() + timeout_seconds
         try:
             with contextlib.ExitStack() as stack:
@@ -67,26 +69,40 @@ class LocalGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by the sum over the ranks, added in their order."""
         flat = tensor.view(-1)
-        count = len(self._ranks)
-        if count == 2 or flat.nbytes <= LARGE_BYTES:
-            _sum(self._gather(flat), into=flat)
+        if flat.nbytes <= LARGE_BYTES:
+            self._sum([flat] * len(self._ranks), into=flat)
             return
-        parts = list(flat.tensor_split(count))
+        parts = flat.tensor_split(len(self._ranks))
         own = parts[self._place]
-        received = [torch.empty_like(own) for _ in self._ranks]
-        received[self._place] = own.clone()
-        self._exchange(
-            [(rank, parts[place], received[place]) for place, rank in enumerate(self._ranks) if place != self._place]
-        )
-        _sum(received, into=own)
-        self._exchange([(rank, own, parts[place]) for place, rank in enumerate(self._ranks) if place != self._place])
+        self._sum(parts, into=own)
+        self._exchange([(rank, own, parts[place]) for place, rank in self._others()])
 
     def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Write the contiguous tensors of all ranks, one after the other, to `gathered`, which is contiguous."""
-        for part, received in zip(
-            gathered.view(-1).chunk(len(self._ranks)), self._gather(tensor.view(-1)), strict=True
-        ):
-            part.copy_(received)
+        parts = gathered.view(len(self._ranks), -1).unbind()
+        flat = tensor.view(-1)
+        parts[self._place].copy_(flat)
+        self._exchange([(rank, flat, parts[place]) for place, rank in self._others()])
+
+    def _sum(self, sent: Sequence[torch.Tensor], *, into: torch.Tensor) -> None:
+        """Send to each rank its tensor, and add the received ones to `into`, which is that of this rank."""
+        size = into.numel()
+        if self._received.dtype != into.dtype or self._received.shape[1] < size:
+            self._received = torch.empty(len(self._ranks), size, dtype=into.dtype)
+        received = list(self._received[:, :size].unbind())
+        self._exchange([(rank, sent[place], received[place]) for place, rank in self._others()])
+        received[self._place] = into
+        if len(received) == 2:
+            torch.add(*received, out=into)
+            return
+        received[self._place] = into.clone()
+        torch.add(received[0], received[1], out=into)
+        for part in received[2:]:
+            into += part
+
+    def _others(self) -> list[tuple[int, int]]:
+        """The other ranks with their places in the group."""
+        return [(place, rank) for place, rank in enumerate(self._ranks) if place != self._place]
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
         """Start to send a contiguous tensor. Return the function that waits until it is sent."""
@@ -94,13 +110,6 @@ class LocalGroup:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self._exchange([(rank, None, tensor)])
-
-    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        received = [flat if place == self._place else torch.empty_like(flat) for place in range(len(self._ranks))]
-        self._exchange(
-            [(rank, flat, received[place]) for place, rank in enumerate(self._ranks) if place != self._place]
-        )
-        return received
 
     def _exchange(self, transfers: Iterable[tuple[int, torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Send and receive at once, so that two ranks that send to each other never wait for each other.
@@ -161,10 +170,3 @@ def _bytes(tensor: torch.Tensor | None) -> memoryview:
     if tensor is None or not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
-
-
-def _sum(parts: Sequence[torch.Tensor], *, into: torch.Tensor) -> None:
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    into.copy_(total)
