@@ -344,8 +344,10 @@ class DashboardServer(uvicorn.Server):
 
     def __init__(self, dashboard: Dashboard) -> None:
         app = dashboard.application()
-        options = {"log_level": "warning", "timeout_graceful_shutdown": 1, "access_log": False}
-        super().__init__(uvicorn.Config(app, http=HttpProtocol, ws="none", **options))
+        config = uvicorn.Config(
+            app, http=HttpProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=1, access_log=False
+        )
+        super().__init__(config)
         self._dashboard = dashboard
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -115,7 +115,10 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
     the model, or an adapter of the engines, is downloaded. `engine_policy` adds the connections within an engine."""
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
-    health = {"from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server], "ports": _tcp(PORT_HEALTH)}
+    health: dict[str, Any] = {
+        "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],
+        "ports": _tcp(PORT_HEALTH),
+    }
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
         {"from": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_ENGINE)},

@@ -214,21 +214,23 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
             folder = stack.enter_context(private_folder())
             os.environ[FOLDER_VARIABLE] = str(folder)
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent opens no store on TCP
-            rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "local_addr": node.address}
+            backend, endpoint = "c10d", str(folder / "agent")
             configs: dict[str, object] = {"store_type": "file"}
         else:
-            rendezvous = {"rdzv_backend": "static", "rdzv_endpoint": f"{node.address}:{node.port or RENDEZVOUS_PORT}"}
+            backend, endpoint = "static", f"{node.address}:{node.port or RENDEZVOUS_PORT}"
             configs = {"rank": node.node_rank, "timeout": RENDEZVOUS_SECONDS}
         config = LaunchConfig(
             min_nodes=node.nodes,
             max_nodes=node.nodes,
             nproc_per_node=node.ranks_per_node,
             run_id="engine",
+            rdzv_backend=backend,
+            rdzv_endpoint=endpoint,
             rdzv_configs=configs,
+            local_addr=node.address if node.nodes == 1 else None,
             max_restarts=0,
             monitor_interval=0.1,
             signals_to_handle=_UNUSED_SIGNAL,
-            **rendezvous,
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-P", "-m", "megatron_runtime.cli", *arguments)

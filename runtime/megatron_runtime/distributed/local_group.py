@@ -169,4 +169,5 @@ def _connect(path: Path, deadline: float) -> socket.socket:
 def _bytes(tensor: torch.Tensor | None) -> memoryview:
     if tensor is None or not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    array = tensor.view(-1).view(torch.uint8).numpy()
+    return array.data

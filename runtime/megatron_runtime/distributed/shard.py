@@ -165,7 +165,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """A host or pod among those of the engine. A single node has port None: the launcher chooses a free port."""
+    """A host or pod among those of the engine. A single node has port None: its ranks use no port."""
 
     node_rank: int = 0
     nodes: int = 1

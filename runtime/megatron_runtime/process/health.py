@@ -139,13 +139,14 @@ class HealthServer:
         """The process has no file for a connection: release those of the connections here, and try again later."""
         for connection in list(self._open):
             connection.close()
-        self._loop.remove_reader(self._listener)
 
         def resume() -> None:
             if self._listener is not None:
                 self._loop.add_reader(self._listener, self._accept)
 
-        self._loop.call_later(_RETRY_SECONDS, resume)
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_RETRY_SECONDS, resume)
 
     def closed(self, connection: _Connection) -> None:
         self._open.pop(connection, None)
