@@ -45,8 +45,8 @@ MAX_CONNECTIONS = 256
 MAX_PER_PEER = 64
 """Concurrent connections from one address."""
 BACKLOG = 1024
-BATCH = 64
-"""Connections that one iteration of the event loop accepts. It takes about 2 ms."""
+BATCH = 32
+"""Connections that one iteration of the event loop accepts. It takes about 1 ms."""
 MAX_SCRAPES = 16
 """Requests that wait for metrics; further ones get 503."""
 RENDERING_SHARE = 0.1

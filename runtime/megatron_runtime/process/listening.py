@@ -35,7 +35,7 @@ MAX_FOLDER_BYTES = 80
 def private_folder() -> Iterator[Path]:
     """Yield a new folder for Unix sockets that only this user may enter, and remove it at the end.
 
-    Whoever may open a socket in it is trusted: the connections need no keys. Raises OSError.
+    Every process that may open a socket in it is trusted: the connections need no keys. Raises OSError.
     """
     path = tempfile.mkdtemp(prefix="megatron-")
     if len(path.encode()) > MAX_FOLDER_BYTES:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 _LISTENS = 0x10000
 """The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON)."""
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 @asynccontextmanager
@@ -82,9 +82,11 @@ def unix_listeners(pid: int) -> set[str]:
 
 
 def as_another_user(path: str) -> int:
-    """Connect to a Unix socket as the user nobody. Return the error number, 0 for a connection."""
+    """Connect to a Unix socket as a user without permissions. Return the error number, 0 for a connection."""
     code = "import socket, sys; sys.exit(socket.socket(socket.AF_UNIX).connect_ex(sys.argv[1]))"
-    return subprocess.run([os.path.realpath(sys.executable), "-I", "-c", code, path], user=NOBODY, cwd="/").returncode
+    return subprocess.run(
+        [os.path.realpath(sys.executable), "-I", "-c", code, path], user=OTHER_USER, cwd="/"
+    ).returncode
 
 
 def check_listeners(pid: int, url: str) -> set[str]:
