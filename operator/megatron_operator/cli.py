@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 an error of a resource or the cluster, 2 an error of th
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megatron_operator.model.settings import (
     DEFAULT_OPERATOR_IMAGE,
     DEFAULT_RUNTIME_IMAGE,
     DEFAULT_VLLM_RUNTIME_IMAGE,
+    MONITORING_NAMESPACE,
     Settings,
 )
 from megatron_operator.render.children import all_children
@@ -32,6 +34,7 @@ from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, p
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
+from megatron_runtime.protocol import strict_json as json
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 
@@ -101,6 +104,53 @@ egress_policies = click.option(
     show_default=True,
     help="NetworkPolicies limit what the pods of a resource may connect to.",
 )
+
+
+def _peers(_: click.Context, __: click.Parameter, value: str) -> tuple[dict[str, Any], ...]:
+    try:
+        peers = json.loads(value)
+    except ValueError:
+        peers = None
+    fields = {"namespaceSelector", "podSelector", "ipBlock"}
+    if not isinstance(peers, list) or not all(isinstance(peer, dict) and set() < set(peer) <= fields for peer in peers):
+        names = ", ".join(sorted(fields))
+        raise click.BadParameter(f"{value!r} is no JSON list of peers of a NetworkPolicy, which have {names}")
+    return tuple(peers)
+
+
+def _ranges(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        try:
+            ipaddress.ip_network(value)
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is no address range such as 10.0.0.0/28: {error}") from error
+    return values
+
+
+monitoring_peers = click.option(
+    "--monitoring-peers",
+    callback=_peers,
+    default=json.dumps([MONITORING_NAMESPACE]),
+    show_default=True,
+    metavar="JSON",
+    help="Peers, as in a NetworkPolicy, that may read the metrics of the pods of resources (port 8080).",
+)
+api_server_ranges = click.option(
+    "--api-server-range",
+    "api_server_ranges",
+    callback=_ranges,
+    multiple=True,
+    metavar="CIDR",
+    help="Addresses from which the API server connects to pods, for `kubectl megatron top` and dashboard, which read "
+    "metrics (port 8080) through its proxy. May be repeated.",
+)
+
+
+def health_peers(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of the peers of the health port."""
+    return monitoring_peers(api_server_ranges(command))
+
+
 _POLICY: dict[Switch, tuple[str, str | None, str]] = {
     Switch.HOST_PATHS: ("host_paths", "PREFIX", "podTemplates may mount host paths below PREFIX, read-only."),
     Switch.MODEL_CACHE_PATHS: ("model_cache_paths", "PREFIX", "spec.model.cache.hostPath may be PREFIX or below it."),
@@ -146,6 +196,7 @@ def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
         *("runtime_image", "vllm_runtime_image", "coordinator_image", "operator_namespace"),
         *("image_pull_policy", "image_pull_secrets", "runtime_log_format"),
         *("security", "quoted_repositories", "egress_policies", "oldest_secure_version"),
+        *("monitoring_peers", "api_server_ranges"),
     )
     given = {name: options.pop(name) for name in names if name in options}
     return Settings(**given, pod_policy=policy), options
@@ -216,6 +267,7 @@ def main() -> None:
     "all below it if it ends in /. May be repeated.",
 )
 @egress_policies
+@health_peers
 @click.option(
     "--max-concurrent-updates",
     type=click.IntRange(min=1),
@@ -282,6 +334,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @runtime_log_format
 @pod_policy
 @egress_policies
+@health_peers
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
 def render(path: Path, output: str, **options: Any) -> None:
     """Print the children of a resource, except the keys Secret, which is created in the cluster."""
@@ -321,6 +374,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @runtime_log_format
 @pod_policy
 @egress_policies
+@health_peers
 def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
     """Show what applying FILE would change, why, and which engines restart."""
     fixed, _ = _settings(**options)

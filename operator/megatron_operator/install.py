@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.resource import GROUP, PLURAL
+from megatron_operator.model.settings import MONITORING_NAMESPACE
 from megatron_operator.render.coordinator import lost_node_tolerations
 from megatron_operator.render.keys import ADMIN_SECRET
+from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]
 Rule = dict[str, list[str]]
@@ -124,6 +126,7 @@ def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> di
             *("--vllm-runtime-image", vllm_runtime_image),
             *("--coordinator-image", image),
             *("--image-pull-policy", "IfNotPresent"),
+            *("--monitoring-peers", json.dumps([MONITORING_NAMESPACE], separators=(",", ":"))),
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": _field("metadata.name")},

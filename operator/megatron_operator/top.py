@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.dashboard.samples import EngineSample, PodMetrics, Sample, metrics_key, parse_page, sample_pods
+from megatron_operator.dashboard.samples import (
+    UNREACHABLE,
+    EngineSample,
+    PodMetrics,
+    Sample,
+    metrics_key,
+    parse_page,
+    sample_pods,
+)
 from megatron_operator.kubectl_proxy import ClusterError, rejection
 from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.resource_client import ResourceClient
@@ -57,10 +65,15 @@ class Sampler:
 
     def _page(self, pod: str) -> PodMetrics:
         path = POD.path(self._client.namespace, f"{pod}:{PORT_HEALTH}", subresource="proxy/metrics")
-        with self._client.api.open("GET", path, seconds=METRICS_SECONDS) as answer:
-            text = answer.read(MAX_PAGE_BYTES)
-            if answer.status != 200:
-                raise rejection(answer.status, text, about=f"metrics of pod {pod}")
+        try:
+            with self._client.api.open("GET", path, seconds=METRICS_SECONDS) as answer:
+                text = answer.read(MAX_PAGE_BYTES)
+                if answer.status != 200:
+                    raise rejection(answer.status, text, about=f"metrics of pod {pod}")
+        except ClusterError as error:
+            if error.code and error.code < 500:
+                raise
+            raise ClusterError(f"{error}; {UNREACHABLE}", code=error.code) from error
         return parse_page(text.decode())
 
 

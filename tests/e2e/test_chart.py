@@ -17,6 +17,7 @@ from megatron_operator.model.settings import (
     DEFAULT_RUNTIME_IMAGE,
     DEFAULT_VLLM_RUNTIME_IMAGE,
     IMAGE_REGISTRY,
+    MONITORING_NAMESPACE,
 )
 
 from .conftest import Platform, deploy
@@ -160,6 +161,7 @@ SWITCHES = {
     "podPolicy.metadata={example.org/a}": ["--allow-metadata", "example.org/a"],
     "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
     "networkPolicy.egress=false": ["--no-egress-policies"],
+    "networkPolicy.apiServer={10.0.0.0/28}": ["--api-server-range", "10.0.0.0/28"],
     "vllm.allowCode=true": ["--allow-vllm-code"],
     "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
     "runtime.logFormat=json": ["--runtime-log-format", "json"],
@@ -180,7 +182,11 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
         *("--vllm-runtime-image", DEFAULT_VLLM_RUNTIME_IMAGE),
         *("--coordinator-image", DEFAULT_OPERATOR_IMAGE),
     ]
-    assert container["args"] == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
+    arguments = container["args"]
+    peers = arguments.index("--monitoring-peers")
+    assert json.loads(arguments[peers + 1]) == [MONITORING_NAMESPACE], "the defaults of operator and chart are equal"
+    del arguments[peers : peers + 2]
+    assert arguments == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ class Stack:
         self._directory = directory
         self.exits: list[str] = []
         self.url = ""
+        self.health_port = 0
         self.longest_undisturbed = 0.0
         """Longest wait of a well-behaved stream without an attack, in seconds."""
         self._supervisors: list[asyncio.Task[None]] = []
@@ -92,12 +93,13 @@ class Stack:
         keys = [{"name": key, "key": key} for key in (WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY)]
         keys[-1]["tokensPerMinute"] = TOKENS_PER_MINUTE
         keys_file.write_text(f"keys: {json.dumps(keys)}\n")
-        (port,) = free_ports(1)
+        port, self.health_port = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         self.server = self.fleet.start_command(
             *("server", "--coordinator", f"127.0.0.1:{self.fleet.client_port}", "--host", "127.0.0.1"),
             *("--port", str(port), "--api-keys-file", str(keys_file), "--keys-dir", str(self.fleet.keys_dir)),
             *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--log-level", "error"),
+            *("--health-port", str(self.health_port)),
         )
         await eventually(self.is_ready, what="the server is ready")
 

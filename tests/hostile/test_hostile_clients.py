@@ -278,6 +278,52 @@ async def aborted_requests_beyond_a_limit(stack: Stack) -> None:
         assert statuses == {200, 429}
 
 
+async def _probe(stack: Stack) -> None:
+    """Read /livez and /readyz as kubelets do, each on a new connection. Raises for another answer than 200."""
+    for path in ("livez", "readyz"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.health_port)
+        writer.write(f"GET /{path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        async with asyncio.timeout(LONG_SECONDS):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 "), f"{path}: {answer[:100]!r}"
+
+
+async def connections_to_the_health_port(stack: Stack) -> None:
+    """Connections without a request, five times as many as the server keeps, before each of ten probes."""
+    with contextlib.ExitStack() as connections:
+        for _ in range(10):
+            for number in range(1280):
+                source = (f"127.0.0.{2 + number % 100}", 0)
+                address = ("127.0.0.1", stack.health_port)
+                connections.enter_context(socket.create_connection(address, source_address=source))
+                await asyncio.sleep(0)
+            await _probe(stack)
+            connections.close()
+
+
+async def hundreds_of_scrapes(stack: Stack) -> None:
+    """Metrics for 300 connections at once, for three seconds."""
+
+    async def scrape() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.health_port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+        try:
+            return (await reader.read())[9:12]
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.close()
+
+    async with asyncio.timeout(LONG_SECONDS):
+        until = asyncio.get_running_loop().time() + 3
+        while asyncio.get_running_loop().time() < until:
+            statuses = await asyncio.gather(*(scrape() for _ in range(300)))
+            assert set(statuses) <= {b"200", b"503", b""}
+            assert b"200" in statuses
+            await _probe(stack)
+
+
 ATTACKS: tuple[Attack, ...] = (
     chained_grammar_rules,
     chained_schema_definitions,
@@ -294,6 +340,8 @@ ATTACKS: tuple[Attack, ...] = (
     hundreds_of_long_requests,
     connections_that_never_read,
     aborted_requests_beyond_a_limit,
+    connections_to_the_health_port,
+    hundreds_of_scrapes,
 )
 
 

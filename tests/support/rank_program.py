@@ -9,6 +9,7 @@ Options:
   forever        repeat the prompts without end and send "step" each time
   kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
   environment    variables by rank
+  tcp            connect by TCP and gloo, as ranks of several hosts
   greeting_seconds: limit of the first messages between the ranks
   fail           (rank, name of a method of TorchExecutor, number of times): the method raises on that rank
   hang           (rank, one of HANGS, number of orders): the rank hangs in layer 1 after that many orders
@@ -30,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import executor as cuda_executor
@@ -43,7 +43,8 @@ from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
-from megatron_runtime.distributed.shard import ParallelSizes, rank_identity
+from megatron_runtime.distributed.local_group import LocalGroup
+from megatron_runtime.distributed.shard import FOLDER_VARIABLE, ParallelSizes, rank_identity
 from megatron_runtime.engine import termination
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
@@ -71,13 +72,13 @@ def _loop() -> None:
 
 def _hang_in_next_all_reduce() -> None:
     """The other ranks complete the collective; this one never returns from it."""
-    all_reduce = dist.all_reduce
+    all_reduce = LocalGroup.all_reduce
 
-    def hang(*arguments: Any, **options: Any) -> None:
-        all_reduce(*arguments, **options)
+    def hang(self: LocalGroup, tensor: torch.Tensor) -> None:
+        all_reduce(self, tensor)
         threading.Event().wait()
 
-    dist.all_reduce = hang
+    LocalGroup.all_reduce = hang  # type: ignore[method-assign]
 
 
 HANGS: dict[str, Callable[[], object]] = {
@@ -127,8 +128,10 @@ def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str, messages: Connection | None) -> None:
-    """Run one rank's process."""
+def be_rank(
+    options: dict[str, Any], rank: int, world: int, port: int, folder: str, log: str, messages: Connection | None
+) -> None:
+    """Run one rank's process. folder: of the sockets of the ranks."""
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, sys.stderr.fileno())
     end = Path(f"{log}.end")
@@ -140,6 +143,8 @@ def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str,
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if not options.get("tcp"):
+        os.environ[FOLDER_VARIABLE] = folder
     sizes = ParallelSizes(tensor=options["tensor"], pipeline=options["pipeline"], expert=options["expert"])
     settings = EngineSettings(
         coordinator="tcp://127.0.0.1:1",

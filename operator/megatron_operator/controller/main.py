@@ -26,7 +26,7 @@ from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.options import RunOptions
-from megatron_operator.controller.probes import BindError, Probes
+from megatron_operator.controller.probes import BindError, serve_probes
 from megatron_operator.controller.supervisor import Supervisor
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
@@ -83,14 +83,13 @@ class OperatorProcess:
     async def run(self) -> int:
         self._handle_signals()
         options = self._options
-        probes = Probes(
+        probes = await serve_probes(
             heartbeat=self._heartbeat,
             missing=self._missing,
             registry=self._metrics.registry,
             host=options.health_host,
             port=options.health_port,
         )
-        await probes.start()
         try:
             configuration = await load_configuration(kubeconfig=options.kubeconfig, context=options.context)
             # The Lease has its own connections, so that other pending requests do not delay its renewal.

@@ -39,7 +39,8 @@ class Supervisor:
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     def readings(self) -> list[Reading]:
-        return [task.reading for task, _ in self._tasks.values()]
+        """Callable on any thread."""
+        return [task.reading for task, _ in list(self._tasks.values())]
 
     def wake_resource(self, uid: str, key: Key) -> None:
         """Wake the task: its resource was created, changed or deleted. A task of a deleted resource ends itself."""

@@ -42,6 +42,7 @@ from megatron_operator.model.text import printable
 from megatron_operator.plan.clock import stamp
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import ANNOTATION_RESTARTED, InvalidPodTemplate
+from megatron_runtime.process.http_framing import HttpProtocol
 from megatron_runtime.protocol import strict_json as json
 
 HOST = "127.0.0.1"
@@ -347,7 +348,10 @@ class DashboardServer(uvicorn.Server):
 
     def __init__(self, dashboard: Dashboard) -> None:
         app = dashboard.application()
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, access_log=False))
+        config = uvicorn.Config(
+            app, http=HttpProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=1, access_log=False
+        )
+        super().__init__(config)
         self._dashboard = dashboard
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -21,6 +21,11 @@ from megatron_operator.model.names import (
 )
 from megatron_operator.resource_view import label
 
+UNREACHABLE = (
+    "if the cluster enforces NetworkPolicies, name the API server's addresses in the chart's value "
+    "networkPolicy.apiServer"
+)
+"""The remedy if the API server's proxy does not reach the metrics of a pod."""
 INTERVAL_SECONDS = 5.0
 WINDOW_SECONDS = 900.0
 MOST_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)

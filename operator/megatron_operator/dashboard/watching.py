@@ -21,6 +21,7 @@ from megatron_operator.cluster.nesting import decode
 from megatron_operator.dashboard.samples import (
     INTERVAL_SECONDS,
     MOST_SAMPLES,
+    UNREACHABLE,
     WINDOW_SECONDS,
     PodMetrics,
     Sample,
@@ -294,7 +295,9 @@ class ResourceObserver:
         async def read(pod: str) -> None:
             try:
                 pages[pod] = await self._metrics(pod)
-            except (ApiError, ValueError) as error:
+            except ApiError as error:
+                errors.append(f"{pod}: {error}" + (f"; {UNREACHABLE}" if error.code == 0 or error.code >= 500 else ""))
+            except ValueError as error:
                 errors.append(f"{pod}: {error}")
 
         at, now = time.time(), time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_operator import __version__
 from megatron_operator.model.pod_policy import PodPolicy, in_repositories
@@ -13,6 +15,11 @@ DEFAULT_OPERATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:{__version__}"
 DEFAULT_COORDINATOR_IMAGE = DEFAULT_OPERATOR_IMAGE
 DEFAULT_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime:{__version__}"
 DEFAULT_VLLM_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime-vllm:{__version__}"
+
+MONITORING_NAMESPACE: Mapping[str, Any] = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+}
+"""The pods of the namespace `monitoring`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,10 @@ class Settings:
     """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
     """NetworkPolicies limit what the pods of a resource may connect to."""
+    monitoring_peers: tuple[Mapping[str, Any], ...] = (MONITORING_NAMESPACE,)
+    """Peers, as in a NetworkPolicy, that may read probes and metrics besides the operator's namespace."""
+    api_server_ranges: tuple[str, ...] = ()
+    """Address ranges (CIDR) from which the API server connects to pods: its proxy reads metrics for kubectl."""
 
     installed_images: tuple[str, ...] = ()
     """Images of the installation, if the images above are those of the release of a resource. The repositories of a

@@ -69,6 +69,10 @@ def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
     return {"podSelector": {"matchLabels": others, "matchExpressions": [either]}}
 
 
+def _operator(ctx: RenderContext) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
+
+
 def _tcp(port: int) -> list[dict[str, Any]]:
     return [{"protocol": "TCP", "port": port}]
 
@@ -106,18 +110,23 @@ def hub_egress() -> dict[str, Any]:
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. A
+    """Return the policies of all components: allowed peers in both directions. The operator's
+    namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
     coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
     the model, or an adapter of the engines, is downloaded. `engine_policy` adds the connections within an engine."""
-    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
+    api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
+    health: dict[str, Any] = {
+        "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],
+        "ports": _tcp(PORT_HEALTH),
+    }
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
         {"from": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_ENGINE)},
-        {"from": [operator], "ports": _tcp(PORT_ADMIN)},
-        {"ports": _tcp(PORT_HEALTH)},
+        {"from": [_operator(ctx)], "ports": _tcp(PORT_ADMIN)},
+        health,
     ]
-    engine = [{"ports": _tcp(PORT_HEALTH)}]
-    server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
+    engine = [health]
+    server = [{"ports": _tcp(PORT_HTTP)}, health]
     model = ctx.spec.model
     source = [dns_egress(), *([hub_egress()] if model.source.downloads else [])]
     has_hub_adapter = any(adapter.source.hugging_face is not None for adapter in model.adapters or ())

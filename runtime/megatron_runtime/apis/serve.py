@@ -131,7 +131,7 @@ class FrontEnd:
         """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""
         settings, descriptor = self._settings, self._listener.fileno()
         command = [
-            *(sys.executable, "-m", "megatron_runtime.cli", "server"),
+            *(sys.executable, "-P", "-m", "megatron_runtime.cli", "server"),
             *("--coordinator", settings.coordinator.removeprefix("tcp://")),
             *("--model", settings.model, "--model-name", settings.served_name),
             *("--host", settings.host, "--listen-fd", str(descriptor)),

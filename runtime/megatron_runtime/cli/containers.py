@@ -44,6 +44,12 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 @click.option("--client-port", type=PORT, default=5555, help="For servers and clients.")
 @click.option("--engine-port", type=PORT, default=5556, help="For engines.")
 @click.option("--admin-port", type=PORT, default=5557, help="For the operator.")
+@click.option(
+    "--socket-dir",
+    type=DIRECTORY,
+    help="Listen on Unix sockets in this directory, client, engine and admin, instead of the ports. Every process that "
+    "may enter it is trusted.",
+)
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--other-host", help="Host of the other coordinator of a pair, with the same ports; absent: none.")
 @click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")

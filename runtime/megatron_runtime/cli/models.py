@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +22,6 @@ from megatron_runtime.cli.options import (
     model_reference,
     say_table,
 )
-from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
@@ -240,29 +237,19 @@ def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
     if port is None:
         yield report
         return
-    rate, counts = _Rate(), b""
+    from megatron_runtime.process.health import HealthServer, serve_on_thread
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None: ...
-
-        def do_GET(self) -> None:
-            body = counts
-            self.send_response(404 if self.path != "/progress" else 200 if body else 503)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    rate = _Rate()
+    counts: dict[str, object] | None = None
 
     def progress(done: int, size: int, files: int) -> None:
         nonlocal counts
         rate.add(time.monotonic(), done)
-        counts = json.dumps({"bytes": done, "totalBytes": size, "bytesPerSecond": rate.value}).encode()
+        counts = {"bytes": done, "totalBytes": size, "bytesPerSecond": rate.value}
         report(done, size, files)
 
-    with ThreadingHTTPServer(("", port), Handler, bind_and_activate=False) as server:
-        server.socket.close()
-        server.socket = listening_socket(EVERY_ADDRESS, port)
-        threading.Thread(target=server.serve_forever, daemon=True, name="progress").start()
-        try:
-            yield progress
-        finally:
-            server.shutdown()
+    stop = serve_on_thread(HealthServer(missing=list, pages={"/progress": lambda: counts}, port=port))
+    try:
+        yield progress
+    finally:
+        stop()

@@ -86,10 +86,14 @@ def _memory(text: str) -> int:
 
 
 def _address(text: str) -> str:
+    if text.startswith("ipc:///"):
+        return text
     bare = text.removeprefix("tcp://")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise click.BadParameter(f"{text!r} is not an address: use host:port, such as demo-coordinator:5555.")
+        raise click.BadParameter(
+            f"{text!r} is not an address: use host:port, such as demo-coordinator:5555, or ipc:///PATH."
+        )
     return f"tcp://{bare}"
 
 
@@ -147,7 +151,7 @@ ADAPTER = Parsed("name=source", _adapter)
 MEMORY = Parsed("size", _memory)
 """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)
-"""The address of a coordinator, with or without `tcp://`."""
+"""The address of a coordinator, with or without `tcp://`, or `ipc:///PATH`."""
 OPTIONAL_PORT = Parsed("port|off", _optional_port)
 """A TCP port; 0 picks a free one, `off` is None."""
 API_KEYS_FILE = Parsed("file", _api_keys_file)

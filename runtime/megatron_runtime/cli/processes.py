@@ -12,12 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_runtime.distributed.shard import NodeIdentity
+from megatron_runtime.distributed.shard import FOLDER_VARIABLE, RENDEZVOUS_PORT, NodeIdentity
+from megatron_runtime.process.listening import private_folder
 from megatron_runtime.process.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         child.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megatron_runtime.cli", *child.arguments),
+            *(sys.executable, "-P", "-m", "megatron_runtime.cli", *child.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -192,6 +194,7 @@ class RanksFailedError(RuntimeError):
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
+    The ranks of a single node, and the agent's store, use files and Unix sockets in a private folder.
     Returns when all ranks have ended normally. SIGTERM and SIGINT are forwarded to the ranks; rank 0 ends the engine.
     If a rank fails, the others are ended. Raises RanksFailedError.
     """
@@ -206,24 +209,35 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
         signal.signal(number, forward)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     threading.Thread(target=_kill_survivors, args=(node.ranks_per_node,), name="survivors", daemon=True).start()
-    config = LaunchConfig(
-        min_nodes=node.nodes,
-        max_nodes=node.nodes,
-        nproc_per_node=node.ranks_per_node,
-        run_id="engine",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{node.address}:{node.port or free_ports(1)[0]}",
-        rdzv_configs={"rank": node.node_rank, "timeout": RENDEZVOUS_SECONDS},
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle=_UNUSED_SIGNAL,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "megatron_runtime.cli", *arguments)
-    except ChildFailedError as error:
-        rank, first = cause(error.failures)
-        message = f"rank {rank} ended with {_exit_status(first.exitcode)}, and the engine with it"
-        raise RanksFailedError(message) from error
+    with ExitStack() as stack:
+        if node.nodes == 1:
+            folder = stack.enter_context(private_folder())
+            os.environ[FOLDER_VARIABLE] = str(folder)
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent opens no store on TCP
+            backend, endpoint = "c10d", str(folder / "agent")
+            configs: dict[str, object] = {"store_type": "file"}
+        else:
+            backend, endpoint = "static", f"{node.address}:{node.port or RENDEZVOUS_PORT}"
+            configs = {"rank": node.node_rank, "timeout": RENDEZVOUS_SECONDS}
+        config = LaunchConfig(
+            min_nodes=node.nodes,
+            max_nodes=node.nodes,
+            nproc_per_node=node.ranks_per_node,
+            run_id="engine",
+            rdzv_backend=backend,
+            rdzv_endpoint=endpoint,
+            rdzv_configs=configs,
+            local_addr=node.address if node.nodes == 1 else None,
+            max_restarts=0,
+            monitor_interval=0.1,
+            signals_to_handle=_UNUSED_SIGNAL,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-P", "-m", "megatron_runtime.cli", *arguments)
+        except ChildFailedError as error:
+            rank, first = cause(error.failures)
+            message = f"rank {rank} ended with {_exit_status(first.exitcode)}, and the engine with it"
+            raise RanksFailedError(message) from error
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

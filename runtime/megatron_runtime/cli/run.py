@@ -39,7 +39,7 @@ def run(context: click.Context, reference: str, **conversation: Any) -> None:
             configured += values
     arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_runtime.cli", *arguments],
+        [sys.executable, "-P", "-m", "megatron_runtime.cli", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,9 @@ from megatron_runtime.cli.options import (
     server_options,
     tensor_parallel,
 )
-from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
 from megatron_runtime.cli.servers import Server, listed
+from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
@@ -118,7 +119,7 @@ async def _serve(options: SimpleNamespace) -> None:
 
     with listen(host=options.host, port=options.port) as listener, ExitStack() as stack:
         url = url_of(listener)
-        client_port, engine_port, admin_port = free_ports(3)
+        sockets = stack.enter_context(private_folder())
         supervisor = Supervisor(say=say)
 
         def on_signal() -> None:
@@ -136,7 +137,7 @@ async def _serve(options: SimpleNamespace) -> None:
             model=options.model,
             name=options.model_name,
             engines=options.engines,
-            coordinator=f"tcp://{_LOOPBACK}:{client_port}",
+            coordinator=_address(sockets, "client"),
             started=time.time(),
         )
         try:
@@ -144,9 +145,9 @@ async def _serve(options: SimpleNamespace) -> None:
                 stack.enter_context(listed(server))
             except OSError as error:  # such as a cache folder that cannot be written
                 say(None, f"'megatron status' does not show this server: {error}")
-            for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
+            for child in _children(options, sockets=sockets, listener=listener):
                 await supervisor.start(child)
-            addresses = {"coordinator": server.coordinator, "admin": f"tcp://{_LOOPBACK}:{admin_port}"}
+            addresses = {"coordinator": server.coordinator, "admin": _address(sockets, "admin")}
             # The children start while this process imports what it needs to communicate with them.
             from megatron_runtime.cli.readiness import until_ready
 
@@ -160,9 +161,12 @@ async def _serve(options: SimpleNamespace) -> None:
             await supervisor.stop(grace_seconds=options.drain_seconds + _GRACE_SECONDS)
 
 
-def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socket.socket) -> list[Child]:
-    client_port, engine_port, admin_port = ports
+def _address(sockets: Path, role: str) -> str:
+    """Return the coordinator's address for a role. Only this user may enter the folder."""
+    return f"ipc://{sockets}/{role}"
 
+
+def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socket) -> list[Child]:
     def arguments(*names: str, **others: Any) -> list[str]:
         """Return command line options: `names` with their values of `serve`, and `others`."""
         found: list[str] = []
@@ -177,10 +181,7 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
 
     coordinator = arguments(
         "routing_policy",
-        listen=_LOOPBACK,
-        client_port=client_port,
-        engine_port=engine_port,
-        admin_port=admin_port,
+        socket_dir=sockets,
         health_port="off",
     )
     engine = arguments(
@@ -189,13 +190,13 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
         "drain_seconds",
         *("tensor_parallel", "device"),
         vllm_arguments=json.dumps(options.vllm_arguments),
-        coordinator=f"{_LOOPBACK}:{engine_port}",
+        coordinator=_address(sockets, "engine"),
         health_port="off",
     )
     server = arguments(
         *("model", "model_name", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
         *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "drain_seconds"),
-        coordinator=f"{_LOOPBACK}:{client_port}",
+        coordinator=_address(sockets, "client"),
         listen_fd=listener.fileno(),
         linger_seconds=0,
         health_port="off",

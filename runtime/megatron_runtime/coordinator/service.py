@@ -168,12 +168,20 @@ class Transport(Access):
             check_seconds=settings.timing.connection_check,
             may_be_silent=self._may_be_silent,
         )
+        if settings.socket_dir is not None:
+            path = settings.socket_dir / Role(port).name.lower()
+            where, remedy = f"ipc://{path}", "choose another --socket-dir"
+        else:
+            path, where, remedy = None, f"tcp://{settings.listen}:{number or '*'}", "choose another port"
         try:
-            address = router.bind(settings.listen, number)
+            if path is None:
+                address = router.bind(settings.listen, number)
+            else:
+                path.unlink(missing_ok=True)  # of a coordinator that was killed
+                address = router.bind_path(path)
         except OSError as error:
-            where = f"tcp://{settings.listen}:{number or '*'}"
             reason = error.strerror or error
-            raise BindError(error.errno, f"cannot bind {where} ({reason}): choose another port") from error
+            raise BindError(error.errno, f"cannot bind {where} ({reason}): {remedy}") from error
         self._routers[port] = router
         return address
 

@@ -65,7 +65,7 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
     Raises CoordinatorStartError if it does not start; the cause is on its standard error.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.spawn", str(os.getpid())],
+        [sys.executable, "-P", "-m", f"{__package__}.spawn", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

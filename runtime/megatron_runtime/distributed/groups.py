@@ -1,4 +1,5 @@
-"""The process groups of one rank and the collectives in them: torch.distributed with gloo on CPUs, NCCL on GPUs.
+"""The process groups of one rank and the collectives in them: NCCL on GPUs, Unix sockets between the CPU ranks of one
+host, and gloo between hosts and in programs that use torch.distributed.
 
 T tokens of this rank's step, A tokens of all expert ranks' steps, M the most tokens of one expert rank, N rows whose
 logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabulary.
@@ -6,13 +7,15 @@ logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabula
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_runtime.distributed.local_group import LocalGroup
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.watch import StepProgress
 
@@ -52,6 +55,30 @@ class GroupError(RuntimeError):
     """A collective failed: another rank ended, or the network between them failed."""
 
 
+class _ProcessGroup:
+    """A group of torch.distributed, with the methods of LocalGroup."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
+
+    def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
+        work = dist.isend(tensor, rank, group=self._group)
+        assert work is not None, "this rank is in its pipeline group"
+        return work.wait
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        dist.recv(tensor, rank, group=self._group)
+
+    def close(self) -> None:
+        """destroy_process_group() closes all groups."""
+
+
 class Groups(Collectives):
     """The process groups of this rank, which also send hidden states from one pipeline stage to the next.
 
@@ -60,7 +87,7 @@ class Groups(Collectives):
 
     rank:     number of this rank in its engine.
     device:   of this rank's tensors.
-    engine, engines: see RankIdentity.
+    engine, engines, folder: see RankIdentity.
     progress: of this rank's step.
     """
 
@@ -74,15 +101,17 @@ class Groups(Collectives):
         timeout: timedelta,
         engine: int = 0,
         engines: int = 1,
+        folder: Path | None = None,
     ) -> None:
         self.shard = sizes.shard(rank)
         self.progress = StepProgress()
         self._tokens_of_experts: tuple[int, ...] = ()
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sending: list[tuple[Callable[[], object], torch.Tensor]] = []
         self.device = device
         self._first_rank = engine * sizes.world
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if not dist.is_initialized():
+        is_local = folder is not None and backend == "gloo"
+        if not is_local and not dist.is_initialized():
             dist.init_process_group(
                 backend,
                 store=store,
@@ -94,16 +123,20 @@ class Groups(Collectives):
         shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # as Shard.rank
         numbers = torch.arange(engines * sizes.world).view(shape)
 
-        def group(dimension: int) -> dist.ProcessGroup | None:
+        def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
             """Create the groups of ranks along a dimension. Return this rank's group; None if it has no other rank."""
             ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:
                 return None
+            if is_local:
+                assert folder is not None
+                (of_rank,) = (group for group in ranks if rank in group)
+                return LocalGroup(folder, name, of_rank, rank=rank, timeout_seconds=timeout.total_seconds())
             own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
             assert isinstance(own, dist.ProcessGroup), "every rank is in one group of each dimension"
-            return own
+            return _ProcessGroup(own)
 
-        self._pipeline, self._expert, self._tensor = map(group, range(1, 4))
+        self._pipeline, self._expert, self._tensor = group(1, "pipeline"), group(2, "expert"), group(3, "tensor")
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
         """Begin a forward pass with these numbers of tokens on the expert ranks, which each rank has from the plan."""
@@ -119,7 +152,11 @@ class Groups(Collectives):
             raise GroupError(f"an exchange with other ranks failed: {error}") from error
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        for group in (self._pipeline, self._expert, self._tensor):
+            if group is not None:
+                group.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def begin_layer(self, number: int) -> None:
         self.progress.reach("layer", number)
@@ -129,7 +166,7 @@ class Groups(Collectives):
             return x_TD
         x_TD = x_TD.contiguous()
         with self._exchange():
-            dist.all_reduce(x_TD, group=self._tensor)
+            self._tensor.all_reduce(x_TD)
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -143,7 +180,7 @@ class Groups(Collectives):
             logits_NW = torch.nn.functional.pad(logits_NW, (0, width - logits_NW.shape[1]))
         gathered = logits_NW.new_empty(self.shard.sizes.tensor * rows, width)
         with self._exchange():
-            dist.all_gather_into_tensor(gathered, logits_NW.contiguous(), group=self._tensor)
+            self._tensor.all_gather(gathered, logits_NW.contiguous())
         logits_NV = gathered.view(self.shard.sizes.tensor, rows, width).transpose(0, 1).flatten(1)
         return logits_NV[:, :vocab_size]
 
@@ -155,7 +192,7 @@ class Groups(Collectives):
         padded_MD = torch.nn.functional.pad(x_TD, (0, 0, 0, most - x_TD.shape[0])).contiguous()
         gathered = x_TD.new_empty(len(counts) * most, hidden)
         with self._exchange():
-            dist.all_gather_into_tensor(gathered, padded_MD, group=self._expert)
+            self._expert.all_gather(gathered, padded_MD)
         return torch.cat([gathered[index * most : index * most + count] for index, count in enumerate(counts)])
 
     def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
@@ -169,28 +206,28 @@ class Groups(Collectives):
             return y_AD
         y_AD = y_AD.contiguous()
         with self._exchange():
-            dist.all_reduce(y_AD, group=self._expert)
+            self._expert.all_reduce(y_AD)
         return self.own_tokens(y_AD)
 
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
         """Start to send. `x_TD` must not change until flush()."""
+        assert self._pipeline is not None
         x_TD = x_TD.contiguous()
         with self._exchange():
-            work = dist.isend(x_TD, self._neighbour(1), group=self._pipeline)
-        assert work is not None, "this rank is in its pipeline group"
-        self._sending.append((work, x_TD))
+            self._sending.append((self._pipeline.send(x_TD, self._neighbour(1)), x_TD))
 
     def receive_from_previous_stage(self, tokens: int, hidden: int, *, dtype: torch.dtype) -> torch.Tensor:
+        assert self._pipeline is not None
         x_TD = torch.empty(tokens, hidden, dtype=dtype, device=self.device)
         with self._exchange():
-            dist.recv(x_TD, self._neighbour(-1), group=self._pipeline)
+            self._pipeline.receive(x_TD, self._neighbour(-1))
         return x_TD
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
         while self._sending:
             with self._exchange():
-                self._sending.pop(0)[0].wait()
+                self._sending.pop(0)[0]()
 
     def _neighbour(self, step: int) -> int:
         return self._first_rank + self.shard.rank + step * self.shard.sizes.tensor * self.shard.sizes.expert

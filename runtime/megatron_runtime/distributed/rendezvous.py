@@ -1,6 +1,7 @@
 """The rendezvous of an engine's ranks: each writes its address to a store at rank 0's address.
 
-The store has no authentication. With keys, a rank's public key from the store is accepted only if the mounted
+Ranks of one host meet in a private folder, which has the store and their sockets. Between hosts, the store has no
+authentication. With keys, a rank's public key from the store is accepted only if the mounted
 `engine.pub` has it; the rank's connection then proves that it holds the secret key.
 """
 
@@ -49,6 +50,8 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
     prefix = f"megatron/{identity.attempt}/{identity.engine}"
     if dist.is_initialized():  # a program that uses torch.distributed has a store already
         return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
+    if identity.folder is not None:
+        return dist.PrefixStore(prefix, dist.FileStore(str(identity.folder / "store"), identity.world))
     # Under torchrun, the agent of the first node has opened the store already.
     is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -126,7 +129,8 @@ class Meeting:
     """The sockets of one rank, and the addresses of the others.
 
     keys_dir: folder of engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no
-              encryption. The socket listens on loopback only, unless the engine spans several hosts.
+              encryption. The socket is in the folder of the ranks, if they have one; else it listens on loopback only,
+              unless the engine spans several hosts.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -141,15 +145,20 @@ class Meeting:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
         own = _own_address(identity)
-        self._ipv6 = ":" in own
+        self._ipv6 = identity.folder is None and ":" in own
         self.pull = _socket(self.context, zmq.PULL, ipv6=self._ipv6)
         if self._keys is not None:
             self.pull.curve_server = True
             self.pull.curve_publickey = self._keys.own.public
             self.pull.curve_secretkey = self._keys.own.secret
-        port = self.pull.bind_to_random_port(f"tcp://{LOOPBACK if own == LOOPBACK else '*'}")
+        if identity.folder is not None:
+            address = f"ipc://{identity.folder}/rank-{identity.rank}"
+            self.pull.bind(address)
+        else:
+            port = self.pull.bind_to_random_port(f"tcp://{LOOPBACK if own == LOOPBACK else '*'}")
+            address = f"tcp://{own}:{port}"
         public = self._keys.own.public.decode() if self._keys is not None else ""
-        store.set(_key(identity.rank), f"tcp://{own}:{port} {public}")
+        store.set(_key(identity.rank), f"{address} {public}")
 
     def wait_for_all(self, *, until: float) -> None:
         """Wait until every rank of the engine has written its address and an accepted key.
@@ -174,8 +183,8 @@ class Meeting:
         """Return the address and public key of a rank from the store, which any process can write to."""
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
-            if isinstance(parse_address(address), Path):
-                raise AddressError(f"address {address!r}: want tcp://HOST:PORT")
+            if isinstance(parse_address(address), Path) is (self._identity.folder is None):
+                raise AddressError(f"address {address!r}: want that of a socket of the ranks")
         except ValueError as error:
             raise RendezvousError(rank, f"the rendezvous store has no address of it: {error}") from error
         return address, public

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 RENDEZVOUS_PORT = 29500
+FOLDER_VARIABLE = "MEGATRON_RANKS_FOLDER"
+"""The launcher sets it for the ranks of an engine on one host; see RankIdentity."""
 
 
 class IndivisibleError(ValueError):
@@ -144,6 +147,8 @@ class RankIdentity:
     engine, engines:         number of this engine, and of all engines, of a program that runs them side by side. All
                              their ranks are in the program's torch.distributed, engine after engine.
     attempt:                 number of engines that this program has constructed before.
+    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it.
+                             None: by TCP, at the address and port.
     """
 
     rank: int
@@ -155,11 +160,12 @@ class RankIdentity:
     engine: int = 0
     engines: int = 1
     attempt: int = 0
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """A host or pod among those of the engine. A single node has port None: the launcher chooses a free port."""
+    """A host or pod among those of the engine. A single node has port None: its ranks use no port."""
 
     node_rank: int = 0
     nodes: int = 1
@@ -190,6 +196,7 @@ def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
         local_world=local_world,
         address=environment.get("MASTER_ADDR", node.address),
         port=int(environment.get("MASTER_PORT", RENDEZVOUS_PORT)),
+        folder=Path(environment[FOLDER_VARIABLE]) if FOLDER_VARIABLE in environment else None,
     )
 
 

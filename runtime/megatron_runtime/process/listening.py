@@ -1,8 +1,13 @@
-"""Listening TCP sockets, for IPv4 and IPv6. No torch."""
+"""Listening TCP sockets, for IPv4 and IPv6, and folders of Unix sockets. No torch."""
 
 from __future__ import annotations
 
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 EVERY_ADDRESS = "::"
 """Every address of the host: IPv4 and IPv6 where the system has IPv6, else IPv4."""
@@ -20,3 +25,23 @@ def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.sock
         host = "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=host == EVERY_ADDRESS)
+
+
+MAX_FOLDER_BYTES = 80
+"""Of the path of a folder of sockets: the path of a Unix socket has at most 107 bytes."""
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Yield a new folder for Unix sockets that only this user may enter, and remove it at the end.
+
+    Every process that may open a socket in it is trusted: the connections need no keys. Raises OSError.
+    """
+    path = tempfile.mkdtemp(prefix="megatron-")
+    if len(path.encode()) > MAX_FOLDER_BYTES:
+        shutil.rmtree(path)
+        path = tempfile.mkdtemp(prefix="megatron-", dir="/tmp")
+    try:
+        yield Path(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

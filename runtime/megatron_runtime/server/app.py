@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import megatron_runtime
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process import tracing
+from megatron_runtime.process.health import MetricsPage
 from megatron_runtime.process.logs import REQUEST_ID
 from megatron_runtime.process.tracing import Span, Tracer
 from megatron_runtime.protocol.headers import ErrorCode
@@ -218,6 +219,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
     base = service.settings.served_name
     view = ResourceView(service)
+    page = MetricsPage(service.metrics.registry)
     shared = {
         "object": "model",
         "created": int(time.time()),
@@ -249,7 +251,16 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 
     async def metrics(request: Request) -> Response:
         await identify(request)
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        if not request.state.key.metrics:
+            message = (
+                "This API key may not read metrics, which describe the requests of all keys: "
+                "set `metrics: true` for a key in the file of --api-keys-file."
+            )
+            raise ApiError(403, message, code="metrics_not_allowed")
+        text = page.request()
+        if text is None:
+            raise try_again(503, "Too many requests wait for metrics.", code="metrics_busy")
+        return Response(await text, media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(request: Request) -> Response:
         await identify(request)

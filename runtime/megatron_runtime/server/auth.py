@@ -47,6 +47,7 @@ class _Entry(BaseModel):
     requests_per_minute: Annotated[int, Field(ge=1, le=MAX_PER_MINUTE)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1, le=MAX_PER_MINUTE)] | None = None
     models: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1)] | None = None
+    metrics: bool = False
 
 
 class _KeyFile(BaseModel):
@@ -63,6 +64,7 @@ class ApiKey:
     name:   label of the key in metrics and logs; a key without a name has the beginning of its tenant id.
     requests_per_minute, tokens_per_minute: limits over all servers of a coordinator; None: no limit.
     models: names of the models that it may use; None: all.
+    metrics: whether it may read /metrics, which describe the requests of all keys.
     """
 
     tenant: str = ""
@@ -70,6 +72,7 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     models: frozenset[str] | None = None
+    metrics: bool = False
 
     @property
     def is_limited(self) -> bool:
@@ -79,7 +82,7 @@ class ApiKey:
         return self.models is None or model in self.models
 
 
-OPEN = ApiKey()
+OPEN = ApiKey(metrics=True)
 """Of every request to a server without API keys."""
 
 
@@ -113,6 +116,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
             requests_per_minute=entry.requests_per_minute,
             tokens_per_minute=entry.tokens_per_minute,
             models=None if entry.models is None else frozenset(entry.models),
+            metrics=entry.metrics,
         )
     return found
 

@@ -7,19 +7,17 @@ over the connections, twice a second, checks all deadlines.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES
 
+from megatron_runtime.process.http_framing import MAX_HEADER_BYTES, FramingError, HttpProtocol
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, try_again
 from megatron_runtime.server.settings import ConnectionLimits
 
-MAX_HEADER_BYTES = 16 * 1024
-"""Of request line and headers. One slice more may be read before the limit is checked."""
 MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
@@ -29,7 +27,7 @@ _LINGER_SECONDS = 2.0
 the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
-class Connection(H11Protocol):
+class Connection(HttpProtocol):
     """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading."""
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
@@ -76,6 +74,8 @@ class Connection(H11Protocol):
         self._is_parsing_later = False
         began = time.perf_counter()
         while self._backlog and self._rejected_at is None and not self.transport.is_closing():
+            if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+                break  # what follows a request with Connection: close is ignored
             part = bytes(self._backlog[:_SLICE_BYTES])
             del self._backlog[:_SLICE_BYTES]
             super().data_received(part)
@@ -88,15 +88,12 @@ class Connection(H11Protocol):
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. uvicorn calls this while it handles h11's error, which has the status."""
-        error = sys.exception()
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        if status == 431:
+    def reject(self, error: FramingError) -> None:
+        if error.status == 431:
             message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
             self._reject(ApiError(431, message, code="headers_too_large"))
         else:
-            self._reject(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
+            self._reject(ApiError(error.status, str(error), code="malformed_http"))
 
     def sweep(self, now: float) -> None:
         """Close the connection if a deadline has passed. now: time of the event loop."""

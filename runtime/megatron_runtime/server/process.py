@@ -23,7 +23,7 @@ from megatron_runtime.process.tracing import tracer_from_environment
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
-from megatron_runtime.server.connections import MAX_HEADER_BYTES, Connection
+from megatron_runtime.server.connections import Connection
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import BACKLOG, ConnectionLimits, ServerSettings, listen
 from megatron_runtime.server.streaming import cancel
@@ -93,7 +93,6 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             http="h11",
             ws="none",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=self._limits.keep_alive_seconds,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )

@@ -12,6 +12,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import zmq
@@ -36,7 +37,7 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.protocol.text import printable
 from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
-from megatron_runtime.transport.zmtp.dealer import Dealer
+from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,14 @@ def coordinator_address(where: int | str) -> str:
 
 
 async def unreachable_cause(address: str) -> str:
-    """Return why no coordinator answers at the ZeroMQ address "tcp://host:port": tries to connect."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    """Return why no coordinator answers at an address of a Dealer: tries to connect."""
     try:
+        target = parse_address(address)
         async with asyncio.timeout(PROBE_SECONDS):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            if isinstance(target, Path):
+                _, writer = await asyncio.open_unix_connection(target)
+            else:
+                _, writer = await asyncio.open_connection(*target)
     except TimeoutError:
         return f"no connection within {PROBE_SECONDS:g} s: check that the network allows it"
     except (OSError, ValueError) as error:

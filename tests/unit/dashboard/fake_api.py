@@ -40,6 +40,8 @@ class FakeApi:
     def __init__(self, *clusters: Cluster) -> None:
         self.clusters = {each.name: each for each in clusters}
         self.denied: set[str] = set()
+        self.blocked: set[str] = set()
+        """Parts of paths of the proxy whose pods the API server does not reach."""
         self.holds = False
         self.authors: list[str] = []
         """fieldManager of each patch."""
@@ -184,6 +186,9 @@ class FakeApi:
             if request.method == verb and part in path:
                 message = f'User "jane" cannot {verb.lower()} {path}'
                 return web.json_response(_status(403, "Forbidden", message), status=403)
+        if any(part in path for part in self.blocked):
+            message = "error trying to reach service: dial tcp 10.0.0.9:8080: i/o timeout"
+            return web.json_response(_status(503, "ServiceUnavailable", message), status=503)
         if path.endswith("/leases"):
             return web.json_response({"items": [_lease()], "metadata": {"resourceVersion": "1"}})
         if path.endswith("/proxy/metrics"):

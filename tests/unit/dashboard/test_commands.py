@@ -149,6 +149,15 @@ async def test_top_names_metrics_that_the_user_may_not_read(run: Command, fake: 
     output = (await run("top", "demo", "--interval", "0.5"))[1]
     assert "metrics are incomplete: metrics of pod demo-" in output
     assert "cannot get" in output
+    assert "networkPolicy.apiServer" not in output, "the user lacks a permission"
+
+
+async def test_top_names_the_chart_value_that_lets_the_api_server_read_metrics(run: Command, fake: Any) -> None:
+    fake.blocked.add("/proxy/metrics")
+    output = (await run("top", "demo", "--interval", "0.5"))[1]
+    assert "metrics are incomplete: metrics of pod demo-" in output
+    assert "dial tcp" in output
+    assert "the chart's value networkPolicy.apiServer" in output
 
 
 async def test_chat_uses_the_key_of_the_secret_if_the_user_may_read_it(run: Command, fake: Any) -> None:

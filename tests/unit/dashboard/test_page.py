@@ -185,6 +185,15 @@ async def test_a_denied_read_leaves_the_rest(
         await expect(shown).to_contain_text(message)
 
 
+async def test_metrics_behind_a_network_policy_name_the_value_that_opens_them(
+    page: Page, settings: Any, fake: Any
+) -> None:
+    fake.blocked.add("/proxy/metrics")
+    await open_resource(page, settings)
+    shown = page.get_by_role("region", name="Last 15 minutes")
+    await expect(shown).to_contain_text("networkPolicy.apiServer")
+
+
 async def test_a_denied_action_is_reported(page: Page, settings: Any, fake: Any) -> None:
     fake.denied.add("PATCH /demo")
     await open_resource(page, settings)

@@ -44,6 +44,28 @@ async def test_every_request_of_the_api_needs_the_token(settings: Any, path: str
         assert (await fetch(settings, path, token=False, headers=headers)).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"Content-Length : 1\r\n", 400),
+        (b"Transfer-Encoding: gzip, chunked\r\n", 501),
+        (b"A: b\r\n c\r\n", 400),
+    ],
+)
+async def test_malformed_requests_are_rejected_and_close_the_connection(
+    settings: Any, headers: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", settings.port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n%b\r\n0\r\n\r\n" % (settings.port, headers))
+    writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % settings.port)
+    answers = await reader.read()
+    writer.close()
+    assert answers.startswith(b"HTTP/1.1 %d " % status)
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 async def test_actions_need_the_token(settings: Any, fake: Any) -> None:
     path = "/api/resources/default/demo/desired-state"
     assert (await fetch(settings, path, "POST", token=False, json={"state": "Stopped"})).status_code == 401

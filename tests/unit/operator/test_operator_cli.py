@@ -273,3 +273,17 @@ def test_a_plan_that_corrects_a_resource_from_before_the_policy_can_be_made(tmp_
     result = _run("plan", "-f", str(DEMO), "--against", str(path))
     assert result.exit_code == 0, result.output
     assert "hostPID: True -> absent" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--monitoring-peers", value) for value in ("monitoring", "{}", "[{}]", '[{"namespace": "a"}]')),
+        *(("--api-server-range", value) for value in ("10.0.0.1/8", "control-plane", "10.0.0.0/33")),
+    ],
+)
+def test_peers_of_the_health_port_are_validated(option: str, value: str) -> None:
+    rejected = _run("render", "-f", str(DEMO), option, value)
+    assert rejected.exit_code == 2
+    assert option in rejected.output
+    assert repr(value) in rejected.output

@@ -310,7 +310,7 @@ def test_only_pods_of_the_same_engine_may_connect_to_an_engine() -> None:
     for policy in policies:
         peers |= dict.fromkeys(_selected(policy), policy["spec"]["ingress"])
     assert peers.keys() == {"check", "coordinator", "engine", "server", "demo-engine-0", "demo-engine-1"}
-    assert peers["check"] == peers["engine"] == [{"ports": [{"protocol": "TCP", "port": 8080}]}]
+    assert peers["check"] == peers["engine"]
     assert {
         name: [rule["from"][0]["podSelector"]["matchLabels"] for rule in rules]
         for name, rules in peers.items()
@@ -326,6 +326,25 @@ def test_only_pods_of_the_same_engine_may_connect_to_an_engine() -> None:
         ]
         for name in ("demo-engine-0", "demo-engine-1")
     }
+
+
+def test_the_health_port_is_open_to_operator_monitoring_and_api_server_only() -> None:
+    ctx = _context(replicas=2)
+
+    def peers(settings: Settings) -> list[Any]:
+        """The peers of port 8080 of each component that other pods than those of its engine reach."""
+        policies = all_children(RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, settings))
+        rules = [rule for each in policies if each["kind"] == "NetworkPolicy" for rule in each["spec"]["ingress"]]
+        return [rule.get("from") for rule in rules if {"protocol": "TCP", "port": 8080} in rule.get("ports", ())]
+
+    def namespace(name: str) -> dict[str, Any]:
+        return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+    assert peers(SETTINGS) == [[namespace("megatron-system"), namespace("monitoring")]] * 3
+    scraper = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "prometheus"}}}
+    settings = replace(SETTINGS, monitoring_peers=(scraper,), api_server_ranges=("10.0.0.0/28", "fd00::/64"))
+    ranges = [{"ipBlock": {"cidr": "10.0.0.0/28"}}, {"ipBlock": {"cidr": "fd00::/64"}}]
+    assert peers(settings) == [[namespace("megatron-system"), scraper, *ranges]] * 3
 
 
 def test_policies_restart_no_pod() -> None:

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
-from megatron_operator.controller.probes import STALLED_SECONDS, Probes
+from megatron_operator.controller.probes import STALLED_SECONDS, serve_probes
 
 WATCH_SECONDS = 40.0
 DUE = WATCH_SECONDS + GRACE_SECONDS
@@ -107,10 +107,9 @@ async def test_a_deleted_crd_is_reported_and_its_watchers_get_no_answer() -> Non
 
 async def test_liveness_fails_once_a_watch_is_overdue_for_too_long(unused_tcp_port: int) -> None:
     beat: dict[str, Any] = {"watch_silent_seconds": STALLED_SECONDS - 1}
-    probes = Probes(
+    probes = await serve_probes(
         heartbeat=lambda: beat, missing=list, registry=CollectorRegistry(), host="127.0.0.1", port=unused_tcp_port
     )
-    await probes.start()
     try:
         async with aiohttp.ClientSession() as session:
             for silent, status in ((STALLED_SECONDS - 1, 200), (STALLED_SECONDS, 503)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 from warm_python import warm_context
 
 from megatron_runtime.models.config import MoEConfig
+from megatron_runtime.process.listening import private_folder
 
 SECONDS = 120
 SMALL = replace(
@@ -58,11 +60,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        folder = stack.enter_context(private_folder())
         receiver, sender = warm_context().Pipe(duplex=False)
         processes = [
             warm_context().Process(
                 target=rank_program.be_rank,
-                args=(options, rank, world, port, str(tmp_path / f"rank-{rank}"), sender if rank == 0 else None),
+                args=(
+                    options,
+                    rank,
+                    world,
+                    port,
+                    str(folder),
+                    str(tmp_path / f"rank-{rank}"),
+                    sender if rank == 0 else None,
+                ),
             )
             for rank in (range(world) if ranks is None else ranks)
         ]
@@ -71,11 +82,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         engines.append(Engine(processes, receiver))
         return engines[-1]
 
-    yield start
-    for engine in engines:
-        for process in engine.processes:
-            process.kill()
-            process.join()
+    with contextlib.ExitStack() as stack:
+        yield start
+        for engine in engines:
+            for process in engine.processes:
+                process.kill()
+                process.join()
 
 
 @pytest.fixture(scope="package")

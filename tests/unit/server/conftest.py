@@ -194,7 +194,7 @@ class Served:
 
     def children(self) -> dict[str, psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return {child.cmdline()[3]: child for child in children}
+        return {child.cmdline()[4]: child for child in children}
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)

@@ -155,6 +155,9 @@ keys:
 - name: carol
   key: third-secret
   models: [sql]
+- name: prometheus
+  key: scraper-secret
+  metrics: true
 """
 
 
@@ -189,7 +192,7 @@ async def test_a_key_has_a_limit_of_requests(start: Any, tmp_path: Path) -> None
     assert "x-ratelimit-limit-requests" not in other.headers
     models = await running.http.get("/v1/models", headers=_bearer("first-secret"))
     assert models.status_code == 200, "only POST requests count"
-    metrics = (await running.http.get("/metrics", headers=_bearer("first-secret"))).text
+    metrics = (await running.http.get("/metrics", headers=_bearer("scraper-secret"))).text
     assert 'megatron_api_key_requests_total{api_key="alice"} 3.0' in metrics
     assert 'megatron_api_key_rejections_total{api_key="alice",reason="requests"} 1.0' in metrics
     assert "secret" not in metrics
@@ -205,7 +208,7 @@ async def test_prompts_and_answers_count_as_tokens(start: Any, tmp_path: Path, s
     first = await _complete(running, "second-secret", prompt=prompt, stream=stream)
     assert first.headers["x-ratelimit-limit-tokens"] == "30"
     generated = 4  # the request's max_tokens
-    metrics = (await running.http.get("/metrics", headers=_bearer("second-secret"))).text
+    metrics = (await running.http.get("/metrics", headers=_bearer("scraper-secret"))).text
     assert 'megatron_api_key_prompt_tokens_total{api_key="bob"} 10.0' in metrics
     assert f'megatron_api_key_generation_tokens_total{{api_key="bob"}} {generated}.0' in metrics
 

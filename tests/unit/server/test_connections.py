@@ -163,33 +163,6 @@ async def test_connection_deadlines_do_not_end_a_waiting_stream(start: Any) -> N
         assert (await to_the_end(reader)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-MALFORMED: list[tuple[bytes, int]] = [
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
-    (b"GET\r\n\r\n", 400),
-    (b"GET /livez HTTP/x\r\nHost: x\r\n\r\n", 400),
-    (b"GET /livez HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
-    (b"GET /livez HTTP/1.1\r\n\r\n", 400),
-    (b"GET /livez HTTP/1.1\r\nHost: x\r\nBad Name: y\r\n\r\n", 400),
-    (b"GET /livez HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", 400),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
-    (REQUEST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-    (REQUEST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
-    (b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 60_000 + b"\r\n\r\n", 431),
-    (b"GET /" + b"x" * 60_000, 431),
-    (b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: x\r\n" * 200 + b"Connection: close\r\n\r\n", 431),
-]
-
-
-async def test_malformed_http_gets_an_openai_error(running: Any, subtests: pytest.Subtests) -> None:
-    for sent, status in MALFORMED:
-        with subtests.test(sent=sent[:80]):
-            async with connection(running) as (reader, writer):
-                writer.write(sent)
-                assert status_and_code(await to_the_end(reader))[0] == status
-    assert await works(running)
-
-
 async def test_pipelined_requests_are_answered_in_order(running: Any) -> None:
     async with connection(running) as (reader, writer):
         writer.write(WHOLE * 3 + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

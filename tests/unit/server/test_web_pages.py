@@ -119,11 +119,18 @@ def test_loopback_addresses(host: str, expected: bool) -> None:
 
 async def test_metrics_and_the_schema_need_a_key_where_keys_are_set(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("secret\n")
+    file.write_text("keys: [{name: a, key: secret}, {name: prometheus, key: scraper, metrics: true}]\n")
     running = await start(api_keys_file=file)
-    for path in ("/metrics", "/openapi.json"):
+    for path, status in (("/metrics", 403), ("/openapi.json", 200)):
         assert (await running.http.get(path)).status_code == 401
-        assert (await running.http.get(path, headers={"Authorization": "Bearer secret"})).status_code == 200
+        assert (await running.http.get(path, headers={"Authorization": "Bearer secret"})).status_code == status
+        assert (await running.http.get(path, headers={"Authorization": "Bearer scraper"})).status_code == 200
+    rejected = await running.http.get("/metrics", headers={"Authorization": "Bearer secret"})
+    assert rejected.json()["error"]["code"] == "metrics_not_allowed"
+    assert "`metrics: true`" in rejected.json()["error"]["message"]
+    file.write_text("secret\n")
+    plain = await start(api_keys_file=file)
+    assert (await plain.http.get("/metrics", headers={"Authorization": "Bearer secret"})).status_code == 403
     for path in ("/livez", "/readyz", "/health", "/version", "/"):
         assert (await running.http.get(path)).status_code == 200
 

@@ -42,6 +42,8 @@ class CoordinatorSettings:
 
     listen:          address to bind; "::" is every address of the host.
     client_port, engine_port, admin_port: 0 picks a free port.
+    socket_dir:      folder of Unix sockets `client`, `engine` and `admin` instead of the ports. Every process that may
+                     enter it is trusted.
     single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
     health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
     other_host:      host of the other coordinator of a pair, which has the same ports; None: there is no other.
@@ -62,6 +64,7 @@ class CoordinatorSettings:
     client_port: int = 5555
     engine_port: int = 5556
     admin_port: int = 5557
+    socket_dir: Path | None = None
     single_port: bool = False
     health_port: int | None = None
     other_host: str | None = None
@@ -86,6 +89,8 @@ class CoordinatorSettings:
         for name in ("max_queued", "journal_bytes", "max_clients"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: want at least 1")
+        if self.socket_dir is not None and (self.single_port or self.other_host is not None):
+            raise ValueError(f"socket_dir {self.socket_dir}: want neither single_port nor other_host")
         if self.other_host is not None and (self.single_port or not self.admin_port):
             raise ValueError(f"other_host {self.other_host!r}: want three ports, the same as those of that coordinator")
         if self.max_wait_seconds <= 0:

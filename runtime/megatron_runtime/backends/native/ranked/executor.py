@@ -37,7 +37,7 @@ from megatron_runtime.distributed.watch import WARM_UP_SECONDS, StepProgress
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
-from megatron_runtime.process.health import HealthServer
+from megatron_runtime.process.health import HealthServer, serve_on_thread
 from megatron_runtime.protocol.headers import Header
 
 logger = logging.getLogger(__name__)
@@ -403,7 +403,7 @@ def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenMod
     """
     missing = ["the other ranks of the engine"]
     if settings.health_port is not None and identity.local_rank == 0:
-        _serve_probes(missing, port=settings.health_port)
+        serve_on_thread(HealthServer(missing=lambda: missing, port=settings.health_port))
     follower = join(settings, identity, open_model, make_part)
     missing.clear()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -441,14 +441,8 @@ def _connect(
             timeout=timedelta(seconds=max(WARM_UP_SECONDS, settings.step_timeout_seconds)),
             engine=identity.engine,
             engines=identity.engines,
+            folder=identity.folder,
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
     return source, meeting, groups
-
-
-def _serve_probes(missing: list[str], *, port: int) -> None:
-    """Answer the probes of this pod on a thread until the process ends. Raises OSError if the port is in use."""
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(HealthServer(missing=lambda: missing, port=port).start())
-    threading.Thread(target=loop.run_forever, name="probes", daemon=True).start()

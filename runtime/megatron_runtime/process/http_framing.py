@@ -1,0 +1,150 @@
+"""uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 demands. No torch.
+
+h11 parses. This module rejects what h11 accepts and the RFC does not.
+
+If two parsers in a row see different boundaries between requests, one client can put a request into the connection of
+another. So each request whose boundaries are ambiguous gets an error, and its connection is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16 * 1024
+"""Of request line and headers. One slice more may be read before the limit is checked."""
+
+_FOLDED_LINE = re.compile(rb"\n[ \t]")
+_CODINGS = re.compile(rb"^transfer-encoding:(.*)$", re.IGNORECASE | re.MULTILINE)
+_HOST = re.compile(
+    rb"""(?:
+        \[(?:[0-9A-Fa-f:.]+|v[0-9A-Fa-f]+\.[-\w.~!$&'()*+,;=:]+)\]
+        | (?:[-\w.~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*
+    )(?::[0-9]*)?""",
+    re.VERBOSE,
+)
+"""uri-host [ ":" port ] of RFC 3986, section 3.2."""
+_ABSOLUTE_FORM = re.compile(rb"https?://(?P<authority>[^/?#]+)(?P<path>[^#]*)", re.IGNORECASE)
+
+
+class FramingError(Exception):
+    """A request that is not HTTP/1.1. status: of the answer, after which the server closes the connection."""
+
+    def __init__(self, status: int, message: str = "The request is not valid HTTP/1.1.") -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RequestParser(h11.Connection):
+    """The server's side of a connection. next_event() raises FramingError instead of h11's errors."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        is_idle = self.their_state is h11.IDLE
+        if is_idle and self.trailing_data[0].startswith(b"\r\n"):
+            self._receive_buffer.maybe_extract_at_most(2)  # section 2.2: one empty line before a request is ignored
+        received = self.trailing_data[0] if is_idle else b""
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            raise FramingError(_status(error, received)) from error
+        if not isinstance(event, h11.Request):
+            return event
+        return _checked(event, head=received[: len(received) - len(self.trailing_data[0])])
+
+
+class HttpProtocol(H11Protocol):
+    """A connection of uvicorn, for `uvicorn.Config(http=HttpProtocol, ws="none")`.
+
+    Malformed requests and Upgrade headers, which any client can send, write no warnings.
+    """
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn
+        self.conn = RequestParser()
+
+    def handle_events(self) -> None:
+        """Handle what has been parsed."""
+        try:
+            super().handle_events()
+        except FramingError as error:
+            logger.debug("malformed request: %s", error)
+            self.reject(error)
+
+    def reject(self, error: FramingError) -> None:
+        """Answer a malformed request, unless an answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = str(error).encode()
+            headers = [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""
+        return False
+
+
+def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
+    """Return the status for an error of h11, which answers 501 to every Transfer-Encoding other than "chunked"."""
+    if error.error_status_hint != 501:
+        return error.error_status_hint
+    head = re.split(rb"\n\r?\n", received, maxsplit=1)[0]
+    codings = [coding.strip().lower() for value in _CODINGS.findall(head) for coding in value.split(b",")]
+    # Section 6.3: the body's length is unknown unless the last coding, and no other, is chunked.
+    is_delimited = codings[-1:] == [b"chunked"] and codings.count(b"chunked") == 1 and not _FOLDED_LINE.search(head)
+    return 501 if is_delimited else 400
+
+
+def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
+    """Return the request, with the target in origin form. Raises FramingError.
+
+    head: the bytes of request line and headers.
+    """
+    version, headers = request.http_version, dict(request.headers)
+    if not version.startswith(b"1."):
+        raise FramingError(505, "This server speaks HTTP/1.1.")
+    if _FOLDED_LINE.search(head):
+        raise FramingError(400, "A header continues on a second line: write it on one line.")
+    if b"transfer-encoding" in headers:
+        if b"content-length" in headers:
+            raise FramingError(400, "The request has Content-Length and Transfer-Encoding: send one of them.")
+        if version < b"1.1":
+            raise FramingError(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length.")
+    host = headers.get(b"host")
+    if host is None and version >= b"1.1":
+        raise FramingError(400, "The Host header is missing.")
+    if host is not None and not _HOST.fullmatch(host):
+        raise FramingError(400, "The Host header is not HOST or HOST:PORT.")
+    return _in_origin_form(request)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """Section 3.2: an absolute target replaces the Host header."""
+    target = request.target
+    if request.method == b"CONNECT":
+        raise FramingError(501, "This server is no proxy: it does not implement CONNECT.")
+    if (target.startswith(b"/") and b"#" not in target) or (target == b"*" and request.method == b"OPTIONS"):
+        return request
+    absolute = _ABSOLUTE_FORM.fullmatch(target)
+    if absolute is None or not _HOST.fullmatch(absolute["authority"]):
+        raise FramingError(400, "The target of the request is neither a path nor an http URL.")
+    path = absolute["path"]
+    return h11.Request(
+        method=request.method,
+        target=path if path.startswith(b"/") else b"/" + path,
+        headers=[(b"host", absolute["authority"]), *(item for item in request.headers if item[0] != b"host")],
+        http_version=request.http_version,
+    )
