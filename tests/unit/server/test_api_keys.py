@@ -269,7 +269,7 @@ async def test_tokens_outside_of_generations_count_and_reject_a_request_before_i
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(reply.headers["retry-after"]) <= 60, "one charge costs no more than one minute"
     assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
-    metrics = (await running.http.get("/metrics", headers=_bearer("second-secret"))).text
+    metrics = (await running.http.get("/metrics", headers=_bearer("scraper-secret"))).text
     assert 'megatron_api_key_charged_tokens_total{api_key="bob"} 59.0' in metrics
     assert 'megatron_api_key_rejections_total{api_key="bob",reason="tokens"} 1.0' in metrics
     for key in read_keys(file).values():
