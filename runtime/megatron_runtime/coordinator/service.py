@@ -14,7 +14,6 @@ import math
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
 
@@ -51,6 +50,7 @@ DRAIN_SECONDS = 5.0
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
 OnGone: TypeAlias = Callable[[PeerId, bool], None]
+OnRoom: TypeAlias = Callable[[PeerId], None]
 MayBeSilent: TypeAlias = Callable[[PeerId], bool]
 
 _CLIENT_SEND_BYTES = 4 << 20
@@ -69,17 +69,25 @@ class Transport(Access):
     gatekeeper: checks keys; None without encryption.
     on_gone:    called with each peer whose connection ended, and whether its side ended it. The peer's system does when
                 the process ends. This side ends a connection without heartbeats or with a protocol violation.
+    on_room:    called with each peer whose connection accepts messages again after it rejected one.
     may_be_silent: whether a peer has announced that it is busy, so that its silent connection is kept.
     """
 
     def __init__(
-        self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone, may_be_silent: MayBeSilent
+        self,
+        settings: CoordinatorSettings,
+        *,
+        on_message: OnMessage,
+        on_gone: OnGone,
+        on_room: OnRoom,
+        may_be_silent: MayBeSilent,
     ) -> None:
         self.addresses: dict[Role, str] = {}
         self.gatekeeper = Gatekeeper(settings.keys_dir) if settings.keys_dir is not None else None
         self._settings = settings
         self._on_message = on_message
         self._on_gone = on_gone
+        self._on_room = on_room
         self._may_be_silent = may_be_silent
         self._routers: dict[int, Router] = {}
         self._connections: dict[PeerId, Connection] = {}
@@ -114,9 +122,15 @@ class Transport(Access):
         return peer in self._connections
 
     def send(self, peer: PeerId, frames: Frames) -> bool:
-        """False, and nothing is sent, if there is no such connection or the peer reads too slowly."""
+        """False, and nothing is sent, if there is no such connection, or if it is full: on_room follows then."""
         connection = self._connections.get(peer)
         return connection is not None and connection.send(frames)
+
+    def report_room(self, peer: PeerId) -> None:
+        """Call on_room when the connection is not full."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.report_room()
 
     def cut(self, peer: PeerId) -> None:
         """End a connection: nothing from it arrives and nothing reaches it any more."""
@@ -161,6 +175,7 @@ class Transport(Access):
             handshake=self._handshakes(_key_role(port)),
             on_message=self._on_message,
             on_gone=self._on_gone,
+            on_room=self._on_room,
             max_message_bytes=(
                 limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
             ),
@@ -219,7 +234,13 @@ class Coordinator:
         self.settings = settings
         self._tracer = tracer
         self.ended = asyncio.Event()
-        self.transport = Transport(settings, self._received, self._gone, self._may_be_silent)
+        self.transport = Transport(
+            settings,
+            on_message=self._received,
+            on_gone=self._gone,
+            on_room=self._has_room,
+            may_be_silent=self._may_be_silent,
+        )
         self._loop = asyncio.get_running_loop()
         self._on_bound = on_bound
         self._tokenizer = tokenizer
@@ -356,6 +377,10 @@ class Coordinator:
         self.core.connection_lost(self._time(), peer, by_peer=by_peer)
         self._perform()
 
+    def _has_room(self, peer: PeerId) -> None:
+        self.core.has_room(self._time(), peer)
+        self._perform()
+
     def _perform(self) -> None:
         """Perform the effects of the last event, and arm the timer for the next one."""
         context = self._context
@@ -364,14 +389,17 @@ class Coordinator:
             send = self.transport.send
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
-                if frames is None and peer == COORDINATOR:
+                if frames:
+                    if not send(peer, frames):
+                        rejected.append((peer, frames, not self.transport.is_connected(peer)))
+                elif frames is not None:
+                    self.transport.report_room(peer)
+                elif peer == COORDINATOR:
                     self.ended.set()
-                elif frames is None:
+                else:
                     self.transport.cut(peer)
-                elif not send(peer, frames):
-                    rejected.append((peer, frames, not self.transport.is_connected(peer)))
             if rejected:
-                self.core.not_sent(rejected, Counter(peer for peer, _ in effects))
+                self.core.not_sent(rejected)
                 self._perform()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)

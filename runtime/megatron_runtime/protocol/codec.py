@@ -1,6 +1,6 @@
 """The encoding of every message: msgpack frames, and token ids as little-endian int32.
 
-`unpack` is the only function of the project that reads msgpack. Each caller bounds the objects that the bytes become.
+No other module of the project reads msgpack. Each caller of `unpack` bounds the objects that the bytes become.
 
 NumPy is imported in the functions that use it, because its import doubles the start-up time of a coordinator.
 """
@@ -8,7 +8,7 @@ NumPy is imported in the functions that use it, because its import doubles the s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -145,6 +145,24 @@ def unpack_request(data: bytes) -> Any:
         )
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack within its limits: {error}") from error
+
+
+def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
+    """Yield each key of the packed map `data`, and where its packed value begins and ends. The values are not unpacked.
+
+    Raises MalformedMessageError, after the entries before the error.
+    """
+    size = len(data)
+    unpacker = msgpack.Unpacker(max_buffer_size=size, raw=False, max_array_len=0, max_map_len=size, max_ext_len=0)
+    unpacker.feed(data)
+    try:
+        for _ in range(unpacker.read_map_header()):
+            key = unpacker.unpack()
+            begin = unpacker.tell()
+            unpacker.skip()
+            yield key, begin, unpacker.tell()
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"frame of {size} bytes is not a msgpack map: {error}") from error
 
 
 def header_of(frame: bytes) -> int | None:

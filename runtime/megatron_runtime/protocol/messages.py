@@ -34,6 +34,7 @@ from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_has
 from megatron_runtime.protocol.codec import token_list_from_bytes as token_list_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
+from megatron_runtime.protocol.codec import values_of_map as values_of_map
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.request_meta import RequestMeta as RequestMeta

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
@@ -15,12 +14,22 @@ Peer = tuple[int, bytes]
 
 class CoreDriver:
     """deliver: called with the peer and the frames of each message. Returns None if the connection does not exist,
-    False if it accepts no more messages."""
+             False if it accepts no more messages.
+    full:    connections that accept no message now. Those that rejected one and are no longer full report room before
+             the next message arrives, and before time passes."""
 
-    def __init__(self, settings: CoordinatorSettings, deliver: Callable[[Peer, list[bytes]], bool | None]) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        deliver: Callable[[Peer, list[bytes]], bool | None],
+        *,
+        full: Collection[Peer] = (),
+    ) -> None:
         self.now = 1000.0
         self.closed: list[Peer] = []
         self._deliver = deliver
+        self._full = full
+        self._awaits_room: set[Peer] = set()
         self.core = CoordinatorCore(settings, now=self.now, randbits=random.Random(7).getrandbits)
         self.core.start(self.now)
         self._perform()
@@ -29,8 +38,16 @@ class CoreDriver:
         self.receive(peer, message.to_frames())
 
     def receive(self, peer: Peer, frames: list[bytes]) -> None:
+        self.report_room()
         self.core.received(self.now, peer, frames)
         self._perform()
+
+    def report_room(self) -> None:
+        """Tell the core of connections that rejected a message and accept messages now."""
+        for peer in self._awaits_room.difference(self._full):
+            self._awaits_room.discard(peer)
+            self.core.has_room(self.now, peer)
+            self._perform()
 
     def connection_lost(self, peer: Peer, *, by_peer: bool) -> None:
         self.core.connection_lost(self.now, peer, by_peer=by_peer)
@@ -42,6 +59,7 @@ class CoreDriver:
         self._perform()
 
     def advance(self, seconds: float) -> None:
+        self.report_room()
         until = self.now + seconds
         while (due := self.core.context.next_timer) <= until:
             self.now = max(self.now, due)
@@ -57,8 +75,10 @@ class CoreDriver:
                 if frames is None:
                     self.closed.append(peer)
                     continue
-                accepted = self._deliver(peer, frames)
+                accepted = self._deliver(peer, frames) if frames else None
                 if not accepted:
+                    self._awaits_room.add(peer)
+                if frames and not accepted:
                     rejected.append((peer, frames, accepted is None))
             if rejected:
-                self.core.not_sent(rejected, Counter(peer for peer, _ in effects))
+                self.core.not_sent(rejected)

@@ -128,7 +128,7 @@ class SimulatedFleet:
         """Connections that currently accept no message."""
         self.random = random.Random(seed)
         timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
-        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver)
+        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver, full=self.full)
         self.core = self.driver.core
         self.say = self.driver.say
         self.engines: dict[str, SimulatedEngine] = {}

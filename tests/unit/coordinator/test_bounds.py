@@ -376,7 +376,10 @@ async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(s
         nonlocal tries
         is_dispatch = to == peer and isinstance(decode(frames), Dispatch)
         tries += is_dispatch
-        return not (is_dispatch and tries == 1) and send(to, frames)
+        if is_dispatch and tries == 1:
+            coordinator.transport.report_room(peer)
+            return False
+        return send(to, frames)
 
     coordinator.transport.send = full_once
     client = await stage.client()

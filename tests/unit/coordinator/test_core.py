@@ -57,7 +57,7 @@ class Scene:
         self.sent: list[tuple[Peer, Any]] = []
         self.full: set[Peer] = set()
         self.gone: set[Peer] = set()
-        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver)
+        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver, full=self.full)
         self.core = self.driver.core
         self.say = self.driver.say
         self.say(CLIENT, Hello(role=Role.CLIENT, name="client", incarnation=1))

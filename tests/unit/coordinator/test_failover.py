@@ -178,6 +178,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
     entry = next(iter(coordinator.core.dispatcher.journal))
     await stage.until(lambda: entry.tokens_so_far == 4)
     full = False
+    coordinator.transport.report_room(peer)
     await stage.until(lambda: len(heard) == 2)
     assert heard[0].extras == pack({dispatch.uid: {"log_probs": [-1.0], "prompt_log_probs": [-0.5]}})
     assert unpack(heard[1].extras) == {dispatch.uid: {"log_probs": [-2.0, -3.0, -4.0]}}

@@ -25,7 +25,8 @@ COORDINATOR: PeerId = (-1, b"")
 REMEMBERED_ANSWERS = 4096
 
 Effect: TypeAlias = tuple[PeerId, Frames | None]
-"""Send these frames to the peer; None: close its connection when everything before has been sent."""
+"""Send these frames to the peer. None: close its connection when everything before has been sent. No frames: report
+when its connection has room for more, by the event `has_room`."""
 
 
 class ClientRegistry:
@@ -75,6 +76,7 @@ class ClientRegistry:
             del self._by_peer[client.peer]
         self._by_route.pop(client.route, None)
         client.outbox.clear()
+        client.outbox_bytes = 0
 
 
 class EnginesByLoad:
@@ -244,10 +246,14 @@ class Context:
 
     def answer(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
         """Send now, or keep in the outbox if the client is behind. `uid`: the request that this message ends."""
-        if client.outbox or not client.reachable:
-            client.outbox.append((uid, frames))
+        if client.outbox or client.stuck_since is not None or not client.reachable:
+            client.keep(uid, frames)
         else:
             self.answer_now(client, frames, uid=uid)
+
+    def report_room(self, peer: PeerId) -> None:
+        """Have the event `has_room` when the peer's connection has room for more."""
+        self.effects.append((peer, []))
 
     def answer_now(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
         self.effects.append((client.peer, frames))

@@ -7,7 +7,6 @@ Events are the methods of CoordinatorCore that begin with the time of the event.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -169,19 +168,23 @@ class CoordinatorCore:
         self.membership.connection_lost(peer, by_peer=by_peer)
         self._settle()
 
-    def not_sent(self, rejected: Sequence[tuple[PeerId, Frames, bool]], attempted: Counter[PeerId]) -> None:
+    def has_room(self, now: float, peer: PeerId) -> None:
+        """The connection of the peer accepts messages again, or its report was requested."""
+        self.context.now = now
+        self.membership.has_room(peer)
+        self._settle()
+
+    def not_sent(self, rejected: Sequence[tuple[PeerId, Frames, bool]]) -> None:
         """Connections did not accept part of the effects of the last event.
 
-        rejected:  peer, frames, and whether the connection has ended; in the order of the effects.
-        attempted: number of messages of that event, accepted or not, by peer.
+        rejected: peer, frames, and whether the connection has ended; in the order of the effects. For the others, the
+                  shell reports has_room() when they accept messages again.
         """
-        counts = Counter(peer for peer, _, _ in rejected)
         unreachable: dict[PeerId, Engine] = {}
         for peer, frames, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
             if client is not None:
-                is_stuck = counts[peer] == attempted[peer]
-                self.replies.not_sent(client, frames, is_gone=is_gone, is_stuck=is_stuck)
+                self.replies.not_sent(client, frames, is_gone=is_gone)
             elif engine is not None:
                 match decode(frames, plain=PARAMETERS):
                     case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
@@ -295,7 +298,7 @@ class CoordinatorCore:
     def _accept(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
         self.dispatcher.submit(client, message, plain_id=plain_id)
         if client.blocked:
-            self.membership.catch_up(client)
+            self.replies.catch_up(client)
 
     def _abort(self, client: Client, message: Abort, _: Frames) -> None:
         uid = client.plain_ids.get(message.id) if isinstance(message.id, int) else message.id

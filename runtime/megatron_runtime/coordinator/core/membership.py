@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
 """Answers kept for a client that does not read. One more and the client is removed."""
+UNREAD_SHARE = 0.25
+"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the client with the most is removed."""
 HEAL_HEARTBEATS = 4
 """An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
 
@@ -281,7 +283,7 @@ class Membership:
         client.model = hello.model
         self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, quotas=True)
         if client.blocked:
-            self.catch_up(client)
+            self._replies.catch_up(client)
 
     def plain_client(self, peer: PeerId) -> None:
         client = self._clients.at(peer)
@@ -334,9 +336,12 @@ class Membership:
 
         by_peer: the other side ended it, as the system does when a process ends.
         """
-        engine = self._engines.at(peer)
+        client, engine = self._clients.at(peer), self._engines.at(peer)
+        if client is not None:
+            client.stuck_since = None  # no room will be reported; the next message shows that the connection is gone
         if engine is None:
             return
+        engine.full = False
         engine.was_cut, engine.cut_at = by_peer, self._context.now
         if not engine.plain or engine.reserved:
             self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
@@ -351,10 +356,14 @@ class Membership:
         self._clients.remove(client)
         self._dispatcher.abort(client.open.values())
 
-    def catch_up(self, client: Client) -> None:
-        self._replies.catch_up(client)
-        if len(client.outbox) > OUTBOX_MESSAGES:
-            self.lose_client(client, f"{len(client.outbox)} answers wait for it")
+    def has_room(self, peer: PeerId) -> None:
+        """The connection of the peer accepts messages again."""
+        client, engine = self._clients.at(peer), self._engines.at(peer)
+        if client is not None:
+            self._replies.has_room(client)
+        elif engine is not None and engine.full:
+            engine.full = False
+            self._context.needs_pump = True
 
     def keys_changed(self) -> None:
         """Remove the peers whose keys were revoked. A connection that is not registered is closed at its HELLO."""
@@ -376,7 +385,7 @@ class Membership:
         self._context.set_timer("heartbeat", self._due, self._tick)
 
     def _tick(self) -> None:
-        """Send heartbeats, remove silent peers, and send again to slow clients.
+        """Send heartbeats, and remove silent peers and clients that do not read.
 
         A late tick shows that this process was stalled: that time does not count as silence of the peers.
         """
@@ -386,13 +395,26 @@ class Membership:
             logger.warning("this process was stalled for %.1f s", late)
             for peer in [*self._engines, *self._clients]:
                 peer.heard += late
+            for client in self._clients:
+                if client.stuck_since is not None:
+                    client.stuck_since += late
         self._schedule()
         heartbeat = self._heartbeat()
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
             self._check_client(client, now, heartbeat)
+        self._limit_unread()
         self._context.needs_pump = True
+
+    def _limit_unread(self) -> None:
+        """Remove the clients with the most unread answers while all of them together exceed their memory."""
+        unread = sum(client.outbox_bytes for client in self._clients)
+        limit = int(self._context.settings.journal_bytes * UNREAD_SHARE)
+        while unread > limit:
+            client = max(self._clients, key=lambda client: client.outbox_bytes)
+            unread -= client.outbox_bytes
+            self.lose_client(client, f"it has not read {client.outbox_bytes} bytes of answers")
 
     def _heartbeat(self) -> Frames:
         return Heartbeat(
@@ -405,11 +427,10 @@ class Membership:
         """Send a heartbeat to the clients now. A client whose list of adapters is older asks for the new one."""
         heartbeat = self._heartbeat()
         for client in self._clients:
-            if not client.plain and client.reachable:
+            if not client.plain and client.reachable and client.stuck_since is None:
                 self._context.send(client.peer, heartbeat)
 
     def _check_engine(self, engine: Engine, now: float, heartbeat: Frames) -> None:
-        engine.full = False
         if engine.plain:
             if self._access.is_connected(engine.peer):
                 engine.cut_at = None
@@ -431,12 +452,14 @@ class Membership:
             self.lose_client(client, f"silent for {silent:.1f} s")
         elif client.stuck_since is not None and now - client.stuck_since > self._timing.slow_client:
             self.lose_client(client, f"its buffer has been full for {self._timing.slow_client:g} s")
+        elif len(client.outbox) > OUTBOX_MESSAGES:
+            self.lose_client(client, f"{len(client.outbox)} answers wait for it")
         elif client.plain and not client.reachable:
             self.lose_client(client, "its connection is gone")
         else:
             if client.blocked:
-                self.catch_up(client)
-            if not client.plain and client.reachable:
+                self._replies.catch_up(client)
+            if not client.plain and client.reachable and client.stuck_since is None:
                 self._context.send(client.peer, heartbeat)
 
     def engine_heartbeat(self, engine: Engine, message: Heartbeat) -> None:

@@ -6,6 +6,8 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 
 from __future__ import annotations
 
+import logging
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,18 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
+from megatron_runtime.protocol.limits import UID_BYTES
+from megatron_runtime.protocol.messages import (
+    ControlCommit,
+    EngineStatus,
+    Frames,
+    Hello,
+    MalformedMessageError,
+    RequestMeta,
+    values_of_map,
+)
+
+logger = logging.getLogger(__name__)
 
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
@@ -42,9 +55,10 @@ class Client:
     answered:  uids whose final answer was sent on the present connection; the last few thousand.
     outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers. While it
                is not empty, no partials are sent: the tokens stay in the journal and are sent as one partial later.
+    outbox_bytes: their size.
     behind:    some of its tokens were not sent to it.
-    stuck_since: since when its connection has accepted nothing; None while it accepts messages.
-    retry:     when messages were last sent again, and `stuck_since` before that.
+    stuck_since: since when its connection is full; None while it accepts messages. Until the shell reports room, it is
+               sent nothing: what is owed to it is in the journal and in the outbox.
     """
 
     name: str
@@ -59,15 +73,27 @@ class Client:
     open: dict[bytes, Entry] = field(default_factory=dict)
     plain_ids: dict[int, bytes] = field(default_factory=dict)
     outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
+    outbox_bytes: int = 0
     answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     behind: bool = False
     stuck_since: float | None = None
-    retry: tuple[float, float] = (-1.0, 0.0)
     reachable: bool = True
 
     @property
     def blocked(self) -> bool:
         return bool(self.outbox) or self.behind or not self.reachable
+
+    def keep(self, uid: bytes | None, frames: Frames, *, first: bool = False) -> None:
+        """Add a message to the outbox. first: before all others."""
+        add = self.outbox.appendleft if first else self.outbox.append
+        add((uid, frames))
+        self.outbox_bytes += sum(map(len, frames))
+
+    def take_kept(self) -> tuple[bytes | None, Frames]:
+        """Remove the first message from the outbox and return it."""
+        uid, frames = self.outbox.popleft()
+        self.outbox_bytes -= sum(map(len, frames))
+        return uid, frames
 
 
 class CrashEvidence(Enum):
@@ -111,7 +137,7 @@ class Engine:
     backend:   name of its backend; empty: not announced.
     lacks:     features that requests may need and that it announced not to have.
     started_ms: when its process started; 0: unknown.
-    full:      its connection accepted no more; cleared at the next heartbeat.
+    full:      its connection accepted no more, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
     owed:      the last commit sent to it, until a later heartbeat shows its state.
@@ -233,6 +259,43 @@ class Engine:
         )
 
 
+class Extras:
+    """The log-probs in one PARTIAL, packed, of every request in it, with the place of each.
+
+    raw: `extras` of the message. All requests of the message share this object, so the places are found once.
+    """
+
+    __slots__ = ("_bounds", "_raw", "_uids")
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._uids: bytes | None = None
+        self._bounds = array("I")
+
+    def of(self, uid: bytes) -> bytes:
+        """Return the packed details of one request; empty if there are none."""
+        uids = self._uids if self._uids is not None else self._index()
+        at = uids.find(uid)
+        while at >= 0 and at % UID_BYTES:
+            at = uids.find(uid, at + 1)
+        if at < 0:
+            return b""
+        begin, end = self._bounds[2 * (at // UID_BYTES) :][:2]
+        return self._raw[begin:end]
+
+    def _index(self) -> bytes:
+        uids = []
+        try:
+            for uid, begin, end in values_of_map(self._raw):
+                if isinstance(uid, bytes) and len(uid) == UID_BYTES:
+                    uids.append(uid)
+                    self._bounds.extend((begin, end))
+        except MalformedMessageError as error:
+            logger.warning("the extras of a partial cannot be read: %s", error)
+        self._uids = b"".join(uids)
+        return self._uids
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One open request.
@@ -241,6 +304,7 @@ class Entry:
     adapter:    adapter of its first dispatch; only that may continue it. None: the base model, or not dispatched yet.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
+    num_indexed: the number of `details`, from the first on, whose extras are Extras and no longer bytes.
     forwarded:  number of the tokens that the client was sent.
     held:       number of them that the client confirmed to have.
     dispatched_bytes: length of `generated` when it was last dispatched.
@@ -269,7 +333,7 @@ class Entry:
     deadline: float | None = None
     model: str = ""
     adapter: Adapter | None = None
-    details: list[tuple[int, bytes]] = field(default_factory=list)
+    details: list[tuple[int, bytes | Extras]] = field(default_factory=list)
     details_bytes: int = 0
     forwarded: int = 0
     held: int = 0
@@ -288,6 +352,7 @@ class Entry:
     moved_at: float | None = None
     dispatched_at: float | None = None
     dispatches: int = 0
+    num_indexed: int = 0
 
     @property
     def tokens_so_far(self) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
+from collections.abc import Iterable
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, Extras, PeerId
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
@@ -85,9 +89,13 @@ class Replies:
                 entry.forwarded = len(entry.generated) // TOKEN_BYTES
         else:
             for entry in accepted:
-                entry.client.behind = True
-            for owner in {id(entry.client): entry.client for entry in accepted}.values():
-                self.catch_up(owner)
+                owner = entry.client
+                if owner.blocked:
+                    owner.behind = True
+                    self.catch_up(owner)
+                else:
+                    _index_details([entry])
+                    self._send_owed(entry)
         if engine.reserved:
             self._dispatcher.check_trial(engine)
 
@@ -139,41 +147,56 @@ class Replies:
             # The last tokens may have been lost with the connection, and a client cannot request them after the final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
+            _index_details([entry, *client.open.values()])
             self._context.answer(client, _owed(entry))
         self._context.answer(client, frames, uid=entry.uid)
 
     # --- clients that read slowly -------------------------------------------------------------------------------
 
     def catch_up(self, client: Client) -> None:
-        """Send `client` its outbox and missing tokens in as few messages as possible, up to CATCH_UP_BYTES."""
+        """Send `client` its outbox and missing tokens in as few messages as possible, unless its connection is full.
+
+        After CATCH_UP_BYTES, the rest waits until the shell reports room, like the rest for a full connection.
+        """
+        if client.stuck_since is not None or not client.reachable:
+            return
         room = CATCH_UP_BYTES
-        if client.stuck_since is not None:
-            client.retry = self._context.now, client.stuck_since
-            client.stuck_since = None
-        while client.reachable and client.outbox and room > 0:
-            uid, frames = client.outbox.popleft()
+        while client.outbox and room > 0:
+            uid, frames = client.take_kept()
             self._context.answer_now(client, frames, uid=uid)
             room -= sum(map(len, frames))
-        if not client.reachable or client.outbox:
-            return
-        for entry in list(client.open.values()):
-            if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-                if room <= 0:
-                    client.behind = True
-                    return
-                frames = _owed(entry)
-                self._context.answer_now(client, frames)
-                entry.forwarded = entry.tokens_so_far
-                room -= sum(map(len, frames))
-        client.behind = False
+        if not client.outbox:
+            _index_details(client.open.values())
+            for entry in list(client.open.values()):
+                if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
+                    if room <= 0:
+                        break
+                    room -= self._send_owed(entry)
+            else:
+                client.behind = False
+                return
+        client.stuck_since = self._context.now
+        self._context.report_room(client.peer)
 
-    def not_sent(self, client: Client, frames: Frames, *, is_gone: bool, is_stuck: bool) -> None:
+    def has_room(self, client: Client) -> None:
+        """The connection of `client` accepts messages again."""
+        client.stuck_since = None
+        if client.blocked:
+            self.catch_up(client)
+
+    def _send_owed(self, entry: Entry) -> int:
+        """Send the client all tokens of the request that it lacks. Return the size of the message."""
+        frames = _owed(entry)
+        self._context.answer_now(entry.client, frames)
+        entry.forwarded = entry.tokens_so_far
+        return sum(map(len, frames))
+
+    def not_sent(self, client: Client, frames: Frames, *, is_gone: bool) -> None:
         """The connection did not accept these frames. Called for the last of them first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
-        is_gone:  there is no connection any more.
-        is_stuck: the connection accepted nothing else of this event, either.
+        is_gone: there is no connection any more. Otherwise it is full, and the shell reports when it is not.
         """
         if is_gone:
             client.reachable = False
@@ -185,10 +208,8 @@ class Replies:
             return
         if isinstance(message, Error) and message.uid is None and message.incarnation is not None:
             return  # answers a frame that was dropped
-        if client.stuck_since is None:
-            now = self._context.now
-            retried_at, before = client.retry
-            client.stuck_since = before if is_stuck and retried_at == now else now
+        if client.stuck_since is None and not is_gone:
+            client.stuck_since = self._context.now
         unsent: list[tuple[Entry | None, int]] = []
         match message:
             case Partial():
@@ -205,7 +226,7 @@ class Replies:
             uid = getattr(message, "uid", None)
             if uid is not None:
                 client.answered.pop(uid, None)
-            client.outbox.appendleft((uid, frames))
+            client.keep(uid, frames, first=True)
 
 
 def _read_map(raw: bytes, what: str) -> dict[Any, Any]:
@@ -229,15 +250,28 @@ def _owed(entry: Entry) -> Frames:
     return Partial(entry.client.route, [item], tokens, extras).to_frames()
 
 
+def _index_details(entries: Iterable[Entry]) -> None:
+    """Let the details of these entries share the places of their log-probs, entries of the same message the same."""
+    shared: dict[int, Extras] = {}
+    for entry in entries:
+        details = entry.details
+        for position in range(entry.num_indexed, len(details)):
+            offset, raw = details[position]
+            if isinstance(raw, bytes):
+                extras = shared.get(id(raw)) or shared.setdefault(id(raw), Extras(raw))
+                details[position] = offset, extras
+        entry.num_indexed = len(details)
+
+
 def _details_from(entry: Entry, first: int) -> dict[str, Any]:
     """The details of the tokens from number `first` on, merged."""
     merged: dict[str, Any] = {}
-    for position, (offset, raw) in enumerate(entry.details):
-        end = entry.details[position + 1][0] if position + 1 < len(entry.details) else entry.tokens_so_far
-        if end <= first:
-            continue
-        details = _read_map(raw, "the extras of a partial").get(entry.uid)
-        for key, value in details.items() if isinstance(details, dict) else ():
+    begin = bisect.bisect_right(entry.details, first, key=itemgetter(0))
+    for offset, extras in islice(entry.details, max(0, begin - 1), None):
+        assert isinstance(extras, Extras)
+        raw = extras.of(entry.uid)
+        details = _read_map(raw, "the extras of a partial") if raw else {}
+        for key, value in details.items():
             if key in _PER_TOKEN and isinstance(value, list):
                 merged.setdefault(key, []).extend(value[max(0, first - offset) :])
             elif offset >= first:

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def flush_soon(self, connection: Connection) -> None:
         """The connection has messages to send: call its flush() in this iteration of the loop."""
 
+    def has_room(self, connection: Connection) -> None:
+        """The connection accepts messages again, or report_room() was called. Comes once for each of both."""
+
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         """The connection has ended. violation: why this side ended it, if the peer violated the protocol."""
 
@@ -91,6 +94,7 @@ class Connection(asyncio.Protocol):
         # Sending: encoded messages that leave at the end of this iteration of the loop.
         self._send_buffer_bytes = send_buffer_bytes
         self._paused = False
+        self._reports_room = False
         self._out: list[bytes] = []
         self._out_bytes = 0
 
@@ -122,6 +126,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
+        if self._reports_room:
+            self._report_soon()
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
@@ -251,8 +257,12 @@ class Connection(asyncio.Protocol):
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, message: Frames) -> bool:
-        """Send at the end of this iteration of the loop. False, and not sent, if the buffer is full."""
+        """Send at the end of this iteration of the loop.
+
+        False, and not sent, if the buffer is full. The owner's has_room() is called when it no longer is.
+        """
         if self._paused or self._out_bytes > self._send_buffer_bytes:
+            self._reports_room = True
             return False
         if self._box is None:
             encoded = frames.frame(0, message[0]) if len(message) == 1 else frames.message(message)
@@ -265,6 +275,22 @@ class Connection(asyncio.Protocol):
         self._out_bytes += len(encoded)
         return True
 
+    def report_room(self) -> None:
+        """Call the owner's has_room() when the buffer is not full, in the next iteration of the loop at the earliest."""
+        self._reports_room = True
+        if not self._out:
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._report)
+
+    def _report(self) -> None:
+        # If the buffer is full again, resume_writing() or flush() comes here later.
+        is_full = self._paused or self._out_bytes > self._send_buffer_bytes
+        if self._reports_room and not is_full and not self._transport.is_closing():
+            self._reports_room = False
+            self._owner.has_room(self)
+
     def ping(self) -> None:
         self._send_command(frames.PING)
 
@@ -273,6 +299,8 @@ class Connection(asyncio.Protocol):
         out, self._out, self._out_bytes = self._out, [], 0
         if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if self._reports_room:
+            self._report_soon()
 
     def close(self) -> None:
         """End the connection when the sent messages have left."""

@@ -149,6 +149,9 @@ class Dealer:
     def flush_soon(self, connection: Connection) -> None:
         asyncio.get_running_loop().call_soon(connection.flush)
 
+    def has_room(self, connection: Connection) -> None:
+        """Callers of send() do not wait for room."""
+
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         self._stop_timer()
         was_open = bool(connection.peer[1])

@@ -42,6 +42,7 @@ class Router:
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
                   peer ended it, by a FIN or RST, as the system sends for a process that ends.
+    on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
     may_be_silent: whether such a connection is kept, because its process has announced that it is busy.
     type, last_endpoint: as those of a zmq.Socket.
@@ -54,6 +55,7 @@ class Router:
     handshake: Callable[[bytes], Handshake]
     on_message: Callable[[PeerId, Frames], None]
     on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None
+    on_room: Callable[[PeerId], None] = lambda peer: None
     max_message_bytes: int
     send_buffer_bytes: int
     check_seconds: float
@@ -177,6 +179,7 @@ class Router:
             if before.key != connection.key:
                 raise ViolationError(f"routing id {routing_id!r} belongs to a connection with another key")
             before.abort()
+            connection.report_room()  # the earlier one, which may have been full, will not
         self.connections[peer] = connection
         return peer
 
@@ -184,6 +187,10 @@ class Router:
         if not self._unsent:
             self._loop.call_soon(self.flush)
         self._unsent.append(connection)
+
+    def has_room(self, connection: Connection) -> None:
+        if self.connections.get(connection.peer) is connection:
+            self.on_room(connection.peer)
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         self._all.discard(connection)
