@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser
+from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser, overlap
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
@@ -119,6 +119,7 @@ class TaggedReasoningParser:
         self._opening, self._closing = format_.opening, format_.closing
         self._read: Callable[[], list[Event]] = self._continue if is_open else self._begin
         self._has_reasoning = False
+        self._spaces: list[str] = []  # before the buffer; dropped unless more follows
         self._buffer = ""
 
     def feed(self, text: str) -> list[Event]:
@@ -128,7 +129,7 @@ class TaggedReasoningParser:
 
     def finish(self) -> list[Event]:
         """Return the remaining events. An answer that ends within its reasoning has no text."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = "".join(self._spaces) + self._buffer, ""
         if self._read == self._continue:
             reasoning = rest.rstrip()
             return [Reasoning(reasoning)] if reasoning else []
@@ -137,24 +138,37 @@ class TaggedReasoningParser:
     def _begin(self) -> list[Event]:
         """Read up to where it is known whether the answer begins with reasoning."""
         text = self._buffer.lstrip()
+        if len(text) < len(self._buffer):
+            self._spaces.append(self._buffer[: len(self._buffer) - len(text)])
+            self._buffer = text
         if text.startswith(self._opening):
+            self._spaces.clear()
             self._buffer = text[len(self._opening) :]
             return self._enter(self._continue)
         return [] if self._opening.startswith(text) else self._enter(self._answer)
 
     def _continue(self) -> list[Event]:
         """Read reasoning. Hold what may belong to the closing marker, and white space before it."""
-        if not self._has_reasoning:
-            self._buffer = self._buffer.lstrip()
         end = self._buffer.find(self._closing)
         is_closed = end >= 0
         if not is_closed:
-            end = len(self._buffer) - _overlap(self._buffer, self._closing)
-        reasoning = self._buffer[:end].rstrip()
-        self._buffer = self._buffer[end + len(self._closing) if is_closed else len(reasoning) :]
-        self._has_reasoning |= bool(reasoning)
-        events: list[Event] = [Reasoning(reasoning)] if reasoning else []
-        return events + self._enter(self._leave) if is_closed else events
+            end = len(self._buffer) - overlap(self._buffer, self._closing)
+        read = self._buffer[:end]
+        if not self._has_reasoning:
+            read = read.lstrip()
+        reasoning = read.rstrip()
+        self._buffer = self._buffer[end + len(self._closing) if is_closed else end :]
+        events: list[Event] = []
+        if reasoning:
+            self._has_reasoning = True
+            events.append(Reasoning("".join([*self._spaces, reasoning])))
+            self._spaces.clear()
+        if len(reasoning) < len(read):
+            self._spaces.append(read[len(reasoning) :])
+        if is_closed:
+            self._spaces.clear()
+            events += self._enter(self._leave)
+        return events
 
     def _leave(self) -> list[Event]:
         """Drop white space between reasoning and text."""
@@ -162,7 +176,8 @@ class TaggedReasoningParser:
         return self._enter(self._answer) if self._buffer else []
 
     def _answer(self) -> list[Event]:
-        text, self._buffer = self._buffer, ""
+        text, self._buffer = "".join(self._spaces) + self._buffer, ""
+        self._spaces.clear()
         return [Text(text)] if text else []
 
     def _enter(self, read: Callable[[], list[Event]]) -> list[Event]:
@@ -187,9 +202,3 @@ class _Sequence:
         for event in events:
             parsed += self._second.feed(event.text) if isinstance(event, Text) else [event]
         return parsed
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` with which `marker` begins."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if marker.startswith(text[-size:])), 0)

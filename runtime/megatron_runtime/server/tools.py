@@ -3,6 +3,8 @@
 A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
 result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
 MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes them.
+
+The cost is linear in the answer: before a reader yields, it reads all text but a bounded rest, which it sees again.
 """
 
 from __future__ import annotations
@@ -83,9 +85,10 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
         self._events: list[Event] = []
-        self._space = ""  # at the end of the text
+        self._spaces: list[str] = []  # at the end of the text
         self._has_calls = False
         self._in_call = False
+        self._held: list[str] = []  # read before the buffer, not emitted yet
         self._buffer = ""
         self._start = 0  # of what has not been emitted
         self._at = 0  # end of what has been read
@@ -96,9 +99,9 @@ class ToolParser(ABC):
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that the next part of the answer completes."""
-        self._buffer = self._buffer[self._start :] + text
-        self._at -= self._start
-        self._start = 0
+        self._hold()
+        self._buffer = self._buffer[self._at :] + text
+        self._start = self._at = 0
         next(self._reading)
         if self._kind is not None:
             self._flush()
@@ -110,8 +113,8 @@ class ToolParser(ABC):
         if not self._in_call:
             self._kind = Text
         self._flush()
-        if not self._has_calls and self._space:
-            self._events.append(Text(self._space))
+        if not self._has_calls and self._spaces:
+            self._events.append(Text("".join(self._spaces)))
         return self._new_events()
 
     @abstractmethod
@@ -130,21 +133,35 @@ class ToolParser(ABC):
 
     def _flush(self) -> None:
         """Emit what has been read as an event of the current kind; without a kind, drop it."""
-        read, self._start = self._buffer[self._start : self._at], self._at
+        read = self._take_read()
         if self._kind is Text:
             # White space at the end is kept back: around calls it is part of the format.
-            pending = self._space + read
-            body = pending.rstrip()
-            self._space = pending[len(body) :]
+            body = read.rstrip()
             if body:
-                self._events.append(Text(body))
+                self._events.append(Text("".join([*self._spaces, body])))
+                self._spaces.clear()
+            if len(body) < len(read):
+                self._spaces.append(read[len(body) :])
         elif self._kind is not None and read:
             self._events.append(self._kind(read))
+
+    def _hold(self) -> None:
+        """Move what has been read out of the buffer."""
+        if self._start < self._at:
+            self._held.append(self._buffer[self._start : self._at])
+            self._start = self._at
+
+    def _take_read(self) -> str:
+        """Return what has been read and was not emitted, and forget it."""
+        self._hold()
+        read = "".join(self._held)
+        self._held.clear()
+        return read
 
     def _begin(self, name: str, arguments: str = "") -> None:
         """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
         self._flush()
-        self._space = ""
+        self._spaces.clear()
         self._has_calls = self._in_call = True
         self._events.append(CallBegin(name))
         if arguments:
@@ -170,15 +187,29 @@ class ToolParser(ABC):
     def _read_until(self, marker: str = "") -> Reading:
         """Read and flush up to a marker; without one, up to the end of the answer."""
         while not marker or (place := self._buffer.find(marker, self._at)) < 0:
-            tail = self._buffer[max(self._at, len(self._buffer) - len(marker) + 1) :]
-            while not marker.startswith(tail):
-                tail = tail[1:]
-            self._at = len(self._buffer) - len(tail)
+            self._read_but(marker)
             self._flush()
             yield
         self._at = place
         self._flush()
         self._kind = None
+
+    def _read_but(self, *markers: str) -> None:
+        """Read the buffer but its end, if one of the markers, which is not in the buffer, may begin there."""
+        self._at = len(self._buffer) - max(overlap(self._buffer, marker, start=self._at) for marker in markers)
+
+    def _read_head(
+        self, head: re.Pattern[str], *, begin: re.Pattern[str]
+    ) -> Generator[None, None, re.Match[str] | None]:
+        """Return the match of a pattern of bounded length, not read yet; None if it cannot follow.
+
+        begin: matches all text that a match may begin with.
+        """
+        while (match := head.match(self._buffer, self._at)) is None:
+            if begin.fullmatch(self._buffer, self._at) is None:
+                return None
+            yield
+        return match
 
     def _read_text(self, marker: str = "") -> Reading:
         """Emit what is held, and what comes before the marker, as text. Hold the marker."""
@@ -264,7 +295,7 @@ class ToolParser(ABC):
     def _stream_arguments(self, name: str) -> Reading:
         """Read an object whose bracket has been read, and pass it on while it is read."""
         self._begin(name)
-        self._start -= 1  # the bracket is part of the arguments
+        self._held.append("{")
         self._kind = CallArguments
         yield from self._value("{")
         self._flush()
@@ -272,9 +303,13 @@ class ToolParser(ABC):
 
     def _raw(self, token: str) -> StringReading:
         """Read one JSON value and return it as it is written. token: as for _value(); the text is not streamed."""
-        begin = self._at - self._start - len(token)
+        self._at -= len(token)
+        self._hold()
+        begin = len(self._held)
+        self._at += len(token)
         yield from self._value(token)
-        return self._buffer[self._start + begin : self._at]
+        self._hold()
+        return "".join(self._held[begin:])
 
     def _value(self, token: str, *, depth: int = 0) -> Reading:
         """Read one JSON value. token: the first of the value, which has been read."""
@@ -347,19 +382,18 @@ class Qwen3CoderParser(ToolParser):
     _FUNCTION = re.compile(r"\s{0,64}<function=([\w.-]{1,256})>")
     _FUNCTION_BEGIN = re.compile(r"\s{0,64}(?:<[^>]{0,266})?")
     """While this is all that has come, the name may follow."""
-    _PARAMETER = re.compile(r"\s{0,64}<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+    _PARAMETER = re.compile(r"\s{0,64}<parameter=([^>\n]{1,256})>")
+    _PARAMETER_BEGIN = re.compile(r"\s{0,64}(?:<[^>\n]{0,266})?")
+    _VALUE_END = "</parameter>"
+    _VALUE_OR_CALL_END = re.compile(f"{_VALUE_END}|{CLOSE}")
 
     def _read(self) -> Reading:
         while True:
             yield from self._read_text(self.OPEN)
-            while (head := self._FUNCTION.match(self._buffer, self._at)) is None:
-                if self._FUNCTION_BEGIN.fullmatch(self._buffer, self._at) is None:
-                    break
-                yield
-            if head is None:
-                continue
-            self._at = head.end()
-            yield from self._read_parameters(head[1])
+            head = yield from self._read_head(self._FUNCTION, begin=self._FUNCTION_BEGIN)
+            if head is not None:
+                self._at = head.end()
+                yield from self._read_parameters(head[1])
 
     def _read_parameters(self, name: str) -> Reading:
         """Read a call after its name, and pass each parameter on when it is complete."""
@@ -367,25 +401,34 @@ class Qwen3CoderParser(ToolParser):
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         separator = "{"
-        while (end := self._buffer.find(self.CLOSE, self._at)) < 0:
-            while (parameter := self._PARAMETER.match(self._buffer, self._at)) is not None:
-                self._pass_on(parameter, schemas, separator)
-                separator = ", "
-            yield
-        while (parameter := self._PARAMETER.match(self._buffer, self._at, end)) is not None:
-            self._pass_on(parameter, schemas, separator)
+        while (parameter := (yield from self._read_parameter())) is not None:
+            name, text = parameter
+            value = _value_of(text, schemas.get(name))
+            self._events.append(CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {value}"))
             separator = ", "
+        yield from self._read_until(self.CLOSE)
         self._events.append(CallArguments("{}" if separator == "{" else "}"))
-        self._at = end + len(self.CLOSE)
+        self._at += len(self.CLOSE)
         self._flush()
         self._in_call = False
 
-    def _pass_on(self, parameter: re.Match[str], schemas: Mapping[str, Any], separator: str) -> None:
-        name, text = parameter.groups()
-        self._at = parameter.end()
+    def _read_parameter(self) -> Generator[None, None, tuple[str, str] | None]:
+        """Return name and text of the next parameter; None if the call ends first, or if none follows."""
+        head = yield from self._read_head(self._PARAMETER, begin=self._PARAMETER_BEGIN)
+        if head is None or head[0].endswith(self.CLOSE):
+            return None
+        self._at = head.end()
         self._flush()
-        value = _value_of(text, schemas.get(name))
-        self._events.append(CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {value}"))
+        while (end := self._VALUE_OR_CALL_END.search(self._buffer, self._at)) is None:
+            self._read_but(self._VALUE_END, self.CLOSE)
+            yield
+        self._at = end.start()
+        if end[0] == self.CLOSE:
+            return None
+        text = self._take_read()
+        self._at = end.end()
+        self._flush()
+        return head[1], text.removeprefix("\n").removesuffix("\n")
 
 
 class HarmonyParser(ToolParser):
@@ -402,16 +445,21 @@ class HarmonyParser(ToolParser):
 
     def finish(self) -> list[Event]:
         """Return the remaining events. An incomplete header is dropped."""
-        if self._kind is None and self._buffer.startswith(("<|start|>", "<|channel|>"), self._start):
-            self._start = len(self._buffer)
+        if self._kind is None:
+            header = self._take_read() + self._buffer[self._at :]
+            if not header.startswith(("<|start|>", "<|channel|>")):
+                self._held.append(header)
+            self._start = self._at = len(self._buffer)
         return super().finish()
 
     def _read(self) -> Reading:
         while True:
             while (place := self._buffer.find(self._MESSAGE, self._at)) < 0:
+                self._read_but(self._MESSAGE)
                 yield
-            header = self._buffer[self._start : place]
-            self._at = place + len(self._MESSAGE)
+            self._at = place
+            header = self._take_read()
+            self._at += len(self._MESSAGE)
             recipient, channel = self._RECIPIENT.search(header), self._CHANNEL.search(header)
             if recipient is not None and self._tools:
                 self._begin(recipient[1])
@@ -463,10 +511,7 @@ class MistralParser(ToolParser):
     def _read(self) -> Reading:
         while True:
             yield from self._read_text(self.MARKER)
-            while (head := self._HEAD.match(self._buffer, self._at)) is None:
-                if self._HEAD_BEGIN.fullmatch(self._buffer, self._at) is None:
-                    break
-                yield
+            head = yield from self._read_head(self._HEAD, begin=self._HEAD_BEGIN)
             if head is None:
                 continue
             self._at = head.end()
@@ -501,23 +546,25 @@ class PythonicParser(ToolParser):
 
     def _read_list(self) -> Reading:
         """Read up to the end of the list, or to the first character that a list of calls cannot have."""
-        call, depth, quote = "", 0, ""
+        call: list[str] = []
+        depth, quote = 0, ""
         while 0 <= depth <= self.MAX_DEPTH and len(call) <= self.MAX_CALL_CHARACTERS:
             character = yield from self._character()
             if quote:
                 if character == "\\":
-                    call += character
+                    call.append(character)
                     character = yield from self._character()
                 elif character == quote:
                     quote = ""
             elif depth == 0 and character in ",]":
-                is_trailing_comma = not call.strip() and self._has_calls and character == "]"
+                text = "".join(call).strip()
+                is_trailing_comma = not text and self._has_calls and character == "]"
                 if not is_trailing_comma:
-                    if (read := _python_call(call)) is None:
+                    if (read := _python_call(text)) is None:
                         return
                     self._begin(*read)
                     self._in_call = False
-                call = ""
+                call.clear()
                 self._flush()
                 if character == "]":
                     return
@@ -525,12 +572,12 @@ class PythonicParser(ToolParser):
             elif character in "'\"":
                 quote = character
             elif character in "([{":
-                if character == "(" and depth == 0 and not self._accepts(call.strip()):
+                if character == "(" and depth == 0 and not self._accepts("".join(call).strip()):
                     return
                 depth += 1
             elif character in ")]}":
                 depth -= 1
-            call += character
+            call.append(character)
 
 
 class RequiredParser(ToolParser):
@@ -557,7 +604,7 @@ class NamedParser(ToolParser):
 def _python_call(text: str) -> tuple[str, str] | None:
     """Return name and JSON arguments of a call; None unless all its arguments are literals given by keyword."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or any(keyword.arg is None for keyword in tree.keywords):
             return None
         arguments: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
@@ -609,6 +656,12 @@ def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
     if name != "none" and name not in PARSERS:
         raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
     return PARSERS.get(name)
+
+
+def overlap(text: str, marker: str, *, start: int = 0) -> int:
+    """Return the length of the longest end of `text[start:]` with which `marker` begins, and which is not all of it."""
+    longest = min(len(text) - start, len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 def _expect(condition: bool) -> None:
