@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,36 +43,53 @@ class StopMatcher:
     """Searches the text of one request for stop texts, token by token."""
 
     def __init__(self, stop_words: Sequence[str], detokenizer: Detokenizer, *, min_tokens: int = 0) -> None:
-        self.text = ""
         self._stops = [stop for stop in stop_words if stop]
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
         self._detokenizer = detokenizer
         self._min_tokens = min_tokens
-        self._ends: list[int] = []
-        """Length of the text after each token."""
+        self._parts: list[str] = []
+        self._length = 0
+        """Of the text of all parts."""
+        self._tail = ""
+        """The end of the text in which a stop text may begin: `_hold` characters."""
+        self._ends: deque[int] = deque()
+        """Length of the text after each token that may be part of a stop text."""
+        self._num_releasable = 0
 
     def append(self, token: int) -> None:
         """Append a token without a search: it was sent earlier, so it completes no stop text."""
-        self.text += self._detokenizer.feed((token,))
-        self._ends.append(len(self.text))
+        self._append(token)
 
     def feed(self, token: int) -> StopText | None:
         """Append a token. Return the first stop text that it completes."""
-        start = max(0, len(self.text) - self._hold)
-        self.append(token)
-        if len(self._ends) < self._min_tokens:
+        start = self._length - len(self._tail)
+        text = self._append(token)
+        if self._num_releasable + len(self._ends) < self._min_tokens:
             return None
-        return min(
-            (StopText(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0), default=None
-        )
+        found = ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0)
+        return min((StopText(start + at, stop) for at, stop in found), default=None)
+
+    def _append(self, token: int) -> str:
+        """Return the text of the token, after the tail so far."""
+        text = self._detokenizer.feed((token,))
+        self._parts.append(text)
+        self._length += len(text)
+        self._ends.append(self._length)
+        text = self._tail + text
+        self._tail = text[max(0, len(text) - self._hold) :]
+        return text
+
+    def text(self, length: int) -> str:
+        """Return the first characters of the text."""
+        return "".join(self._parts)[:length]
 
     def releasable(self) -> int:
         """Return the number of leading tokens that cannot be part of a stop text."""
-        limit = len(self.text) - self._hold
-        count = len(self._ends)
-        while count and self._ends[count - 1] > limit:
-            count -= 1
-        return count
+        limit = self._length - self._hold
+        while self._ends and self._ends[0] <= limit:
+            self._ends.popleft()
+            self._num_releasable += 1
+        return self._num_releasable
 
 
 @dataclass(slots=True)
@@ -327,7 +345,7 @@ class OutputStage:
             reply.update(self._record(request, output))
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
-            reply["generated_text"] = request.matcher.text[: found.end + keep]
+            reply["generated_text"] = request.matcher.text(found.end + keep)
             reply["stop_reason"] = found.text
         elif output.stop_token is not None:
             reply["stop_reason"] = output.stop_token

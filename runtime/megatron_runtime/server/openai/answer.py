@@ -123,12 +123,12 @@ class Choice:
         whole: str | None = reply.get("generated_text")
         if whole is not None:
             self._take((*self._held, *rest), piece, end=len(whole))
-            self._add(whole[self._plain :], piece)
+            piece.text += self._counted(whole[self._plain :])
         else:
             self._advance(rest, piece)
             if reply.get("finish_reason") != "stop":
                 self._take(self._held, piece)
-            self._add(self._detokenizer.finish(), piece)
+            piece.text += self._counted(self._detokenizer.finish())
         piece.generated, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
         # After a failover the reply may have only the log-probabilities since then.
         if log_probs is not None and len(log_probs) == len(piece.generated):
@@ -169,23 +169,26 @@ class Choice:
         if self._is_plain and end is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
-            self._add(self._detokenizer.feed(ids), piece)
+            piece.text += self._counted(self._detokenizer.feed(ids))
             return
+        texts = []
         for token, detail in tokens:
             text = self._detokenizer.feed((token,))
             plain = len(text) - self._marker_length.get(token, 0)
             excess = 0 if end is None else max(0, self._plain + plain - end)
             if end is not None and excess and self._plain >= end:
-                return
+                break
             piece.token_ids.append(token)
             if detail is not None:
                 piece.log_probs.append(TokenLogProb(token, *detail, self._offset))
-            self._add(text[: len(text) - excess], piece, plain=plain - excess)
+            texts.append(self._counted(text[: len(text) - excess], plain=plain - excess))
+        piece.text += "".join(texts)
 
-    def _add(self, text: str, piece: Piece, *, plain: int | None = None) -> None:
-        piece.text += text
+    def _counted(self, text: str, *, plain: int | None = None) -> str:
+        """Count text that is added to the answer, and return it. plain: its characters without markers; None: all."""
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain
+        return text
 
 
 def _prompt_log_probs(tokenizer: Tokenizer, prompt: Sequence[int], reply: Mapping[str, Any]) -> list[TokenLogProb]:

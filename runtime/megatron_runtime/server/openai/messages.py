@@ -301,8 +301,8 @@ class _Answer:
         self._model = model
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []
-        self._text = ""
-        """Of the last block."""
+        self._texts: list[str] = []
+        """Of the last block, in parts."""
         self._is_open = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -315,7 +315,7 @@ class _Answer:
                 yield from self._close()
                 yield self._open(event, kind)
             if not isinstance(event, CallBegin):
-                self._text += event.text
+                self._texts.append(event.text)
                 delta_type, field = _DELTA[kind]
                 yield self._event("content_block_delta", delta={"type": delta_type, field: event.text})
         if piece.finish_reason is not None:
@@ -349,7 +349,7 @@ class _Answer:
         }
 
     def _open(self, event: Event, kind: str) -> dict[str, Any]:
-        self._text, self._is_open = "", True
+        self._texts, self._is_open = [], True
         block: dict[str, Any] = {"type": kind}
         if isinstance(event, CallBegin):
             block |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
@@ -365,11 +365,11 @@ class _Answer:
         if not self._is_open:
             return
         self._is_open = False
-        block = self._blocks[-1]
+        block, text = self._blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = _arguments(self._text)
+            block["input"] = _arguments(text)
         else:
-            block[block["type"]] = self._text
+            block[block["type"]] = text
         yield self._event("content_block_stop")
 
     def _event(self, type_: str, **fields: Any) -> dict[str, Any]:

@@ -263,8 +263,8 @@ class _Answer:
         self._created = int(time.time())
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
-        self._text = ""
-        """Of the item that is open."""
+        self._texts: list[str] = []
+        """Of the item that is open, in parts."""
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece."""
@@ -279,7 +279,7 @@ class _Answer:
                 yield from self._close()
                 yield from self._open(event)
             if not isinstance(event, CallBegin):
-                self._text += event.text
+                self._texts.append(event.text)
                 yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
         if piece.finish_reason is not None:
             is_cut = piece.finish_reason == "length"
@@ -323,7 +323,7 @@ class _Answer:
         }
 
     def _open(self, event: Event) -> Iterator[dict[str, Any]]:
-        kind, self._text = _item_kind(event), ""
+        kind, self._texts = _item_kind(event), []
         item: dict[str, Any] = {"id": f"{_ID[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if isinstance(event, CallBegin):
             item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": event.name, "arguments": ""}
@@ -340,15 +340,15 @@ class _Answer:
         """Complete the open item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
-        item = self._items[-1]
+        item, text = self._items[-1], "".join(self._texts)
         kind, item["status"] = item["type"], status
         if kind == "function_call":
-            item["arguments"] = self._text
-            yield self._event(f"{_PREFIX[kind]}.done", arguments=self._text, name=item["name"])
+            item["arguments"] = text
+            yield self._event(f"{_PREFIX[kind]}.done", arguments=text, name=item["name"])
         else:
-            part = _part(kind, self._text)
+            part = _part(kind, text)
             item["content"] = [part]
-            yield self._event(f"{_PREFIX[kind]}.done", text=self._text)
+            yield self._event(f"{_PREFIX[kind]}.done", text=text)
             if kind == "message":
                 yield self._event("response.content_part.done", part=part)
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
