@@ -15,13 +15,42 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import BuiltinFunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 _SEQUENCES = (str, bytes, bytearray, list, tuple, deque)
-_CONSTANT = {len, isinstance, issubclass, id, type, hash, iter, next, callable, getattr, setattr, hasattr, super, range, zip}
+_CONSTANT = {
+    len,
+    isinstance,
+    issubclass,
+    id,
+    type,
+    hash,
+    iter,
+    next,
+    callable,
+    getattr,
+    setattr,
+    hasattr,
+    super,
+    range,
+    zip,
+}
 """Builtins that look at no items of their arguments."""
-_APPENDING = {"append", "appendleft", "pop", "popleft", "clear", "extend", "get", "setdefault", "items", "values", "keys"}
+_COPYING = {str, bytes, list, tuple, set, frozenset, dict, deque}
+_APPENDING = {
+    "append",
+    "appendleft",
+    "pop",
+    "popleft",
+    "clear",
+    "extend",
+    "get",
+    "setdefault",
+    "items",
+    "values",
+    "keys",
+}
 """Methods of lists, deques and dicts that do not look at the items that are there already."""
 
 
@@ -40,9 +69,10 @@ class Operations:
             self.cost += _searched(owner, getattr(function, "__name__", ""), result, *arguments, **options)
         elif isinstance(function, BuiltinFunctionType) and function not in _CONSTANT:
             self.cost += _looked_at(owner, function.__name__, result, arguments)
-        elif isinstance(function, type) and function in (str, bytes, list, tuple, set, frozenset, dict, sorted, deque):
-            self.cost += _sizes(arguments)
-        elif not isinstance(function, MethodType) and getattr(function, "__module__", "") in ("json", "ast"):
+        elif (isinstance(function, type) and function in _COPYING) or getattr(function, "__module__", "") in (
+            "json",
+            "ast",
+        ):
             self.cost += _sizes(arguments)
         return result
 
@@ -114,7 +144,9 @@ def _looked_at(owner: Any, name: str, result: Any, arguments: Sequence[Any]) -> 
 
 
 class _Counting(ast.NodeTransformer):
-    def _counted(self, method: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = (), at: ast.AST) -> ast.expr:
+    def _counted(
+        self, method: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = (), at: ast.AST
+    ) -> ast.expr:
         operations = ast.Name("_operations", ast.Load())
         function = ast.Attribute(operations, method, ast.Load())
         return ast.copy_location(ast.Call(function, list(arguments), list(keywords)), at)
@@ -210,7 +242,8 @@ class CountedModules:
 
     def _load(self, name: str) -> ModuleType:
         spec = importlib.util.find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
-        assert spec is not None and spec.origin is not None
+        assert spec is not None
+        assert spec.origin is not None
         with open(spec.origin, encoding="utf-8") as file:
             tree = ast.parse(file.read())
         tree.body = [

@@ -13,7 +13,13 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import zmq
 
 from megatron_runtime.client import megatron_protocol
-from megatron_runtime.client.pending import PendingRequest, Serializable, partial_frames, running_loop
+from megatron_runtime.client.pending import (
+    PendingRequest,
+    Serializable,
+    merge_partials,
+    partial_frames,
+    running_loop,
+)
 from megatron_runtime.client.quota_calls import QuotaCalls
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.process.logs import of_request
@@ -270,14 +276,15 @@ class InferenceClient:
         """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
         If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
-        "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
-        aborts the request. The arguments are those of add_request().
+        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials were not read, the last of them
+        takes up the tokens of the next ones. Sets `streaming` on the caller's parameters. Closing the stream aborts the
+        request. The arguments are those of add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True
         request = self._new_request(prompt, sampling_params, streaming=True, **options)
         reader = running_loop() if self._other_loop() is not None else None
-        request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
+        request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader, merge=merge_partials)
         self._at_home(lambda: self._submit(request))
         return request.stream
 

@@ -41,6 +41,7 @@ TOKEN_BYTES = 4
 
 PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
 """Names of per-token details in a partial, and in the reply."""
+_MERGED = frozenset({"new_tokens", *(f"new_{name}" for name in PER_TOKEN_DETAILS)})
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 _REPLY_DEFAULTS: dict[str, Any] = {
@@ -269,6 +270,22 @@ def partial_frames(
             frame = request.take_partial(entry.offset, tokens, own)
             if frame is not None:
                 yield request, frame
+
+
+def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
+    """Add the tokens of a stream's item to those of the item before, which was not read; see AsyncStream.
+
+    False, and nothing is added, if one of them is the answer, or if they have different details.
+    """
+    frame, added = unread.get("partial"), item.get("partial")
+    if frame is None or added is None or frame.keys() != added.keys():
+        return False
+    names = frame.keys() - {"request_id"}
+    if not names <= _MERGED or any(len(frame[name]) != len(frame["new_tokens"]) for name in names):
+        return False
+    for name in names:
+        frame[name] += added[name]
+    return True
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

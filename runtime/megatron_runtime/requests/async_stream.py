@@ -9,6 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, Self
 
+MAX_UNREAD_ITEMS = 64
+"""Items that wait for a reader before further ones are merged, which takes less memory."""
+
 
 class AsyncStream:
     """Yields the items in the order of put(), then ends, or raises the exception passed to finish().
@@ -16,6 +19,8 @@ class AsyncStream:
     cancel: called at most once, if the reader closes the stream before its end: with the request id if its signature
             takes an argument.
     loop:   the reader's loop. If given, put() and finish() may be called from other threads.
+    merge:  called with the last unread item and a new one, if MAX_UNREAD_ITEMS wait. Adds the new one to the last one
+            and returns True, or False if the two cannot be one item.
     """
 
     def __init__(
@@ -23,10 +28,12 @@ class AsyncStream:
         request_id: Any,
         cancel: Callable[..., object],
         loop: asyncio.AbstractEventLoop | None = None,
+        merge: Callable[[Any, Any], bool] | None = None,
     ) -> None:
         self.request_id = request_id
         self._cancel = partial(cancel, request_id) if _takes_an_argument(cancel) else cancel
         self._loop = loop
+        self._merge = merge
         self._items: deque[Any] = deque()
         self._error: BaseException | type[BaseException] | None = None
         self._finished = False
@@ -42,7 +49,9 @@ class AsyncStream:
         if self._is_foreign():
             self._call_reader(self.put, item)
         elif not self._finished:
-            self._items.append(item)
+            is_behind = len(self._items) >= MAX_UNREAD_ITEMS
+            if not (is_behind and self._merge is not None and self._merge(self._items[-1], item)):
+                self._items.append(item)
             self._wake()
 
     def finish(self, error: Any = None) -> None:

@@ -2,10 +2,13 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from megatron_runtime.async_stream import AsyncStream
+from megatron_runtime.client.pending import merge_partials
+from megatron_runtime.requests.async_stream import MAX_UNREAD_ITEMS
 
 
 @pytest.fixture
@@ -120,3 +123,29 @@ async def test_a_cancel_callback_without_arguments_is_called_without_the_id() ->
     calls: list[str] = []
     await AsyncStream(7, lambda: calls.append("cancelled")).aclose()
     assert calls == ["cancelled"]
+
+
+def frame_of(number: int, *, has_log_probs: bool = False, **details: Any) -> dict[str, Any]:
+    own = {"new_log_probs": [-float(number)], "new_top_n_logprobs": [[[number, -1.0]]]} if has_log_probs else {}
+    return {"partial": {"request_id": 7, "new_tokens": [number], **own, **details}}
+
+
+async def test_partials_that_a_reader_is_late_for_take_the_memory_of_their_tokens(cancelled: list[Any]) -> None:
+    """Nothing is lost or reordered, and what cannot be merged stays as it is: other details, the answer."""
+    stream = AsyncStream(7, cancelled.append, merge=merge_partials)
+    stream.put(frame_of(0, prompt_log_probs=[-1.0]))
+    for number in range(1, 5000):
+        stream.put(frame_of(number, has_log_probs=number >= 1000))
+    assert len(stream._items) <= MAX_UNREAD_ITEMS + 1
+    stream.put({"final": {"status": "COMPLETED"}})
+    stream.finish()
+    *partials, final = [item async for item in stream]
+    frames = [item["partial"] for item in partials]
+    assert [token for frame in frames for token in frame["new_tokens"]] == list(range(5000))
+    assert frames[0] == {"request_id": 7, "new_tokens": [0], "prompt_log_probs": [-1.0]}
+    with_log_probs = [frame for frame in frames if "new_log_probs" in frame]
+    assert [value for frame in with_log_probs for value in frame["new_log_probs"]] == [
+        -float(n) for n in range(1000, 5000)
+    ]
+    assert all(len(frame["new_log_probs"]) == len(frame["new_top_n_logprobs"]) for frame in with_log_probs)
+    assert final == {"final": {"status": "COMPLETED"}}

@@ -228,8 +228,8 @@ def test_an_engine_that_does_not_read_is_offered_each_request_once_until_it_has_
         scene.submit(number)
     attempts: Counter[Any] = Counter()
     deliver = scene.driver._deliver
-    scene.driver._deliver = lambda peer, frames: attempts.update([(peer, type(decode(frames)))]) or deliver(
-        peer, frames
+    scene.driver._deliver = lambda peer, frames: (
+        attempts.update([(peer, type(decode(frames)))]) or deliver(peer, frames)
     )
     scene.driver.advance(60.0)
     assert attempts[FIRST, Dispatch] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,29 @@ CALLS = size(60_000, soak=30_000_000)
 TOOLS = {"f": {"properties": {"a": {"type": "string"}}}, "get_weather": {}}
 
 UNITS = [
-    *("word ", " ", "[", '{"a":', "<", "a", "\n", "</", " \n\t ", '"', "\\", "\\\\", "'", "0", ",", ";", "=", "{", "(", "}", "a=1,"),
+    *(
+        "word ",
+        " ",
+        "[",
+        '{"a":',
+        "<",
+        "a",
+        "\n",
+        "</",
+        " \n\t ",
+        '"',
+        "\\",
+        "\\\\",
+        "'",
+        "0",
+        ",",
+        ";",
+        "=",
+        "{",
+        "(",
+        "}",
+        "a=1,",
+    ),
     *('"a": 1, ', "[1, ", "f(a=1), ", "<parameter=a>", "<parameter=a>1</parameter>", "\u00e9"),
 ]
 """What is repeated without end, besides the markers of a parser, whole and cut."""
@@ -216,11 +239,11 @@ def test_a_choice_becomes_text_in_linear_time(
     def choice() -> Any:
         return answer.Choice(job, FakeTokenizer(counted, by_window=by_window))
 
-    def partial(tokens: Sequence[int]) -> dict[str, Any]:
+    def frame(tokens: Sequence[int]) -> dict[str, Any]:
         return {"new_tokens": list(tokens), "new_log_probs": [-1.0] * len(tokens) if has_log_probs else None}
 
     streamed = choice()
-    check_linear(counted, lambda tokens: streamed.feed(partial(tokens)), unit, f"a choice of {kind}")
+    check_linear(counted, lambda tokens: streamed.feed(frame(tokens)), unit, f"a choice of {kind}")
     costs = []
     for number, stops in itertools.product((SHORT, LONG), (False, True)):
         tokens = unit * number
@@ -228,7 +251,7 @@ def test_a_choice_becomes_text_in_linear_time(
         if stops:
             detokenizer = FakeTokenizer(counted, by_window=by_window).detokenizer()
             reply["generated_text"] = detokenizer.feed(tokens)
-        costs.append(counted.cost_of(lambda whole=choice(), reply=reply: whole.finish(reply)))
+        costs.append(counted.cost_of(partial(choice().finish, reply)))
     assert costs[2] <= SLACK * LONG / SHORT * costs[0]
     assert costs[3] <= SLACK * LONG / SHORT * costs[1]
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 OUTBOX_MESSAGES = 100_000
 """Answers kept for a client that does not read. One more and the client is removed."""
 UNREAD_SHARE = 0.25
-"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the client with the most is removed."""
+"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the one with the most is removed."""
 HEAL_HEARTBEATS = 4
 """An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
 

@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def report_room(self) -> None:
-        """Call the owner's has_room() when the buffer is not full, in the next iteration of the loop at the earliest."""
+        """Call the owner's has_room() when the buffer is not full; never within this call."""
         self._reports_room = True
         if not self._out:
             self._report_soon()
