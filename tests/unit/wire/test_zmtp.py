@@ -102,7 +102,7 @@ async def test_a_message_at_the_limit_passes_and_one_beyond_ends_its_connection(
     assert (await either.next())[1] == [b"still here"]
 
 
-async def test_the_send_buffer_of_a_peer_that_does_not_read_is_bounded(either: Port) -> None:
+async def test_the_send_buffer_of_a_peer_that_does_not_read_is_bounded_and_reports_room_once(either: Port) -> None:
     dealer = either.dealer()
     dealer.setsockopt(zmq.RCVHWM, 1)
     await dealer.send(b"hello")
@@ -118,10 +118,28 @@ async def test_the_send_buffer_of_a_peer_that_does_not_read_is_bounded(either: P
         pytest.fail("40 MB fitted into a buffer of 64 KiB")
     for number in range(sent):
         assert (await asyncio.wait_for(dealer.recv(), LONG_SECONDS))[:4] == number.to_bytes(4, "big")
-    async with asyncio.timeout(LONG_SECONDS):
-        while not either.send(peer, b"again"):  # noqa: ASYNC110 - a buffer offers no event
-            await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(either.room.get(), LONG_SECONDS) == peer
+    assert either.send(peer, b"again")
     assert await asyncio.wait_for(dealer.recv(), LONG_SECONDS) == b"again"
+    assert either.room.empty()
+    either.connections[peer].report_room()
+    assert either.room.empty(), "the report comes within the call"
+    assert await asyncio.wait_for(either.room.get(), LONG_SECONDS) == peer
+
+
+async def test_a_connection_that_takes_the_name_of_a_full_one_reports_room(either: Port) -> None:
+    first = either.dealer(routing_id=b"name")
+    first.setsockopt(zmq.RCVHWM, 1)
+    await first.send(b"hello")
+    peer, _ = await either.next()
+    while either.send(peer, bytes(4000)):
+        await asyncio.sleep(0)
+    assert either.room.empty()
+    second = either.dealer(routing_id=b"name")
+    await second.send(b"hello")
+    assert await asyncio.wait_for(either.room.get(), LONG_SECONDS) == peer
+    assert either.send(peer, b"to the second")
+    assert await asyncio.wait_for(second.recv(), LONG_SECONDS) == b"to the second"
 
 
 # --- connections ------------------------------------------------------------------------------------------------------

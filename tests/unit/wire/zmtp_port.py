@@ -32,6 +32,8 @@ class Port:
     def __init__(self, *, keys: Path | None = None, role: Role = Role.CLIENT, check_seconds: float = 60.0) -> None:
         self.received: asyncio.Queue[tuple[PeerId, list[bytes]]] = asyncio.Queue()
         self.gone: asyncio.Queue[PeerId] = asyncio.Queue()
+        self.room: asyncio.Queue[PeerId] = asyncio.Queue()
+        """Connections that reported room."""
         self.ended_by_peer: dict[PeerId, bool] = {}
         """Whether the peer closed the connection, by closed connection."""
         self.connections: dict = {}
@@ -46,6 +48,7 @@ class Port:
             handshake=NullHandshake if keys is None else self._curve(role),
             on_message=lambda peer, frames: self.on_message(peer, frames),
             on_gone=self._gone,
+            on_room=self.room.put_nowait,
             max_message_bytes=LIMIT,
             send_buffer_bytes=1 << 16,
             check_seconds=check_seconds,
