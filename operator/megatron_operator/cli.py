@@ -17,7 +17,7 @@ from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.pod_policy import PodPolicy, Switch
+from megatron_operator.model.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
 from megatron_operator.model.settings import (
     DEFAULT_COORDINATOR_IMAGE,
     DEFAULT_OPERATOR_IMAGE,
@@ -112,11 +112,33 @@ _POLICY: dict[Switch, tuple[str, str | None, str]] = {
         "REPOSITORY",
         "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
     ),
-    Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which is rejected by default."),
+    Switch.ENVIRONMENT: (
+        "environment",
+        "NAME",
+        "podTemplates may set this variable, which is rejected by default; a prefix if it ends in *.",
+    ),
+    Switch.SECRET_ENVIRONMENT: (
+        "secret_environment",
+        "NAME",
+        "podTemplates may set this variable to a value of a Secret that the spec names; a prefix if it ends in *.",
+    ),
     Switch.METADATA: (
         "metadata",
         "KEY",
-        "podTemplates may set this label or annotation, which is rejected by default; a prefix if it ends in /.",
+        "Pods, Services and Ingresses may have this label or annotation, which is rejected by default; a prefix if it "
+        "ends in /.",
+    ),
+    Switch.HOSTNAMES: (
+        "hostnames",
+        "HOST",
+        "Ingresses and HTTPRoutes may have this host name; *.SUFFIX: every name below it; *: every name. {namespace} "
+        "and {name} are those of the resource.",
+    ),
+    Switch.TLS_SECRETS: (
+        "tls_secrets",
+        "NAME",
+        "Ingresses may name this TLS Secret; a prefix if it ends in *. {namespace} and {name} are those of the "
+        "resource.",
     ),
     Switch.VLLM_CODE: ("vllm_code", None, "Resources may set arguments of vLLM that can load code."),
 }
@@ -132,13 +154,23 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
         else:
             option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May be repeated.")
         command = option(command)
-    return command
+    profile = click.option(
+        Switch.PROFILE.value[1],
+        "profile",
+        type=click.Choice(PROFILES),
+        default=RESTRICTED,
+        show_default=True,
+        help="restricted: allow lists limit podTemplates; the options below extend them. trusted: a user who may "
+        "create a resource is treated as one who may create pods in its namespace.",
+    )
+    return profile(command)
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     """Return the settings of the options, and the remaining options."""
     try:
-        policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
+        names = ("profile", *(name for name, _, _ in _POLICY.values()))
+        policy = PodPolicy(**{name: options.pop(name) for name in names if name in options})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     names = (
