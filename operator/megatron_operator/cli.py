@@ -31,38 +31,39 @@ from megatron_operator.render.context import InvalidPodTemplate
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.logs import configure
+from megatron_runtime.process.options import API_KEY, environment_option
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 
-runtime_image = click.option(
+runtime_image = environment_option(
     "--runtime-image",
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
     help="Image of servers and native engines if a resource sets none.",
 )
-vllm_runtime_image = click.option(
+vllm_runtime_image = environment_option(
     "--vllm-runtime-image",
     envvar="MEGATRON_VLLM_RUNTIME_IMAGE",
     default=DEFAULT_VLLM_RUNTIME_IMAGE,
     show_default=True,
     help="Image of vLLM engines if a resource sets none.",
 )
-coordinator_image = click.option(
+coordinator_image = environment_option(
     "--coordinator-image",
     envvar="MEGATRON_COORDINATOR_IMAGE",
     default=DEFAULT_COORDINATOR_IMAGE,
     show_default=True,
     help="Image of coordinators; the operator's image contains all that they need.",
 )
-operator_namespace = click.option(
+operator_namespace = environment_option(
     "--operator-namespace",
     envvar="POD_NAMESPACE",
     default="megatron-system",
     show_default=True,
     help="Namespace of the operator's own pods, its Lease and its admin key.",
 )
-image_pull_policy = click.option(
+image_pull_policy = environment_option(
     "--image-pull-policy",
     type=click.Choice(["Always", "IfNotPresent", "Never"]),
     envvar="MEGATRON_IMAGE_PULL_POLICY",
@@ -419,7 +420,7 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @main.command()
 @click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
 @click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
-@click.option("--api-key", envvar="MEGATRON_API_KEY", help="API key for the server.")
+@environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
 @click.option(
     "--kubeconfig",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
