@@ -136,6 +136,11 @@ def _pinned(ctx: RenderContext) -> tuple[str, str]:
             "spec.model.source.huggingFace.revision: is not set; name a commit, so that the files in the claim never "
             "change under an engine"
         )
+    if "/" in revision:
+        raise NothingToPrefetch(
+            f"spec.model.source.huggingFace.revision: is {revision!r}; it names the directory of the files, so name a "
+            "commit, or a tag without /"
+        )
     return source.repo, revision
 
 

@@ -128,9 +128,13 @@ def _parse(text: str, path: Path) -> list[_Entry]:
         message = f"{str(path)!r} is not YAML{where}: write a list 'keys' of entries with name and key"
         raise ApiKeyFileError(message) from None
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
+        errors = error.errors(include_input=False, include_url=False)
+        first = errors[0]
         # The name of an unknown field may be a key that was written in the wrong place.
-        known = first["loc"][:-1] if first["type"] == "extra_forbidden" else first["loc"]
+        known = first["loc"]
+        has_key = not any(each["type"] == "missing" and each["loc"][:-1] == known[:-1] for each in errors)
+        if first["type"] == "extra_forbidden" and not (has_key and re.fullmatch("[A-Za-z]{1,24}", str(known[-1]))):
+            known = known[:-1]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in known).lstrip(".")
         fields = ", ".join(map(to_camel, _Entry.model_fields))
         message = f"{str(path)!r}, {place or 'the file'}: {first['msg']}; an entry of keys has {fields}"

@@ -33,7 +33,6 @@ MAX_LISTING_BYTES, MAX_FILES = 64 << 20, 100_000
 LISTING_SECONDS = 120.0
 """Time limit for the whole list of files."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./+-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_FILE_BYTES = 1 << 50
@@ -79,8 +78,6 @@ class Reference:
         name, _, revision = text.removeprefix(HUB_PREFIX).removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(name) or ".." in name or not all(len(part) <= 96 for part in name.split("/")):
             raise HubError(f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION")
-        if revision and (not _REVISION.fullmatch(revision) or ".." in revision or len(revision) > 200):
-            raise HubError(f"{text!r} has no valid revision: use letters, digits and . _ / + -, without ..")
         return cls(name, revision or "main")
 
     @property
@@ -140,7 +137,10 @@ class HubApi:
             headers["authorization"] = f"Bearer {_valid(HEADER, 'the token of the hub (HF_TOKEN, or its file)', token)}"
         # httpx logs URLs. Those of large files are signed: they grant access to the file without a token.
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        self._origin = _origin(httpx.URL(_valid(URL, "the endpoint of the hub (HF_ENDPOINT)", self._endpoint)))
+        try:
+            self._origin = _origin(httpx.URL(_valid(URL, "the endpoint of the hub (HF_ENDPOINT)", self._endpoint)))
+        except (httpx.InvalidURL, HubError):
+            raise HubError(f"the endpoint of the hub (HF_ENDPOINT) is not a URL: give {URL.want}") from None
         self._client = httpx.Client(
             headers=headers,
             timeout=_TIMEOUT,
