@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,255}")
+_WORD = re.compile(r"[!-~]{1,256}")
 _TEXT, _COUNT, _NUMBER, _SWITCH, _OBJECT = (str,), (int,), (int, float), (bool,), (dict,)
 _KINDS = {_TEXT: "a string", _COUNT: "an integer", _NUMBER: "a number", _SWITCH: "true or false", _OBJECT: "an object"}
 
@@ -83,5 +83,5 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
         if type(value) not in kinds:
             return f"{name} is {json.dumps(value)[:60]}: give {_KINDS[kinds]}"
         if name in ALLOWED and isinstance(value, str) and (not _WORD.fullmatch(value) or ".." in value):
-            return f"{name} is {json.dumps(value)[:60]}: give a word of letters, digits and . _ : + / -, without .."
+            return f"{name} is {json.dumps(value)[:60]}: give a word of at most 256 visible ASCII characters without .."
     return None

@@ -265,6 +265,9 @@ _REVISIONS = [
     "",
 ]
 _NAMES = ["..", "a/../b", "a..b", "-x", "--config", "a b", "a\nb", "$(HF_TOKEN)", "a;b", "é"]
+_REPOSITORIES = ["a/..", "../a", "a/b/c", "-a/b", "a/b c"]
+_PREFIXES = ["..", "a/../b", "a b", "a?b"]
+_COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
 _PATHS = ["models", "/a/../b", "/..", "/.", "/a/./b", "/a\nb", "/a\x00b", "/a\x7f"]
 
 
@@ -274,7 +277,7 @@ _PATHS = ["models", "/a/../b", "/..", "/.", "/a/./b", "/a\nb", "/a\x00b", "/a\x7
         (lambda text: _spec(model={"source": {"huggingFace": {"repo": "a/b", "revision": text}}}), _REVISIONS),
         (
             lambda text: _spec(model={"source": {"huggingFace": {"repo": text}}}),
-            ["a/..", "../a", "a/b/c", "-a/b", "a/b c"],
+            _REPOSITORIES,
         ),
         (
             lambda text: _spec(
@@ -302,14 +305,14 @@ _PATHS = ["models", "/a/../b", "/..", "/.", "/a/./b", "/a\nb", "/a\x00b", "/a\x7
         (lambda text: _spec(model={"source": {"image": {"reference": "r", "path": text}}}), _PATHS),
         (
             lambda text: _spec(model={"source": {"objectStore": {"url": f"s3://b/{text}"}}}),
-            ["..", "a/../b", "a b", "a?b"],
+            _PREFIXES,
         ),
     ],
     ids=["revision", "repo", "weights", "name", "adapter", "adapter revision", "claim", "image", "url"],
 )
 def test_texts_of_a_command_line_have_a_pattern(build: Callable[[str], dict[str, Any]], values: list[str]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match="spec|must be|String"):
+        with pytest.raises(ValueError, match=r"spec|must be|String"):
             parse_spec(build(value))
 
 
