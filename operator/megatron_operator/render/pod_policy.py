@@ -353,10 +353,10 @@ def violations(
 ) -> Iterator[Violation]:
     """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
-    yield from _release(ctx, component, request)
     if policy.trusted:
         yield from _depended_on(overlay or {}, f"spec.{component}.podTemplate", request)
         return
+    yield from _release(ctx, component, request)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
         yield from _model_cache(ctx.spec.model.cache, request)
