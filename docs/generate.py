@@ -419,7 +419,43 @@ def check_environment() -> list[str]:
     return missing + [f"docs/reference/environment.md has {name}" for name in sorted(page - code - operations)]
 
 
+def pod_variables() -> Table:
+    """The variables that a podTemplate may set, from the operator's pod policy."""
+    from megatron_operator.render.pod_policy import ENVIRONMENT, PROTECTED, SECRETS
+
+    rows = [
+        (title, group.reason, _names(group.names) + (f"; values: `{group.value}`" if group.value else ""))
+        for title, group in ENVIRONMENT.items()
+    ]
+    rows.append(("secrets", "take a value of a Secret that the spec names, and no other one", _names(SECRETS)))
+    rows.append(("protected, in both profiles", "the operator sets them itself", _names(PROTECTED)))
+    return _table("group", "why", "names", rows=rows)
+
+
+def pod_keys() -> Table:
+    """The labels and annotations that an author may set, from the operator's pod policy."""
+    from megatron_operator.render.pod_policy import ANNOTATIONS, LABELS, OWN_KEYS
+
+    rows = [
+        (
+            title,
+            group.reason,
+            "annotations and labels" if title in LABELS else "annotations",
+            _names(group.names) + (f"; values: `{group.value}`" if group.value else ""),
+        )
+        for title, group in ANNOTATIONS.items()
+    ]
+    rows.append(("protected, in both profiles", "the operator sets them itself", "never", _names(OWN_KEYS)))
+    return _table("group", "why", "allowed as", "keys", rows=rows)
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 BLOCKS: dict[str, Callable[[], Table]] = {
+    "pod-variables": pod_variables,
+    "pod-keys": pod_keys,
     "commands": commands,
     "server-metrics": server_metrics,
     "engine-metrics": engine_metrics,

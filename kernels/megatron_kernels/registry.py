@@ -201,5 +201,5 @@ def _backend(variable: str, value: str | None) -> Backend | None:
     if not value or value == "auto":
         return None
     if value not in set(Backend):
-        raise KernelError(f"{variable}={value!r} is no backend: choose among auto, {', '.join(Backend)}")
+        raise KernelError(f"{variable} is no backend: choose among auto, {', '.join(Backend)}")
     return Backend(value)

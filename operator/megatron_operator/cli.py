@@ -18,7 +18,7 @@ from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.pod_policy import PodPolicy, Switch
+from megatron_operator.model.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
 from megatron_operator.model.settings import (
     DEFAULT_COORDINATOR_IMAGE,
     DEFAULT_OPERATOR_IMAGE,
@@ -34,39 +34,40 @@ from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, p
 from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
+from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 
-runtime_image = click.option(
+runtime_image = environment_option(
     "--runtime-image",
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
     help="Image of servers and native engines if a resource sets none.",
 )
-vllm_runtime_image = click.option(
+vllm_runtime_image = environment_option(
     "--vllm-runtime-image",
     envvar="MEGATRON_VLLM_RUNTIME_IMAGE",
     default=DEFAULT_VLLM_RUNTIME_IMAGE,
     show_default=True,
     help="Image of vLLM engines if a resource sets none.",
 )
-coordinator_image = click.option(
+coordinator_image = environment_option(
     "--coordinator-image",
     envvar="MEGATRON_COORDINATOR_IMAGE",
     default=DEFAULT_COORDINATOR_IMAGE,
     show_default=True,
     help="Image of coordinators; the operator's image contains all that they need.",
 )
-operator_namespace = click.option(
+operator_namespace = environment_option(
     "--operator-namespace",
     envvar="POD_NAMESPACE",
     default="megatron-system",
     show_default=True,
     help="Namespace of the operator's own pods, its Lease and its admin key.",
 )
-image_pull_policy = click.option(
+image_pull_policy = environment_option(
     "--image-pull-policy",
     type=click.Choice(["Always", "IfNotPresent", "Never"]),
     envvar="MEGATRON_IMAGE_PULL_POLICY",
@@ -163,11 +164,33 @@ _POLICY: dict[Switch, tuple[str, str | None, str]] = {
         "REPOSITORY",
         "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
     ),
-    Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which is rejected by default."),
+    Switch.ENVIRONMENT: (
+        "environment",
+        "NAME",
+        "podTemplates may set this variable, which is rejected by default; a prefix if it ends in *.",
+    ),
+    Switch.SECRET_ENVIRONMENT: (
+        "secret_environment",
+        "NAME",
+        "podTemplates may set this variable to a value of a Secret that the spec names; a prefix if it ends in *.",
+    ),
     Switch.METADATA: (
         "metadata",
         "KEY",
-        "podTemplates may set this label or annotation, which is rejected by default; a prefix if it ends in /.",
+        "Pods, Services and Ingresses may have this label or annotation, which is rejected by default; a prefix if it "
+        "ends in /.",
+    ),
+    Switch.HOSTNAMES: (
+        "hostnames",
+        "HOST",
+        "Ingresses and HTTPRoutes may have this host name; *.SUFFIX: every name below it; *: every name. {namespace} "
+        "and {name} are those of the resource.",
+    ),
+    Switch.TLS_SECRETS: (
+        "tls_secrets",
+        "NAME",
+        "Ingresses may name this TLS Secret; a prefix if it ends in *. {namespace} and {name} are those of the "
+        "resource.",
     ),
     Switch.VLLM_CODE: ("vllm_code", None, "Resources may set arguments of vLLM that can load code."),
 }
@@ -183,13 +206,23 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
         else:
             option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May be repeated.")
         command = option(command)
-    return command
+    profile = click.option(
+        Switch.PROFILE.value[1],
+        "profile",
+        type=click.Choice(PROFILES),
+        default=RESTRICTED,
+        show_default=True,
+        help="restricted: allow lists limit podTemplates; the options below extend them. trusted: a user who may "
+        "create a resource is treated as one who may create pods in its namespace.",
+    )
+    return profile(command)
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     """Return the settings of the options, and the remaining options."""
     try:
-        policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
+        names = ("profile", *(name for name, _, _ in _POLICY.values()))
+        policy = PodPolicy(**{name: options.pop(name) for name in names if name in options})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     names = (
@@ -442,7 +475,7 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @main.command()
 @click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
 @click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
-@click.option("--api-key", envvar="MEGATRON_API_KEY", help="API key for the server.")
+@environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
 @click.option(
     "--kubeconfig",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

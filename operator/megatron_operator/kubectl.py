@@ -23,6 +23,7 @@ from megatron_operator.resource_client import ClusterError, ResourceClient, curr
 from megatron_operator.resource_view import age, rollout, summary, table
 from megatron_operator.terminal import clear, fail, say, say_candidates, say_json, say_lines, say_part
 from megatron_runtime.process.finite_range import FiniteRange
+from megatron_runtime.process.options import API_KEY, environment_option
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -233,7 +234,9 @@ def top(
 @main.command()
 @_options
 @click.option("--model", help="Model or adapter. Default: the model of the resource.")
-@click.option("--api-key", envvar="MEGATRON_API_KEY", help="Default: a key of spec.server.apiKeysSecretRef.")
+@environment_option(
+    "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="Default: a key of spec.server.apiKeysSecretRef."
+)
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--temperature", type=FiniteRange(0, 2), help="Default: that of the model.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens of an answer at most.")

@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 INGRESS = kind_of("networking.k8s.io/v1", "Ingress")
 SERVER = {
-    "service": {"type": "LoadBalancer", "loadBalancerClass": "example.com/lb", "annotations": {"example.com/a": "b"}},
+    "service": {
+        "type": "LoadBalancer",
+        "loadBalancerClass": "example.com/lb",
+        "annotations": {"prometheus.io/scrape": "false"},
+    },
     "ingress": {"hosts": ["demo.example"], "className": "nginx", "tlsSecretName": "certificate"},
     "httpRoute": {
         "parentRefs": [{"name": "gateway", "namespace": "infra", "sectionName": "https"}],
@@ -27,6 +31,14 @@ SERVER = {
 }
 
 
+@pytest.fixture
+async def operator(make_operator: Any) -> Any:
+    hosts = ("--allow-hostname", "demo.example", "--allow-hostname", "models.example")
+    process = make_operator(*hosts, "--allow-tls-secret", "certificate")
+    await process.start()
+    return process
+
+
 async def test_the_objects_are_accepted_kept_and_removed(
     resource: Any, operator: Any, gateway_api: None, node: Any, api: Any
 ) -> None:
@@ -35,7 +47,7 @@ async def test_the_objects_are_accepted_kept_and_removed(
     kinds = (SERVICE, INGRESS, HTTP_ROUTE, INFERENCE_POOL)
     service, ingress, route, pool = [await found(api, resource, kind) for kind in kinds]
     assert service["spec"]["loadBalancerClass"] == "example.com/lb"
-    assert service["metadata"]["annotations"]["example.com/a"] == "b"
+    assert service["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
     assert ingress["spec"]["rules"][0]["host"] == "demo.example"
     assert route["spec"]["rules"][0]["matches"][0]["headers"][0]["value"] == "demo"
     assert route["spec"]["rules"][0]["backendRefs"][0]["kind"] == "InferencePool"

@@ -163,7 +163,7 @@ def log(control_plane: LocalCluster, namespace: str) -> AuditLog:
 async def test_every_permission_of_the_role_is_needed_and_none_is_missing(
     resource: Any, make_resource: Any, make_operator: Any, gateway_api: None, node: Any, api: Any, log: AuditLog
 ) -> None:
-    operator = make_operator("--resync-seconds", "3")
+    operator = make_operator("--resync-seconds", "3", "--allow-hostname", "*")
     await audit(operator, (resource, make_resource), api, log, rules=granted(ALL_RULES))
 
 
@@ -178,7 +178,7 @@ async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missin
     api: Any,
     log: AuditLog,
 ) -> None:
-    operator = make_operator("--resync-seconds", "3", everywhere=True)
+    operator = make_operator("--resync-seconds", "3", "--allow-hostname", "*", everywhere=True)
     await audit(operator, (resource, make_resource), api, log, rules=granted(ALL_RULES))
 
 

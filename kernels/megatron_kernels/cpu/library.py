@@ -181,6 +181,6 @@ def select_instruction_set(available: tuple[str, ...], environment: Mapping[str,
     name = environment.get(ISA_VARIABLE) or available[0]
     if name not in available:
         raise InstructionSetError(
-            f"{ISA_VARIABLE}={name!r}: this CPU has {', '.join(available)}; unset it for the best"
+            f"{ISA_VARIABLE} is no instruction set of this CPU, which has {', '.join(available)}; unset it for the best"
         )
     return name

@@ -37,14 +37,16 @@ class Matches:
     offline commands.
 
     field: path of the field. pattern: it must match the whole value. want: what it accepts, after "must be".
+    without: text that the value must not contain.
     """
 
     field: str
     pattern: str
     want: str
+    without: str | None = None
 
     def check(self, value: str) -> str:
-        if re.fullmatch(self.pattern, value, re.ASCII) is None:
+        if re.fullmatch(self.pattern, value, re.ASCII) is None or (self.without is not None and self.without in value):
             raise ValueError(f"is {value!r}; must be {self.want}")
         return value
 
@@ -53,7 +55,7 @@ class Matches:
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rule = cel(
-            f"self.matches(r'{self.pattern}')",
+            f"self.matches(r'{self.pattern}')" + (f" && !self.contains('{self.without}')" if self.without else ""),
             f"{self.field}: must be {self.want}",
             expression=f"'{self.field}: is ' + self + '; must be {self.want}'",
         )

@@ -1,10 +1,15 @@
-"""Fields of pod templates that an installation of the operator allows beyond the default allow list."""
+"""What an installation of the operator allows the authors of resources: a profile, and what it adds to it."""
 
 from __future__ import annotations
 
 import posixpath
+import re
 from dataclasses import dataclass
 from enum import Enum
+
+RESTRICTED, TRUSTED = "restricted", "trusted"
+PROFILES = (RESTRICTED, TRUSTED)
+_HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
@@ -18,20 +23,28 @@ class Switch(Enum):
     SERVICE_ACCOUNTS = "podPolicy.serviceAccounts", "--allow-service-account"
     IMAGES = "podPolicy.imageRepositories", "--allow-image-repository"
     ENVIRONMENT = "podPolicy.environment", "--allow-environment"
+    SECRET_ENVIRONMENT = "podPolicy.secretEnvironment", "--allow-secret-environment"
     METADATA = "podPolicy.metadata", "--allow-metadata"
+    HOSTNAMES = "podPolicy.hostnames", "--allow-hostname"
+    TLS_SECRETS = "podPolicy.tlsSecrets", "--allow-tls-secret"
     VLLM_CODE = "vllm.allowCode", "--allow-vllm-code"
+    PROFILE = "podPolicy.profile", "--pod-policy-profile"
 
     @property
     def remedy(self) -> str:
         """The remedy that names the chart value and the flag."""
         value, flag = self.value
+        if self is Switch.PROFILE:
+            value, flag = f"{value}={TRUSTED}", f"{flag} {TRUSTED}"
         return f"an administrator can allow it with {value} in the operator's chart ({flag})"
 
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The further classes that are allowed; by default none."""
+    """The profile, and the further classes that are allowed; by default none."""
 
+    profile: str = RESTRICTED
+    """`restricted`: allow lists. `trusted`: authors are treated as users who may create pods in their namespaces."""
     host_paths: tuple[str, ...] = ()
     """Absolute path prefixes of hostPath volumes, which are mounted read-only."""
     model_cache_paths: tuple[str, ...] = ()
@@ -45,13 +58,31 @@ class PodPolicy:
     image_repositories: tuple[str, ...] = ()
     """Further repositories of images, besides those of the runtime images; one that ends in `/` allows all below it."""
     environment: tuple[str, ...] = ()
-    """Environment variables that the default policy rejects because they load code or redirect a token."""
+    """Further environment variables; one that ends in `*` is a prefix."""
+    secret_environment: tuple[str, ...] = ()
+    """Further environment variables whose value may come from a Secret that the spec names; `*` as above."""
     metadata: tuple[str, ...] = ()
-    """Keys of labels and annotations that the default policy rejects; one that ends in `/` is a prefix."""
+    """Further keys of labels and annotations; one that ends in `/` or `*` is a prefix."""
+    hostnames: tuple[str, ...] = ()
+    """Host names of the front door. `*.SUFFIX` is every name below SUFFIX, `*` every name; `{namespace}` and `{name}`
+    are those of the resource."""
+    tls_secrets: tuple[str, ...] = ()
+    """Secrets of spec.server.ingress.tlsSecretName, with the same placeholders; one that ends in `*` is a prefix."""
     vllm_code: bool = False
     """Arguments with which vLLM loads code, such as trust_remote_code."""
 
+    @property
+    def trusted(self) -> bool:
+        return self.profile == TRUSTED
+
     def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            value, flag = Switch.PROFILE.value
+            raise ValueError(f"{value} ({flag}): is {self.profile!r}; give one of {', '.join(PROFILES)}")
+        for name in self.hostnames:
+            if not _HOSTNAME.fullmatch(name):
+                value, flag = Switch.HOSTNAMES.value
+                raise ValueError(f"{value} ({flag}): is {name!r}; give a host name in lower case, *.SUFFIX or *")
         named = [(Switch.HOST_PATHS, prefix) for prefix in self.host_paths]
         named += [(Switch.MODEL_CACHE_PATHS, prefix) for prefix in self.model_cache_paths]
         for switch, prefix in named:

@@ -33,15 +33,21 @@ class SecretKeyRef(ApiModel):
     key: Name = Field(description="Key within that Secret.")
 
 
-_PATH_PART = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
+_PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
 """An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
-_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /"
+_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters"
 ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
 ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
-_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name")
-_MODEL_NAME = (r"^[A-Za-z0-9][\w./:-]*$", "letters, digits and . _ - / :, beginning with a letter or digit")
+_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
+_COMMIT = (r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", "..")
+_MODEL_NAME = (
+    r"^[A-Za-z0-9][\w./:-]*$",
+    "letters, digits and . _ - / :, beginning with a letter or digit, without ..",
+    "..",
+)
 Repository = Annotated[str, Matches("spec.model.source.huggingFace.repo", *_REPOSITORY)]
+Commit = Annotated[str, Matches("spec.model.source.huggingFace.revision", *_COMMIT)]
 BuiltinName = Annotated[
     str,
     Matches(
@@ -56,7 +62,8 @@ WeightsRevision = Annotated[
     Matches(
         "spec.weights.revision",
         r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
-        "letters, digits and . _ -, beginning and ending with a letter or digit",
+        "letters, digits and . _ -, beginning and ending with a letter or digit, without ..",
+        "..",
     ),
 ]
 
@@ -66,7 +73,7 @@ class HuggingFaceSource(ApiModel):
         description="Repository on the Hugging Face hub, as org/name.",
         max_length=200,
     )
-    revision: str | None = Field(
+    revision: Commit | None = Field(
         default=None,
         description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
         min_length=1,
@@ -229,14 +236,7 @@ class CacheSpec(ApiModel):
 
 _ADAPTER = "spec.model.adapters[].source"
 AdapterRepositoryName = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.repo", *_REPOSITORY)]
-AdapterCommit = Annotated[
-    str,
-    Matches(
-        f"{_ADAPTER}.huggingFace.revision",
-        r"^[A-Za-z0-9][\w./-]*$",
-        "letters, digits and . _ / -, beginning with a letter or digit",
-    ),
-]
+AdapterCommit = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.revision", *_COMMIT)]
 AdapterPath = Annotated[
     str,
     Matches(

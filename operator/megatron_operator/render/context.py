@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
@@ -207,10 +207,14 @@ def child(
     }
 
 
-def literal(text: str) -> str:
-    """Return a container argument that the kubelet passes on as `text`. It would replace `$(NAME)` by a variable, whose
-    value may come from a Secret and then be quoted in an error."""
-    return text.replace("$", "$$")
+THREADS_ARGUMENT = "$(MEGATRON_THREADS)"
+"""The only argument that the kubelet replaces by a variable."""
+
+
+def literal_args(args: Sequence[str]) -> list[str]:
+    """Return container arguments that the kubelet passes on as they are. It would replace `$(NAME)` by a variable,
+    whose value may come from a Secret and then be quoted in an error."""
+    return [arg if arg == THREADS_ARGUMENT else arg.replace("$", "$$") for arg in args]
 
 
 def digest(value: Any, *, length: int = 10) -> str:

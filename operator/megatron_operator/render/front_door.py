@@ -6,20 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_operator.model.pod_policy import Switch
-from megatron_operator.model.resource import GROUP
 from megatron_operator.model.server import ServiceType
 from megatron_operator.render.context import (
     PORT_HTTP,
     SERVER,
     Manifest,
-    NotAllowed,
     RenderContext,
     child,
     seal,
     selector,
 )
-from megatron_operator.render.pod_policy import Violation
+from megatron_operator.render.pod_policy import check_annotations, check_hosts, check_tls_secret
 
 NETWORKING = "networking.k8s.io/v1"
 GATEWAY = "gateway.networking.k8s.io/v1"
@@ -60,9 +57,11 @@ def front_service(ctx: RenderContext) -> Manifest:
 
 
 def ingress(ctx: RenderContext) -> Manifest:
-    """Return the Ingress, which routes all paths of its hosts to the servers."""
+    """Return the Ingress, which routes all paths of its hosts to the servers. Raises NotAllowed."""
     wanted = ctx.spec.server.ingress
     assert wanted is not None
+    check_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
+    check_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
     backend = {"service": {"name": ctx.name, "port": {"number": _port(ctx)[1]}}}
     http = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
     spec: dict[str, Any] = {"rules": [{"host": host, "http": http} for host in wanted.hosts or ()] or [{"http": http}]}
@@ -77,9 +76,10 @@ def ingress(ctx: RenderContext) -> Manifest:
 
 def http_route(ctx: RenderContext) -> Manifest:
     """Return the HTTPRoute to the Service, or to the InferencePool if the spec has one. With `modelHeader` it matches
-    the names of the model and of its adapters."""
+    the names of the model and of its adapters. Raises NotAllowed."""
     wanted = ctx.spec.server.http_route
     assert wanted is not None
+    check_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
     matches: list[dict[str, Any]] = [path]
     if wanted.model_header is not None:
@@ -128,20 +128,8 @@ def _port(ctx: RenderContext) -> tuple[str, int]:
 
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
-    """Add annotations.
-
-    Raises:
-        NotAllowed: an annotation is one of the operator's, or contains configuration that an ingress controller runs.
-    """
-    policy = ctx.settings.pod_policy
-    listed = policy.metadata if policy is not None else ()
-    for key, value in (wanted or {}).items():
-        if key.startswith(f"{GROUP}/"):
-            raise NotAllowed(str(Violation(f"{field}[{key}]", value, f"keys of {GROUP} are the operator's own")))
-        allowed = any(key == entry or (entry.endswith("/") and key.startswith(entry)) for entry in listed)
-        if policy is not None and "snippet" in key and not allowed:
-            allowed_keys = "keys with configuration that an ingress controller runs are not allowed"
-            raise NotAllowed(str(Violation(f"{field}[{key}]", value, allowed_keys, Switch.METADATA)))
+    """Add annotations. Raises NotAllowed."""
+    check_annotations(ctx, wanted, field)
     if wanted:
         manifest["metadata"]["annotations"] = dict(wanted)
     return manifest

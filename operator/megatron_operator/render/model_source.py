@@ -13,7 +13,6 @@ from megatron_operator.render.context import (
     PORT_HEALTH,
     RenderContext,
     digest,
-    literal,
     once,
 )
 from megatron_operator.render.pod import MODEL_CACHE_DIR, MODEL_DIR
@@ -114,7 +113,7 @@ def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
         "name": FETCH,
         "image": ctx.settings.runtime_image,
         "args": [
-            *("fetch", literal(model_argument(ctx)), "--cache", MODEL_CACHE_DIR),
+            *("fetch", model_argument(ctx), "--cache", MODEL_CACHE_DIR),
             *("--progress-port", str(PORT_HEALTH)),
         ],
         "env": model_env(ctx),

@@ -11,6 +11,7 @@ from megatron_operator.render.context import (
     PORT_HEALTH,
     RenderContext,
     labels,
+    literal_args,
     selector,
 )
 from megatron_operator.render.merge import merge_template
@@ -40,7 +41,8 @@ def pod_template(
     """Return the pod template of a component, with the resource's podTemplate merged into it.
 
     Args:
-        container: name, args, env, ports, probes and resources of the container.
+        container: name, args, env, ports, probes and resources of the container. Nothing in args is expanded by the
+            kubelet, except the operator's own `$(MEGATRON_THREADS)`.
         init_containers: the same of the init containers.
         grace_seconds: time from SIGTERM to SIGKILL.
         keys: entries of the keys Secret for this component.
@@ -70,6 +72,10 @@ def pod_template(
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+    def rendered(fields: dict[str, Any]) -> dict[str, Any]:
+        return {**frame, **fields, "args": literal_args(fields["args"])}
+
     base = {
         "metadata": {"labels": {**labels(ctx, component), **identity}},
         "spec": {
@@ -85,8 +91,8 @@ def pod_template(
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [{**frame, "volumeMounts": all_mounts, **container}],
-            **({"initContainers": [{**frame, **before} for before in init_containers]} if init_containers else {}),
+            "containers": [rendered({"volumeMounts": all_mounts, **container})],
+            **({"initContainers": [rendered(before) for before in init_containers]} if init_containers else {}),
             "volumes": all_volumes,
         },
     }

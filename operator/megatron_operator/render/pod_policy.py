@@ -1,18 +1,27 @@
-"""Allow list of podTemplates, as tables from the path of a field to its rule. Pure.
+"""What the author of a resource may set, in two profiles. Pure.
 
-A field that is not in the tables is rejected, whatever its value. A rule checks one value and yields its errors. One
-value of the operator's chart allows a further class of fields (`model.pod_policy.Switch`).
+`restricted` is an allow list: tables from the path of a field to its rule, and tables of names of variables, labels and
+annotations. What is not in the tables is rejected, whatever its value. One value of the operator's chart allows a
+further class (`model.pod_policy.Switch`). `trusted` rejects only what the operator itself renders and depends on. Host
+names and TLS Secrets of the front door are limited in both.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_operator.model.names import (
+    GROUP,
+    LABEL_COMPONENT,
+    LABEL_INSTANCE,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    LABEL_POD_INDEX,
+)
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
 from megatron_operator.model.resource import Backend, EngineSpec
 from megatron_operator.model.source import CacheSpec
@@ -26,33 +35,195 @@ Path = tuple[str, ...]
 
 SHORTEST = 60
 """Limit of characters of a rejected value in a message."""
-CODE_VARIABLES = (
-    *("LD_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "PATH", "HOME", "ENV", "BASH_ENV", "PYTHON*", "VIRTUAL_ENV"),
-    *("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_INJECTION*", "NVIDIA_*", "TRITON_*", "NUMBA_*", "TORCHINDUCTOR_*"),
-    *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_FORCE_*", "*_CACHE_DIR", "XDG_*"),
-    *("NCCL_*PLUGIN*", "NCCL_CONF_FILE", "UCX_MODULE*", "FI_PROVIDER_PATH", "RDMAV_DRIVERS", "IBV_DRIVERS"),
-    *("OPENSSL_*", "OMP_TOOL*", "OMPI_*", "PMIX_*", "SSLKEYLOGFILE", "HF_HOME", "HF_TOKEN_PATH", "HF_HUB_CACHE"),
-    *("HUGGINGFACE_HUB_CACHE", "MEGATRON_MODEL_CACHE", "VLLM_*", "FLASHINFER_*", "DG_*"),
-)
-"""Variables that make a process load code, or read or write files in other places."""
-TOKEN_VARIABLES = (
-    *("HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    *("AWS_*", "GOOGLE_*", "AZURE_*"),
-)
-"""Variables that determine to which server the Hugging Face token or the credentials of an object store are sent."""
-INJECTING_DOMAINS = (
-    *("kubernetes.io", "k8s.io", "openshift.io", "inference.megatron.dev", "cncf.io", "multus-cni.io", "ovn.org"),
-    *("projectcalico.org", "cilium.io", "nri.io", "istio.io", "linkerd.io", "hashicorp.com", "kuma.io", "dapr.io"),
-    *("openservicemesh.io", "opentelemetry.io", "jaegertracing.io", "datadoghq.com", "dynatrace.com"),
-    *("banzaicloud.io", "amazonaws.com", "azure.workload.identity", "gke.io", "gke-gcsfuse", "aad-pod-identity"),
-    *("infisical.com", "external-secrets.io", "conjur.org", "kyverno.io", "sysdig.com", "newrelic.com", "instana.io"),
-)
-"""Domains of keys by which admission webhooks, container runtimes and network plugins change a pod."""
-INJECTING_KEYS = ("io.katacontainers.*", "io.kubernetes.*", "io.containerd.*", "io.cilium*", "run.oci.*", "aadpod*")
-"""The same for keys without a domain before a slash."""
-HARMLESS_DOMAINS = (
-    *("app.kubernetes.io", "cluster-autoscaler.kubernetes.io", "kubectl.kubernetes.io", "scheduling.k8s.io"),
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Names of one kind that the profile `restricted` allows, and why."""
+
+    reason: str
+    names: tuple[str, ...]
+    """A name that ends in `*` is a prefix."""
+    value: str | None = None
+    """Pattern of the values; a variable then has its value in the spec. None: any value."""
+
+
+def _group(reason: str, names: str, *, prefix: str = "", value: str | None = None) -> Group:
+    return Group(reason, tuple(prefix + name for name in names.split()), value)
+
+
+ENVIRONMENT: dict[str, Group] = {
+    "Locale": _group("formats of texts", "LANG LANGUAGE LC_*", value=r"[A-Za-z0-9_.@:-]*"),
+    "Time zone": _group("times in logs", "TZ", value=r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*"),
+    "Proxies": Group(
+        "HTTPS stays end to end through a proxy, so it sees no token",
+        tuple(name for each in ("HTTP", "HTTPS", "ALL", "NO") for name in (f"{each}_PROXY", f"{each.lower()}_proxy")),
+    ),
+    "This project": _group(
+        "logging, number of threads and choice of built-in kernels",
+        """
+        LOG_LEVEL LOG_FORMAT THREADS CPU_ISA KERNELS KERNEL_ADD_RMS_NORM KERNEL_SWIGLU KERNEL_PAGED_DECODE
+        KERNEL_PAGED_PREFILL KERNEL_QK_NORM_ROPE_APPEND KERNEL_SAMPLE KERNEL_MOE_ROUTING KERNEL_MOE_EXPERTS
+        """,
+        prefix="MEGATRON_",
+    ),
+    "Threads and allocator": _group(
+        "number and placement of threads on the CPUs of the container, instruction sets, arenas of malloc",
+        """
+        OMP_NUM_THREADS OMP_WAIT_POLICY OMP_PROC_BIND OMP_PLACES OMP_DYNAMIC OMP_SCHEDULE OMP_STACKSIZE
+        OMP_MAX_ACTIVE_LEVELS OMP_THREAD_LIMIT OMP_DISPLAY_ENV GOMP_CPU_AFFINITY GOMP_SPINCOUNT KMP_AFFINITY
+        KMP_BLOCKTIME KMP_SETTINGS MKL_NUM_THREADS MKL_DYNAMIC MKL_CBWR MKL_ENABLE_INSTRUCTIONS OPENBLAS_NUM_THREADS
+        NUMEXPR_NUM_THREADS RAYON_NUM_THREADS TOKENIZERS_PARALLELISM ONEDNN_MAX_CPU_ISA ONEDNN_VERBOSE
+        ATEN_CPU_CAPABILITY MALLOC_ARENA_MAX MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_THRESHOLD_
+        """,
+    ),
+    "Hugging Face": _group(
+        "offline mode, timeouts and log level of downloads",
+        """
+        HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE HF_HUB_DOWNLOAD_TIMEOUT HF_HUB_ETAG_TIMEOUT
+        HF_HUB_DISABLE_TELEMETRY HF_HUB_DISABLE_PROGRESS_BARS HF_HUB_VERBOSITY HF_HUB_DISABLE_XET
+        HF_XET_HIGH_PERFORMANCE TRANSFORMERS_VERBOSITY DO_NOT_TRACK
+        """,
+    ),
+    "OpenTelemetry": _group(
+        "where traces go, and how many; not the variables that name entry points or files",
+        """
+        SERVICE_NAME RESOURCE_ATTRIBUTES SDK_DISABLED TRACES_EXPORTER TRACES_SAMPLER TRACES_SAMPLER_ARG LOG_LEVEL
+        EXPORTER_OTLP_ENDPOINT EXPORTER_OTLP_TRACES_ENDPOINT EXPORTER_OTLP_PROTOCOL EXPORTER_OTLP_TRACES_PROTOCOL
+        EXPORTER_OTLP_HEADERS EXPORTER_OTLP_TRACES_HEADERS EXPORTER_OTLP_TIMEOUT EXPORTER_OTLP_TRACES_TIMEOUT
+        EXPORTER_OTLP_COMPRESSION EXPORTER_OTLP_TRACES_COMPRESSION BSP_SCHEDULE_DELAY BSP_EXPORT_TIMEOUT
+        BSP_MAX_QUEUE_SIZE BSP_MAX_EXPORT_BATCH_SIZE ATTRIBUTE_COUNT_LIMIT ATTRIBUTE_VALUE_LENGTH_LIMIT
+        SPAN_ATTRIBUTE_COUNT_LIMIT SPAN_EVENT_COUNT_LIMIT
+        """,
+        prefix="OTEL_",
+    ),
+    "NVIDIA": _group(
+        "constraints on the driver and its version, TF32",
+        "NVIDIA_DISABLE_REQUIRE NVIDIA_REQUIRE_CUDA NVIDIA_REQUIRE_DRIVER NVIDIA_TF32_OVERRIDE",
+    ),
+    "NVIDIA driver libraries": _group(
+        "the parts of the driver that computing needs; graphics and display would add devices",
+        "NVIDIA_DRIVER_CAPABILITIES",
+        value=r"(compute|utility|video|compat32)(,(compute|utility|video|compat32))*",
+    ),
+    "CUDA": _group(
+        "queues, lazy loading of the program's own kernels, size of the cache, determinism",
+        """
+        CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_MODULE_DATA_LOADING
+        CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_SCALE_LAUNCH_QUEUES CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE
+        CUDNN_CONV_WSCAP_DBG
+        """,
+    ),
+    "PyTorch": _group(
+        "allocator, watchdog of collectives, log level; not the variables that name modules or files",
+        """
+        PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+        TORCH_CPP_LOG_LEVEL TORCH_SHOW_CPP_STACKTRACES TORCH_DISTRIBUTED_DEBUG TORCH_NCCL_ASYNC_ERROR_HANDLING
+        TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_CUDA_EVENT_CACHE TORCH_NCCL_DESYNC_DEBUG
+        TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY
+        TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_USE_COMM_NONBLOCKING
+        """,
+    ),
+    "NCCL": _group(
+        "transports, interfaces and tuning within the pod's network; not plugins, files and addresses",
+        """
+        DEBUG DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS SOCKET_IFNAME SOCKET_FAMILY SOCKET_NTHREADS
+        SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC NSOCKS_PERTHREAD OOB_NET_ENABLE OOB_NET_IFNAME IB_HCA IB_DISABLE
+        IB_TIMEOUT IB_RETRY_CNT IB_GID_INDEX IB_ADDR_FAMILY IB_ADDR_RANGE IB_ROCE_VERSION_NUM IB_SL IB_TC IB_FIFO_TC
+        IB_RETURN_ASYNC_EVENTS IB_AR_THRESHOLD IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_CUDA_SUPPORT
+        IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING IB_ECE_ENABLE IB_MERGE_NICS IB_PKEY IB_USE_INLINE MEM_SYNC_DOMAIN
+        CUMEM_ENABLE CUMEM_HOST_ENABLE CROSS_NIC NET NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C NET_SHARED_BUFFERS
+        NET_SHARED_COMMS P2P_DISABLE P2P_LEVEL P2P_DIRECT_DISABLE P2P_NET_CHUNKSIZE P2P_LL_THRESHOLD P2P_PXN_LEVEL
+        P2P_USE_CUDA_MEMCPY PXN_DISABLE NVB_DISABLE NVLS_ENABLE MNNVL_ENABLE SHM_DISABLE SHM_USE_CUDA_MEMCPY BUFFSIZE
+        NTHREADS LAUNCH_MODE ALGO PROTO MAX_NCHANNELS MIN_NCHANNELS MAX_CTAS MIN_CTAS CHECKS_DISABLE CHECK_POINTERS
+        IGNORE_CPU_AFFINITY COLLNET_ENABLE COLLNET_NODE_THRESHOLD GRAPH_MIXING_SUPPORT GRAPH_REGISTER LOCAL_REGISTER
+        DMABUF_ENABLE SET_STACK_SIZE SET_THREAD_NAME SINGLE_RING_THRESHOLD ALLOC_P2P_NET_LL_BUFFERS COMM_BLOCKING
+        CGA_CLUSTER_SIZE WORK_FIFO_DEPTH RUNTIME_CONNECT NVLSTREE_MAX_CHUNKSIZE HOSTID RAS_ENABLE
+        """,
+        prefix="NCCL_",
+    ),
+    "Gloo, UCX and libfabric": _group(
+        "transports and interfaces within the pod's network",
+        """
+        GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME UCX_TLS UCX_NET_DEVICES UCX_IB_GID_INDEX UCX_IB_TRAFFIC_CLASS UCX_IB_SL
+        UCX_MAX_RNDV_RAILS UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_SOCKADDR_TLS_PRIORITY UCX_LOG_LEVEL FI_PROVIDER
+        FI_LOG_LEVEL FI_EFA_USE_DEVICE_RDMA FI_EFA_FORK_SAFE FI_EFA_SET_CUDA_SYNC_MEMOPS RDMAV_FORK_SAFE IBV_FORK_SAFE
+        RDMAV_HUGEPAGES_SAFE MLX5_SINGLE_THREADED MLX5_SCATTER_TO_CQE
+        """,
+    ),
+    "vLLM": _group(
+        "choice of built-in kernels, limits, timeouts and log level; not plugins, files, servers and serialization",
+        """
+        ATTENTION_BACKEND FLASH_ATTN_VERSION USE_FLASHINFER_SAMPLER MLA_DISABLE USE_V1 USE_TRITON_AWQ
+        USE_TRITON_FLASH_ATTN DISABLED_KERNELS USE_DEEP_GEMM USE_DEEP_GEMM_E8M0 MOE_USE_DEEP_GEMM SKIP_DEEP_GEMM_WARMUP
+        DEEP_GEMM_WARMUP USE_FLASHINFER_MOE_FP16 USE_FLASHINFER_MOE_FP8 USE_FLASHINFER_MOE_FP4
+        USE_FLASHINFER_MOE_MXFP4_BF16 FLASHINFER_MOE_BACKEND USE_FLASHINFER_MOE_MXFP4_MXFP8 USE_TRTLLM_ATTENTION
+        USE_TRTLLM_FP4_GEMM USE_CUDNN_PREFILL USE_NVFP4_CT_EMULATIONS MARLIN_USE_ATOMIC_ADD MXFP4_USE_MARLIN
+        TEST_FORCE_FP8_MARLIN ALLREDUCE_USE_SYMM_MEM ALL2ALL_BACKEND SKIP_P2P_CHECK PP_LAYER_PARTITION KV_CACHE_LAYOUT
+        FUSED_MOE_CHUNK_SIZE ENABLE_FUSED_MOE_ACTIVATION_CHUNKING MOE_DP_CHUNK_SIZE MAX_TOKENS_PER_EXPERT_FP4_MOE
+        USE_FUSED_MOE_GROUPED_TOPK ENABLE_CUDAGRAPH_GC CPU_KVCACHE_SPACE CPU_OMP_THREADS_BIND CPU_NUM_OF_RESERVED_CPU
+        CPU_MOE_PREPACK CPU_SGL_KERNEL WORKER_MULTIPROC_METHOD ENABLE_V1_MULTIPROCESSING V1_OUTPUT_PROC_CHUNK_SIZE
+        MSGPACK_ZERO_COPY_THRESHOLD MQ_MAX_CHUNK_BYTES_MB XGRAMMAR_CACHE_MB MM_INPUT_CACHE_GIB
+        EXECUTE_MODEL_TIMEOUT_SECONDS ENGINE_ITERATION_TIMEOUT_S ENGINE_READY_TIMEOUT_S RPC_TIMEOUT
+        RINGBUFFER_WARNING_INTERVAL SLEEP_WHEN_IDLE ALLOW_LONG_MAX_MODEL_LEN
+        ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE COMPUTE_NANS_IN_LOGITS LOGITS_PROCESSOR_THREADS
+        DISABLE_COMPILE_CACHE USE_STANDALONE_COMPILE CONFIGURE_LOGGING LOGGING_LEVEL LOGGING_PREFIX LOG_STATS_INTERVAL
+        LOG_BATCHSIZE_INTERVAL NO_USAGE_STATS DO_NOT_TRACK ROCM_USE_AITER ROCM_USE_AITER_LINEAR ROCM_USE_AITER_MOE
+        ROCM_USE_AITER_MLA ROCM_USE_AITER_MHA ROCM_USE_AITER_RMSNORM ROCM_USE_SKINNY_GEMM ROCM_FP8_PADDING
+        ROCM_MOE_PADDING ROCM_CUSTOM_PAGED_ATTN ROCM_QUICK_REDUCE_QUANTIZATION ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16
+        """,
+        prefix="VLLM_",
+    ),
+}
+"""Variables that load no code, name no program, library, plugin or file, select no device, and redirect no token."""
+SECRETS = _group(
+    "take a value of a Secret and no other one; their readers validate it and never repeat it",
+    """
+    HF_TOKEN AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN GOOGLE_SERVICE_ACCOUNT_KEY
+    AZURE_STORAGE_ACCOUNT_NAME AZURE_STORAGE_ACCOUNT_KEY AZURE_STORAGE_SAS_TOKEN AZURE_STORAGE_CLIENT_ID
+    AZURE_STORAGE_CLIENT_SECRET AZURE_STORAGE_TENANT_ID
+    """,
+).names
+PROTECTED = _group(
+    "the operator depends on them, in both profiles: roots of caches, ranks, and the engine's command line",
+    """
+    HOME XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE MEGATRON_MODEL_CACHE TRITON_CACHE_DIR
+    TORCHINDUCTOR_CACHE_DIR VLLM_CACHE_ROOT FLASHINFER_WORKSPACE_BASE MASTER_ADDR MASTER_PORT WORLD_SIZE NNODES
+    NODE_RANK NPROC_PER_NODE RANK LOCAL_RANK LOCAL_WORLD_SIZE TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE
+    EXPERT_PARALLEL_SIZE VLLM_HOST_IP MEGATRON_RESOURCE MEGATRON_PARENT_PID MEGATRON_ENGINE_BACKEND
+    MEGATRON_VLLM_ARGUMENTS
+    """,
+).names
+ANNOTATIONS: dict[str, Group] = {
+    "Monitoring": _group("port and path at which Prometheus reads this object", "prometheus.io/*"),
+    "No mesh": _group(
+        "keeps the proxy of a service mesh out of the pod; any other value adds a container",
+        "sidecar.istio.io/inject linkerd.io/inject kuma.io/sidecar-injection",
+        value="false|disabled",
+    ),
+    "Checksums": _group("restart the pods when a chart changes a ConfigMap; no component reads them", "checksum/*"),
+    "Clients": _group("only kubectl reads them", "kubectl.kubernetes.io/*"),
+    "Schedulers": _group(
+        "queue and group of the pod, as schedulerName and tolerations place it",
+        """
+        scheduling.k8s.io/group-name scheduling.x-k8s.io/pod-group kueue.x-k8s.io/* kai.scheduler/queue
+        scheduling.volcano.sh/queue-name volcano.sh/queue-name yunikorn.apache.org/queue yunikorn.apache.org/app-id
+        cluster-autoscaler.kubernetes.io/safe-to-evict karpenter.sh/do-not-disrupt
+        """,
+    ),
+}
+"""Annotations of pods, Services and Ingresses that configure no other component."""
+LABELS: dict[str, Group] = {name: ANNOTATIONS[name] for name in ("No mesh", "Schedulers")}
+"""Labels of pods. A Service could select by any other key, and `app.kubernetes.io/…` stays as rendered."""
+OWN_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT, LABEL_MANAGED_BY, LABEL_POD_INDEX)
+OWN_KEYS = (f"{GROUP}/", *OWN_LABELS)
+"""Labels and annotations on which the operator depends, in both profiles."""
+FRAME = (("metadata",), ("spec",), *(("spec", field) for field in ("containers", "initContainers", "volumes")))
+"""Fields of a podTemplate that are merged in both profiles, and not removed."""
+OWN_FIELDS = ("args", "envFrom")
+"""Fields of the operator's containers that it sets itself, in both profiles."""
+OWN_MOUNTS = ("/etc/megatron", "/cache", "/model", "/model-cache")
+"""Mount paths of the operator's volumes, in both profiles."""
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
 """Mount paths of volumes in rendered containers, where images have no programs or settings."""
 WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim"), "shm": ("emptyDir",)}
@@ -60,6 +231,8 @@ WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim")
 FIXED_VOLUMES = ("keys", "model", MODEL_CACHE, "api-keys", "tls")
 VOLUME_TYPES = ("persistentVolumeClaim", "configMap", "emptyDir")
 NO_SWITCH = "remove it; no value of the operator's chart allows it"
+EXPANDED = "$("
+"""Kubernetes replaces `$(NAME)` by a variable, whose value may come from a Secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +243,8 @@ class Violation:
     value: Any
     allowed: str
     """What is allowed instead, as a clause."""
-    switch: Switch | None = None
+    switch: Switch | None = Switch.PROFILE
+    """Value of the chart that allows it; None: no value does, because the operator depends on the field."""
 
     def __str__(self) -> str:
         shown = repr(self.value)
@@ -88,7 +262,6 @@ class Request:
     default_account: str
     secrets: frozenset[str]
     """Names of the Secrets that the spec refers to."""
-    sends_token: bool
     containers: Mapping[str, Collection[str]]
     """Names of the rendered containers, by `containers` and `initContainers`."""
     host_volumes: frozenset[str]
@@ -116,10 +289,58 @@ def check(
         NotAllowed: with the first field, its value, what is allowed and the remedy.
     """
     if ctx.settings.pod_policy is not None:
-        found = list(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise NotAllowed(f"{found[0]}{more}")
+        _require_none(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
+
+
+def check_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
+    """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
+    policy = ctx.settings.pod_policy
+    # Recorded templates, which are not checked, have none of the operator's own either.
+    keys = _own_keys if policy is None or policy.trusted else _keys_in(ANNOTATIONS)
+    _require_none(keys(annotations or {}, field, policy or PodPolicy()))
+
+
+def check_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
+    """Reject host names of the front door that the chart does not allow, in both profiles. Raises NotAllowed.
+
+    hosts: None or empty means every host.
+    """
+    policy = ctx.settings.pod_policy
+    if policy is not None:
+        allowed = _named(policy.hostnames, ctx)
+        clause = f"the host names {', '.join(allowed)} are allowed" if allowed else "host names are not allowed"
+        found = (host for host in hosts or ("*",) if not _allows_host(host, allowed))
+        _require_none(Violation(field, host, clause, Switch.HOSTNAMES) for host in found)
+
+
+def check_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
+    """Reject a TLS Secret of the front door that the chart does not allow, in both profiles. Raises NotAllowed."""
+    policy = ctx.settings.pod_policy
+    if policy is not None and name is not None:
+        allowed = _named(policy.tls_secrets, ctx)
+        clause = f"the Secrets {', '.join(allowed)} are allowed" if allowed else "TLS Secrets are not allowed"
+        if not _listed(name, allowed):
+            _require_none([Violation(field, name, clause, Switch.TLS_SECRETS)])
+
+
+def _named(entries: Sequence[str], ctx: RenderContext) -> tuple[str, ...]:
+    """Return entries of the chart with `{namespace}` and `{name}` of the resource."""
+    return tuple(entry.replace("{namespace}", ctx.namespace).replace("{name}", ctx.name) for entry in entries)
+
+
+def _allows_host(host: str, allowed: Sequence[str]) -> bool:
+    bare = host.removeprefix("*.")
+    return any(
+        entry in ("*", host) or (entry.startswith("*.") and host != "*" and bare.endswith(entry[1:]))
+        for entry in allowed
+    )
+
+
+def _require_none(violations: Iterable[Violation]) -> None:
+    found = list(violations)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise NotAllowed(f"{found[0]}{more}")
 
 
 def violations(
@@ -132,6 +353,9 @@ def violations(
 ) -> Iterator[Violation]:
     """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
+    if policy.trusted:
+        yield from _depended_on(overlay or {}, f"spec.{component}.podTemplate", request)
+        return
     yield from _release(ctx, component, request)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
@@ -192,7 +416,6 @@ def _request(
         runtime_images=ctx.settings.runtime_images,
         default_account=ctx.name,
         secrets=frozenset(name for name in named if name),
-        sends_token=token is not None or source.object_store is not None,
         containers=containers,
         host_volumes=frozenset(name for name in host if isinstance(name, str)),
         accounts=frozenset(name for name in [spec.get("serviceAccountName")] if isinstance(name, str)),
@@ -212,7 +435,9 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
         for index, each in enumerate(value):
             yield from _walk(each, f"{path}[{index}]", (*fields, "[]"), table, request)
     else:
-        yield Violation(path, value, f"give {table.names(fields)} below it")
+        yield Violation(
+            path, value, f"give {table.names(fields)} below it", None if fields in FRAME else Switch.PROFILE
+        )
 
 
 @dataclass(frozen=True)
@@ -243,52 +468,179 @@ def _any(value: Any, path: str, request: Request) -> Iterator[Violation]:
     yield from ()
 
 
-def _key(key: str, request: Request) -> bool:
-    """Return whether no webhook, runtime or network plugin acts on the key of a label or annotation."""
-    if any(key == entry or (entry.endswith("/") and key.startswith(entry)) for entry in request.policy.metadata):
-        return True
-    domain, slash, _ = key.rpartition("/")
-    if not slash:
-        return not any(fnmatch.fnmatchcase(key, pattern) for pattern in INJECTING_KEYS)
-    below = (domain == each or domain.endswith(f".{each}") for each in INJECTING_DOMAINS)
-    return domain in HARMLESS_DOMAINS or not any(below)
+def _own_field(value: Any, path: str, request: Request) -> Iterator[Violation]:
+    yield Violation(path, value, "the operator sets this field itself", None)
 
 
-def _keys(value: Any, path: str, request: Request) -> Iterator[Violation]:
+def _listed(name: str, names: Iterable[str]) -> bool:
+    """Return whether a name is one of `names`, or has one as its prefix: those that end in `*` or `/`."""
+    return any(
+        name == entry or (entry.endswith(("*", "/")) and name.startswith(entry.removesuffix("*"))) for entry in names
+    )
+
+
+def _group_of(name: str, groups: Mapping[str, Group]) -> Group | None:
+    return next((group for group in groups.values() if _listed(name, group.names)), None)
+
+
+KeyRule = Callable[[Any, str, PodPolicy], Iterator[Violation]]
+
+
+def _own_keys(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
+    """Reject the labels and annotations on which the operator depends."""
     if not isinstance(value, dict):
-        yield Violation(path, value, "give an object of strings")
+        yield Violation(path, value, "give an object of strings", None)
         return
     for key, each in value.items():
-        if not _key(str(key), request):
-            allowed = "keys by which webhooks, container runtimes and network plugins change a pod are not allowed"
-            yield Violation(f"{path}[{key}]", each, allowed, Switch.METADATA)
+        if _listed(str(key), OWN_KEYS):
+            yield Violation(f"{path}[{key}]", each, "the operator sets this key itself", None)
+
+
+def _keys_in(groups: Mapping[str, Group]) -> KeyRule:
+    """Return the rule of labels or annotations that allows these groups, and what the chart adds."""
+
+    def rule(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
+        yield from _own_keys(value, path, policy)
+        for key, each in value.items() if isinstance(value, dict) else ():
+            group = _group_of(str(key), groups)
+            if _listed(str(key), OWN_KEYS) or _listed(str(key), policy.metadata):
+                continue
+            if group is None:
+                yield Violation(
+                    f"{path}[{key}]",
+                    each,
+                    "it is not on the list of keys that configure no other component",
+                    Switch.METADATA,
+                )
+            elif group.value is not None and not re.fullmatch(group.value, str(each)):
+                yield Violation(f"{path}[{key}]", each, f"{group.value} is allowed", Switch.METADATA)
+
+    return rule
+
+
+def _keys(groups: Mapping[str, Group]) -> Rule:
+    rule = _keys_in(groups)
+    return lambda value, path, request: rule(value, path, request.policy)
 
 
 def _variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    name = value if isinstance(value, str) else ""
-    if name in request.policy.environment:
+    """Check one variable of a rendered container."""
+    yield from _foreign_variable(value, path, request)
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name in request.policy.environment:
         return
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
-        yield Violation(path, value, "give a name of letters, digits and _")
-    elif any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in CODE_VARIABLES):
-        allowed = "variables that load code, or move files that a process reads or writes, are not allowed"
-        yield Violation(path, value, allowed, Switch.ENVIRONMENT)
-    elif request.sends_token and any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in TOKEN_VARIABLES):
-        allowed = "not allowed together with a source that sends a token or credentials, which it redirects"
-        yield Violation(path, value, allowed, Switch.ENVIRONMENT)
+    group = _group_of(name, ENVIRONMENT)
+    if name in PROTECTED:
+        yield Violation(f"{path}.name", name, "the operator sets this variable itself", Switch.ENVIRONMENT)
+    elif name in SECRETS:
+        if value.get("value") is not None:
+            allowed = "it takes a value of a Secret only; give it by valueFrom.secretKeyRef"
+            yield Violation(f"{path}.value", "…", allowed, Switch.ENVIRONMENT)
+    elif _listed(name, (*request.policy.environment, *request.policy.secret_environment)):
+        return
+    elif group is None:
+        allowed = "it is not on the list of variables that load no code, move no files and redirect no token"
+        yield Violation(f"{path}.name", name, allowed, Switch.ENVIRONMENT)
+    elif group.value is not None and (
+        value.get("valueFrom") is not None or not re.fullmatch(group.value, str(value.get("value") or ""))
+    ):
+        allowed = f"give {name} a value that matches {group.value}"
+        yield Violation(f"{path}.value", value.get("value"), allowed, Switch.ENVIRONMENT)
 
 
 _SOURCES = ("configMapKeyRef", "fieldRef", "resourceFieldRef", "secretKeyRef")
+_VARIABLE_FIELDS = ("name", "value", "valueFrom")
 
 
-def _value_from(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    for kind, source in (value if isinstance(value, dict) else {}).items():
+def _foreign_variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
+    """Check one variable of any container: its value is not expanded, and Secrets have names that take them."""
+    if not isinstance(value, dict):
+        yield Violation(path, value, "give an object with name and value")
+        return
+    for field, each in value.items():
+        if field not in _VARIABLE_FIELDS:
+            yield Violation(f"{path}.{field}", each, f"a variable may set {', '.join(_VARIABLE_FIELDS)}")
+    name, given = value.get("name"), value.get("valueFrom")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):
+        yield Violation(f"{path}.name", name, "give a name of letters, digits and _", None)
+    yield from _literal(value.get("value"), f"{path}.value", request)
+    if given is not None and not isinstance(given, dict):
+        yield Violation(f"{path}.valueFrom", given, f"give an object with one of {', '.join(_SOURCES)}")
+    for kind, source in given.items() if isinstance(given, dict) else ():
+        where = f"{path}.valueFrom.{kind}"
         if kind not in _SOURCES:
-            yield Violation(f"{path}.{kind}", source, f"{', '.join(_SOURCES)} are allowed")
-        name = source.get("name") if isinstance(source, dict) else None
-        if kind == "secretKeyRef" and (not isinstance(name, str) or name not in request.secrets):
+            yield Violation(where, source, f"{', '.join(_SOURCES)} are allowed")
+        if kind != "secretKeyRef":
+            continue
+        secret = source.get("name") if isinstance(source, dict) else None
+        if not isinstance(secret, str) or secret not in request.secrets:
             named = ", ".join(sorted(request.secrets)) or "it names none"
-            yield Violation(f"{path}.{kind}.name", name, f"Secrets that the spec itself names are allowed ({named})")
+            yield Violation(f"{where}.name", secret, f"Secrets that the spec itself names are allowed ({named})")
+        if not _listed(str(name), (*SECRETS, *request.policy.secret_environment)):
+            allowed = "only variables that take secrets may have a value of a Secret: HF_TOKEN and credentials"
+            yield Violation(where, name, f"{allowed} of object stores", Switch.SECRET_ENVIRONMENT)
+
+
+def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
+    """Reject texts that Kubernetes would expand."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _literal(each, f"{path}.{key}", request)
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _literal(each, f"{path}[{index}]", request)
+    elif isinstance(value, str) and EXPANDED in value:
+        yield Violation(path, value, f"texts with {EXPANDED}NAME), which Kubernetes replaces, are not allowed")
+
+
+def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
+    """Yield what the operator itself renders and depends on, the only limit of the profile `trusted`."""
+    own = "the operator depends on it"
+    for field in ("metadata", "spec"):
+        if not isinstance(overlay.get(field, {}), dict):
+            yield Violation(f"{path}.{field}", overlay[field], own, None)
+            return
+    for field in ("labels", "annotations"):
+        yield from _own_keys(overlay.get("metadata", {}).get(field, {}), f"{path}.metadata.{field}", request.policy)
+    spec = overlay.get("spec", {})
+    for field in ("containers", "initContainers", "volumes"):
+        if not isinstance(spec.get(field, []), list):
+            yield Violation(f"{path}.spec.{field}", spec[field], own, None)
+            return
+    for index, volume in enumerate(spec.get("volumes", ())):
+        if volume["name"] in (*FIXED_VOLUMES, *WRITABLE):
+            yield from _volume(volume, f"{path}.spec.volumes[{index}]", request)
+    for field in ("containers", "initContainers"):
+        for index, container in enumerate(spec.get(field, ())):
+            where = f"{path}.spec.{field}[{index}]"
+            is_rendered = container["name"] in request.containers.get(field, ())
+            for name in OWN_FIELDS if is_rendered else ():
+                if name in container:
+                    yield from _own_field(container[name], f"{where}.{name}", request)
+            for name in ("env", "volumeMounts"):
+                if name in container and not isinstance(container[name], list):
+                    yield Violation(f"{where}.{name}", container[name], own, None)
+                    return
+            for entry, variable in enumerate(container.get("env", ()) if is_rendered else ()):
+                if variable.get("name") in PROTECTED and variable["name"] not in request.policy.environment:
+                    yield Violation(f"{where}.env[{entry}].name", variable["name"], own, Switch.ENVIRONMENT)
+            for entry, mount in enumerate(container.get("volumeMounts", ())):
+                yield from _depended_on_mount(mount, f"{where}.volumeMounts[{entry}]", request, is_rendered)
+
+
+def _is_own(path: object) -> bool:
+    """Return whether a mount path is one of the operator's, or below one, however it is written."""
+    return isinstance(path, str) and _below(posixpath.normpath(f"/{path.lstrip('/')}"), OWN_MOUNTS)
+
+
+def _depended_on_mount(value: Any, path: str, request: Request, is_rendered: bool) -> Iterator[Violation]:
+    name, where = (value.get("name"), value.get("mountPath")) if isinstance(value, dict) else (None, None)
+    if not isinstance(where, str) or not isinstance(name, str):
+        yield Violation(path, value, "give an object with name and mountPath", None)
+    elif is_rendered and _is_own(where):
+        yield Violation(f"{path}.mountPath", where, f"{', '.join(OWN_MOUNTS)} are the operator's own", None)
+    elif name in FIXED_VOLUMES:
+        yield Violation(f"{path}.name", name, "volumes with keys and weights are mounted by the operator alone", None)
 
 
 def _image(value: Any, path: str, request: Request) -> Iterator[Violation]:
@@ -367,7 +719,7 @@ def _volume(value: Any, path: str, request: Request) -> Iterator[Violation]:
     if not isinstance(value, dict) or not isinstance(name, str):
         yield Violation(path, value, "give an object with a name")
     elif name in FIXED_VOLUMES:
-        yield Violation(path, value, f"the volume {name} is the operator's own; choose another name")
+        yield Violation(path, value, f"the volume {name} is the operator's own; choose another name", None)
     else:
         types = WRITABLE.get(name, VOLUME_TYPES)
         for kind, source in value.items():
@@ -377,7 +729,8 @@ def _volume(value: Any, path: str, request: Request) -> Iterator[Violation]:
             if kind == "hostPath" and name not in WRITABLE:
                 yield from _host_path(source, where, request)
             else:
-                yield Violation(where, source, f"the volume may be of type {', '.join(types)}")
+                switch = None if name in WRITABLE else Switch.PROFILE
+                yield Violation(where, source, f"the volume may be of type {', '.join(types)}", switch)
 
 
 def _host_path(value: Any, path: str, request: Request) -> Iterator[Violation]:
@@ -395,7 +748,7 @@ def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
     roots = (*MOUNT_ROOTS, *request.policy.host_paths)
     if not _below(where, roots):
         allowed = f"volumes may be mounted at or below {', '.join(roots)}"
-        yield Violation(f"{path}.mountPath", where, allowed)
+        yield Violation(f"{path}.mountPath", where, allowed, None if _is_own(where) else Switch.PROFILE)
 
 
 def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
@@ -403,11 +756,11 @@ def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violatio
     yield from _shared_mount(value, path, request)
     if isinstance(value, dict) and value.get("name") in FIXED_VOLUMES:
         yield Violation(
-            f"{path}.name", value["name"], "volumes with keys and weights are mounted by the operator alone"
+            f"{path}.name", value["name"], "volumes with keys and weights are mounted by the operator alone", None
         )
 
 
-_MOUNT_FIELDS = ("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath", "subPathExpr")
+_MOUNT_FIELDS = ("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath")
 
 
 def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
@@ -426,6 +779,7 @@ def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation
 
 def _handler(value: Any, path: str, request: Request) -> Iterator[Violation]:
     """Check a probe or lifecycle hook of a sidecar: it may only connect to its own pod."""
+    yield from _literal(value, path, request) if isinstance(value, list | str) else ()
     if isinstance(value, dict):
         for key, each in value.items():
             if key == "host":
@@ -465,10 +819,6 @@ _SECURITY: dict[str, Rule] = {
     "securityContext.capabilities.drop": _dropped,
     "securityContext.seccompProfile": _exactly({"type": "RuntimeDefault"}),
 }
-_ENVIRONMENT: dict[str, Rule] = {
-    "env.[].value": _any,
-    "env.[].valueFrom": _value_from,
-}
 CONTAINER = _table(
     "a podTemplate",
     {
@@ -476,9 +826,9 @@ CONTAINER = _table(
         "image": _image,
         "imagePullPolicy": _any,
         "resources": _any,
-        "env.[].name": _variable,
-        **_ENVIRONMENT,
+        "env.[]": _variable,
         "volumeMounts.[]": _mount,
+        **dict.fromkeys(OWN_FIELDS, _own_field),
         **_SECURITY,
     },
 )
@@ -489,13 +839,12 @@ SIDECAR = _table(
         "name": _any,
         "image": _image,
         "imagePullPolicy": _any,
-        "command": _any,
-        "args": _any,
+        "command": _literal,
+        "args": _literal,
         "workingDir": _any,
         "restartPolicy": _any,
         "resources": _any,
-        "env.[].name": _any,
-        **_ENVIRONMENT,
+        "env.[]": _foreign_variable,
         "envFrom.[].configMapRef": _any,
         "envFrom.[].prefix": _any,
         "ports.[].name": _any,
@@ -517,8 +866,8 @@ SIDECAR = _table(
 POD = _table(
     "a podTemplate",
     {
-        "metadata.labels": _keys,
-        "metadata.annotations": _keys,
+        "metadata.labels": _keys(LABELS),
+        "metadata.annotations": _keys(ANNOTATIONS),
         "spec.containers.[]": _container("containers"),
         "spec.initContainers.[]": _container("initContainers"),
         "spec.volumes.[]": _volume,

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.render.context import APP_NAME, LABEL_INSTANCE, LABEL_NAME, Manifest, RenderContext, digest
+from megatron_operator.render.context import (
+    APP_NAME,
+    LABEL_INSTANCE,
+    LABEL_NAME,
+    Manifest,
+    RenderContext,
+    digest,
+    literal_args,
+)
 from megatron_operator.render.guards import dns_egress, hub_egress
 from megatron_operator.render.model_source import model_env
 from megatron_operator.render.pod import MODEL_DIR, USER
@@ -43,7 +51,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         "name": FETCH,
         "image": ctx.settings.runtime_image,
         "imagePullPolicy": ctx.settings.image_pull_policy,
-        "args": ["fetch", f"{repository}@{revision}", target],
+        "args": literal_args(["fetch", f"{repository}@{revision}", target]),
         "env": [{"name": "HOME", "value": "/tmp"}, *model_env(ctx)],
         "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
         "securityContext": {
@@ -127,6 +135,11 @@ def _pinned(ctx: RenderContext) -> tuple[str, str]:
         raise NothingToPrefetch(
             "spec.model.source.huggingFace.revision: is not set; name a commit, so that the files in the claim never "
             "change under an engine"
+        )
+    if "/" in revision:
+        raise NothingToPrefetch(
+            f"spec.model.source.huggingFace.revision: is {revision!r}; it names the directory of the files, so name a "
+            "commit, or a tag without /"
         )
     return source.repo, revision
 

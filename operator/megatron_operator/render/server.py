@@ -14,7 +14,6 @@ from megatron_operator.render.context import (
     Manifest,
     RenderContext,
     child,
-    literal,
     release_annotations,
     seal,
     selector,
@@ -45,7 +44,7 @@ def server_args(ctx: RenderContext) -> list[str]:
     args = [
         "server",
         *("--coordinator", ctx.coordinator_address(PORT_CLIENT)),
-        *("--model", literal(model_argument(ctx))),
+        *("--model", model_argument(ctx)),
         *("--model-name", ctx.model_name),
         *("--model-hash", model_hash(ctx)),
         *("--max-sequence-length", str(ctx.spec.model.max_sequence_length)),

@@ -48,7 +48,6 @@ def vllm_options(ctx: RenderContext) -> list[str]:
     problem = problem_of(arguments, allow_code=True)  # the pod policy decides on code
     if problem is not None:
         raise UnsupportedByBackend(f"spec.engine.vllm.args.{printable(problem)}")
-    # The kubelet replaces $(NAME) in arguments by environment variables, which may have values of Secrets.
     options = ["--backend", "vllm", "--vllm-arguments", canonical.replace("$", "\\u0024")]
     return [*options, "--vllm-allow-code"] if arguments.keys() & LOADS_CODE.keys() else options
 

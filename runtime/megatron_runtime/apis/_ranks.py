@@ -18,6 +18,7 @@ from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.process.secrets import integer
 from megatron_runtime.requests.config import InferenceConfig
 
 _DIMENSIONS = ("tensor", "pipeline", "expert")
@@ -44,17 +45,17 @@ def _configured(model: Any, dimension: str) -> int:
 
 def global_rank() -> int:
     """Return the rank of this process in the program: that of torch.distributed, else of torchrun, else 0."""
-    return dist.get_rank() if _is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def local_rank() -> int:
     """Return the number of this process among those of its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return integer(os.environ, "LOCAL_RANK", 0)
 
 
 def local_world() -> int:
     """Return the number of processes of the program on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return integer(os.environ, "LOCAL_WORLD_SIZE", 1)
 
 
 def _is_initialized() -> bool:
@@ -66,7 +67,7 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 
     Raises IndivisibleError if the program's ranks are not whole engines.
     """
-    world = dist.get_world_size() if _is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
     if world % sizes.world:
         raise IndivisibleError(
             f"{world} ranks were started, an engine has tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert "
@@ -79,7 +80,7 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
         local_rank=local_rank(),
         local_world=local_world(),
         address=os.environ.get("MASTER_ADDR", LOOPBACK),
-        port=int(os.environ.get("MASTER_PORT", RENDEZVOUS_PORT)),
+        port=integer(os.environ, "MASTER_PORT", RENDEZVOUS_PORT),
         engine=engine,
         engines=world // sizes.world,
         attempt=next(_attempts),

@@ -12,7 +12,8 @@ from typing import Any
 import click
 import httpx
 
-from megatron_runtime.cli.options import together
+from megatron_runtime.cli.options import Parsed, together
+from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
@@ -107,10 +108,17 @@ def terminal_text(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def _server_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{text!r} is not a URL: use http://host:port.")
+    return text
+
+
+SERVER_URL = Parsed("url", _server_url)
 connection_options = together(
-    click.option("--url", default=DEFAULT_URL, envvar="MEGATRON_URL", help="Of the server."),
+    environment_option("--url", default=DEFAULT_URL, type=SERVER_URL, envvar="MEGATRON_URL", help="Of the server."),
     click.option("--model", help="By default the first that the server offers."),
-    click.option("--api-key", envvar="MEGATRON_API_KEY", help="If the server requires one."),
+    environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="If the server requires one."),
 )
 
 
@@ -135,8 +143,6 @@ class ApiClient:
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        if not self._url.startswith(("http://", "https://")):
-            raise click.BadParameter(f"{url!r} is not a URL: use http://host:port.", param_hint="--url")
         headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"

@@ -16,6 +16,7 @@ from megatron_runtime.cli.options import (
     ADDRESS,
     COUNT,
     DIRECTORY,
+    FAULT,
     FILE,
     MEMORY,
     OPTIONAL_PORT,
@@ -32,6 +33,7 @@ from megatron_runtime.cli.options import (
     tensor_parallel,
 )
 from megatron_runtime.process.finite_range import FiniteRange
+from megatron_runtime.process.options import environment_option
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.settings import EngineSettings
@@ -100,14 +102,14 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
 @tensor_parallel
-@click.option(
+@environment_option(
     "--pipeline-parallel",
     type=PARALLEL,
     default=1,
     envvar="PIPELINE_PARALLEL_SIZE",
     help="Stages with a part of the layers.",
 )
-@click.option(
+@environment_option(
     "--expert-parallel",
     type=PARALLEL,
     default=1,
@@ -128,10 +130,11 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 )
 @click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo backend takes.")
 @click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo backend.")
-@click.option(
+@environment_option(
     "--fault",
     "echo_faults",
     multiple=True,
+    type=FAULT,
     envvar="MEGATRON_ENGINE_FAULTS",
     metavar="SPEC",
     help="A fault of the echo backend, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
@@ -308,9 +311,9 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 
 @click.command()
 @click.option("--name", "template", required=True, help="Host name of a pod, {node} for its number.")
-@click.option("--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod.")
-@click.option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
-@click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
+@environment_option("--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod.")
+@environment_option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
+@environment_option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
 @click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
 @click.option("--listen", default="::", help="Address of both ports; :: is every address, IPv4 and IPv6.")
 @log_options

@@ -15,8 +15,10 @@ import click
 
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
+from megatron_runtime.process.options import environment_option
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.vllm_arguments import problem_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -112,7 +114,7 @@ def _api_keys_file(text: str) -> Path:
         read_keys(Path(text))
     except ApiKeyFileError as error:
         raise click.BadParameter(f"{error}.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise click.BadParameter(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
     return Path(text)
 
@@ -134,6 +136,14 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _vllm_arguments(text: str) -> dict[str, Any]:
+    arguments = _json_object(text)
+    problem = problem_of(arguments, allow_code=True)
+    if problem is not None:
+        raise click.BadParameter(f"{problem}.")
+    return arguments
+
+
 def _adapter(text: str) -> Adapter:
     name, separator, source = text.partition("=")
     if not separator:
@@ -146,8 +156,20 @@ def _adapter(text: str) -> Adapter:
         raise click.BadParameter(f"{error}.") from error
 
 
+def _fault(text: str) -> str:
+    from megatron_runtime.backends.echo.faults import InvalidFaultError, parse_faults
+
+    try:
+        parse_faults([text])
+    except InvalidFaultError as error:
+        raise click.BadParameter(f"{error}.") from error
+    return text
+
+
 ADAPTER = Parsed("name=source", _adapter)
 """A LoRA adapter: `sql=hf:org/sql-lora@REVISION` or `sql=DIRECTORY`."""
+FAULT = Parsed("fault", _fault)
+"""A fault of the echo backend: `fail-verb:verb=PAUSE,rank=1`."""
 MEMORY = Parsed("size", _memory)
 """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)
@@ -158,8 +180,8 @@ API_KEYS_FILE = Parsed("file", _api_keys_file)
 """A file of API keys: one a line, or YAML with names and limits."""
 COUNTS = Parsed("n,n,…", _counts)
 """Numbers from 1 up: `1,8,32`."""
-JSON_OBJECT = Parsed("json", _json_object)
-"""A JSON object: `{"quantization": "fp8"}`."""
+VLLM_ARGUMENTS = Parsed("json", _vllm_arguments)
+"""Engine arguments of vLLM as a JSON object."""
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
 SECONDS = FiniteRange(min=0)
@@ -209,7 +231,7 @@ def model_reference(name: str) -> str:
 
 
 PARALLEL = click.IntRange(1, 64)
-tensor_parallel = click.option(
+tensor_parallel = environment_option(
     "--tensor-parallel",
     type=PARALLEL,
     default=1,
@@ -230,7 +252,7 @@ def cached_references(_context: click.Context, _parameter: click.Parameter, inco
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,
-    click.option(
+    environment_option(
         "--backend",
         type=click.Choice(["native", "vllm", "echo"]),
         default="native",
@@ -238,9 +260,9 @@ engine_options = together(
         help="vllm runs vLLM, which must be installed. echo answers with a hash of the prompt, without a model: for "
         "tests and benchmarks.",
     ),
-    click.option(
+    environment_option(
         "--vllm-arguments",
-        type=JSON_OBJECT,
+        type=VLLM_ARGUMENTS,
         default="{}",
         envvar="MEGATRON_VLLM_ARGUMENTS",
         help='Engine arguments of vLLM, such as {"quantization": "fp8"}.',
@@ -402,7 +424,7 @@ def log_options(command: _F) -> _F:
     def configure_logs(ctx: click.Context, param: click.Parameter, value: str) -> None:
         configure(style=ctx.params.pop("log_format"), level=value)
 
-    level = click.option(
+    level = environment_option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
@@ -411,7 +433,7 @@ def log_options(command: _F) -> _F:
         callback=configure_logs,
         help="Least level that is logged.",
     )
-    log_format = click.option(
+    log_format = environment_option(
         "--log-format",
         type=click.Choice(["json", "text"]),
         default="text",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_runtime.process.secrets import integer
+
 RENDEZVOUS_PORT = 29500
 FOLDER_VARIABLE = "MEGATRON_RANKS_FOLDER"
 """The launcher sets it for the ranks of an engine on one host; see RankIdentity."""
@@ -182,9 +184,9 @@ def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
     """
     node = node_identity(sizes, environment)
     if "RANK" in environment:
-        rank, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
-        local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-        _check_world(sizes, int(environment.get("WORLD_SIZE", sizes.world)))
+        rank, local_rank = integer(environment, "RANK", 0), integer(environment, "LOCAL_RANK", 0)
+        local_world = integer(environment, "LOCAL_WORLD_SIZE", 1)
+        _check_world(sizes, integer(environment, "WORLD_SIZE", sizes.world))
     elif node.nodes > 1 and node.ranks_per_node == 1:
         rank, local_rank, local_world = node.node_rank, 0, 1
     else:
@@ -195,7 +197,7 @@ def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
         local_rank=local_rank,
         local_world=local_world,
         address=environment.get("MASTER_ADDR", node.address),
-        port=int(environment.get("MASTER_PORT", RENDEZVOUS_PORT)),
+        port=integer(environment, "MASTER_PORT", RENDEZVOUS_PORT),
         folder=Path(environment[FOLDER_VARIABLE]) if FOLDER_VARIABLE in environment else None,
     )
 
@@ -205,17 +207,17 @@ def node_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
 
     Raises IndivisibleError if the nodes do not have as many ranks as the engine.
     """
-    nodes = int(environment.get("NNODES", "1"))
+    nodes = integer(environment, "NNODES", 1)
     if nodes == 1:
         return NodeIdentity(ranks_per_node=sizes.world)
-    per_node = int(environment.get("NPROC_PER_NODE", max(1, sizes.world // nodes)))
+    per_node = integer(environment, "NPROC_PER_NODE", max(1, sizes.world // nodes))
     _check_world(sizes, nodes * per_node)
     return NodeIdentity(
-        node_rank=int(environment.get("NODE_RANK", "0")),
+        node_rank=integer(environment, "NODE_RANK", 0),
         nodes=nodes,
         ranks_per_node=per_node,
         address=environment["MASTER_ADDR"],
-        port=int(environment.get("MASTER_PORT", RENDEZVOUS_PORT)),
+        port=integer(environment, "MASTER_PORT", RENDEZVOUS_PORT),
     )
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import unquote
+
+from megatron_runtime.process.secrets import HEADER, INTEGER, NUMBER, URL, Form, SecretError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -38,8 +42,26 @@ TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
 TIME_IN_INFERENCE = "gen_ai.latency.time_in_model_inference"
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PROTOCOL_FORM = Form(re.escape(_PROTOCOL), f"{_PROTOCOL}, and the HTTP port of the collector")
+
+
+def _pairs(value: str) -> Form:
+    pair = rf"[A-Za-z0-9!#$%&'*+.^_`|~-]+ *= *{value}"
+    return Form(rf"{pair}( *, *{pair})*", "NAME=VALUE,… with URL-encoded values")
+
+
+_FORMS = {
+    "_ENDPOINT": URL,
+    "_HEADERS": _pairs(r"[!#-+\--:<-\[\]-~]*"),  # the octets of a W3C baggage value
+    "_ATTRIBUTES": _pairs(r"[ -+\--~]*"),
+    "_TIMEOUT": NUMBER,
+    "_DELAY": INTEGER,
+    "_SIZE": INTEGER,
+    "_LIMIT": INTEGER,
+}
+"""Forms of variables by the end of their name. The SDK quotes what it cannot read in its warnings."""
 _FLUSH_SECONDS = 2.0
 """At the end of a process, the time for the last spans to reach the collector."""
 
@@ -71,16 +93,12 @@ class Tracer:
     """Makes the spans of one process and exports them in the background.
 
     name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
-    Raises ImportError if the packages of the extra `tracing` are missing, ValueError for another protocol than OTLP
-    over HTTP.
+    Raises ImportError if the packages of the extra `tracing` are missing, SecretError for a variable with a value that
+    it cannot use, such as another protocol than OTLP over HTTP.
     """
 
     def __init__(self, name: str) -> None:
-        protocol = next((os.environ[each] for each in _PROTOCOLS if os.environ.get(each)), _PROTOCOL)
-        if protocol != _PROTOCOL:
-            raise ValueError(
-                f"{_PROTOCOLS[1]}={protocol} is not supported: use {_PROTOCOL} and the collector's HTTP port"
-            )
+        _check_variables(os.environ)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -124,6 +142,22 @@ class Tracer:
         flushing.join(_FLUSH_SECONDS)
 
 
+def _check_variables(environment: Mapping[str, str]) -> None:
+    """Check the variables of the SDK. Raises SecretError."""
+    protocol = next((name for name in _PROTOCOLS if environment.get(name)), None)
+    if protocol is not None:
+        _PROTOCOL_FORM.check(protocol, environment[protocol])
+    for name in sorted(environment):
+        value = environment[name].strip()
+        if not name.startswith("OTEL_") or "_METRICS_" in name or "_LOGS_" in name or not value:
+            continue
+        for end, form in _FORMS.items():
+            if name.endswith(end):
+                form.check(name, value)
+        for pair in value.split(",") if name.endswith("_HEADERS") else ():
+            HEADER.check(name, unquote(pair.partition("=")[2]).strip() or "-")
+
+
 def tracer_from_environment(name: str) -> Tracer | None:
     """Return the tracer of this process; None if the environment does not ask for one, or it cannot be had.
 
@@ -140,6 +174,8 @@ def tracer_from_environment(name: str) -> Tracer | None:
         return Tracer(name)
     except ImportError as error:
         logger.error("traces are off: %s; install megatron-inference[tracing]", error)
-    except ValueError as error:
+    except SecretError as error:
         logger.error("traces are off: %s", error)
+    except ValueError:
+        logger.error("traces are off: a variable OTEL_… does not have a valid value; correct or unset it")
     return None

@@ -6,10 +6,12 @@ engine checks the values against the installed version when it starts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from megatron_runtime.protocol import strict_json as json
 
+_WORD = re.compile(r"[!-~]{1,256}")
 _TEXT, _COUNT, _NUMBER, _SWITCH, _OBJECT = (str,), (int,), (int, float), (bool,), (dict,)
 _KINDS = {_TEXT: "a string", _COUNT: "an integer", _NUMBER: "a number", _SWITCH: "true or false", _OBJECT: "an object"}
 
@@ -81,4 +83,6 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
             return f"{name} is not supported: use one of {', '.join(sorted(ALLOWED))}"
         if type(value) not in kinds:
             return f"{name} is {json.dumps(value)[:60]}: give {_KINDS[kinds]}"
+        if name in ALLOWED and isinstance(value, str) and (not _WORD.fullmatch(value) or ".." in value):
+            return f"{name} is {json.dumps(value)[:60]}: give a word of at most 256 visible ASCII characters without .."
     return None

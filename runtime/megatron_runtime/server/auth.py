@@ -25,6 +25,7 @@ TENANT_CHARACTERS = 32
 MAX_PER_MINUTE = 1_000_000_000
 _UNNAMED_CHARACTERS = 8
 _CERTIFICATE_CHECK_SECONDS = 10.0
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CHECK_SECONDS = 1.0
 """Least time between two checks of the key file: a mounted Secret changes while the server runs."""
 
@@ -90,10 +91,13 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     """Return the keys of a file by the SHA-256 digest of each.
 
     The file is YAML with a list `keys`, or has one key a line. Empty lines and lines that begin with # are ignored.
-    Raises OSError or UnicodeDecodeError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and
-    NoKeysError for one without a key.
+    Raises OSError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and NoKeysError for one
+    without a key. No message contains a key.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ApiKeyFileError(f"{str(path)!r} is not UTF-8 text: write one key a line") from None
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
         entries = _parse(text, path)
@@ -104,6 +108,8 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     found: dict[bytes, ApiKey] = {}
     names: set[str] = set()
     for place, entry in enumerate(entries):
+        if _CONTROL.search(entry.key):
+            raise ApiKeyFileError(f"{str(path)!r}, key {place + 1}: it has a control character, such as a line break")
         digest = _digest(entry.key.encode())
         if entry.name and (digest in found or entry.name in names):
             field = "name" if entry.name in names else "key"
@@ -124,14 +130,20 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
 def _parse(text: str, path: Path) -> list[_Entry]:
     try:
         return _KeyFile.model_validate(yaml.safe_load(text)).keys
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)  # the message itself may quote a key
         where = "" if mark is None else f" in line {mark.line + 1}"
         message = f"{str(path)!r} is not YAML{where}: write a list 'keys' of entries with name and key"
         raise ApiKeyFileError(message) from None
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        errors = error.errors(include_input=False, include_url=False)
+        first = errors[0]
+        # The name of an unknown field may be a key that was written in the wrong place.
+        known = first["loc"]
+        has_key = not any(each["type"] == "missing" and each["loc"][:-1] == known[:-1] for each in errors)
+        if first["type"] == "extra_forbidden" and not (has_key and re.fullmatch("[A-Za-z]{1,24}", str(known[-1]))):
+            known = known[:-1]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in known).lstrip(".")
         fields = ", ".join(map(to_camel, _Entry.model_fields))
         message = f"{str(path)!r}, {place or 'the file'}: {first['msg']}; an entry of keys has {fields}"
         raise ApiKeyFileError(message) from None

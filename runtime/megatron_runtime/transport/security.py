@@ -8,6 +8,7 @@ alternates between the server's keys. Of its own pair a process uses the first l
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_runtime.protocol.headers import Role
 logger = logging.getLogger(__name__)
 
 Z85_KEY_LENGTH = 40
+_Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class KeyFileError(ValueError):
@@ -148,13 +150,12 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _read_keys(path: Path) -> list[bytes]:
     try:
-        lines = path.read_text().split()
+        keys = path.read_bytes().split()
     except OSError as error:
         raise KeyFileError(
             f"key file {path}: {error.strerror}. Mount the keys Secret there, or leave --keys-dir out"
         ) from error
-    keys = [line.encode() for line in lines]
-    if not keys or any(len(key) != Z85_KEY_LENGTH for key in keys):
+    if not keys or not all(_Z85_KEY.fullmatch(key) for key in keys):
         raise KeyFileError(f"key file {path}: want one Z85 key of {Z85_KEY_LENGTH} characters a line")
     return keys
 

@@ -26,7 +26,6 @@ VOLCANO = {
     "spec": {
         "schedulerName": "volcano",
         "resourceClaims": [{"name": "channel", "resourceClaimName": "channel-$(ENGINE_INDEX)"}],
-        "containers": [{"name": "engine", "env": [{"name": "A", "value": "$(ENGINE_NAME)"}]}],
     },
 }
 KUEUE = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "gpus"}}}
@@ -36,7 +35,7 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 def context(**engine: Any) -> RenderContext:
     spec = {**MINIMAL, "replicas": 2, "parallelism": {"tensor": 4}, "engine": {"ranksPerPod": 2, **engine}}
-    settings = Settings(runtime_image="runtime:1", pod_policy=PodPolicy())
+    settings = Settings(runtime_image="runtime:1", pod_policy=PodPolicy(metadata=("team", "note")))
     return RenderContext("demo", "default", "u", parse_spec(spec), settings)
 
 
@@ -55,9 +54,12 @@ def test_labels_annotations_and_claims_name_the_engine() -> None:
     assert volcano["spec"]["resourceClaims"][0]["resourceClaimName"] == "channel-1"
 
 
-def test_variables_of_containers_are_left_to_the_kubelet() -> None:
-    (container,) = template(context(podTemplate=VOLCANO))["spec"]["containers"]
-    assert {"name": "A", "value": "$(ENGINE_NAME)"} in container["env"]
+def test_placeholders_are_not_replaced_in_variables_of_containers() -> None:
+    variable = {"name": "A", "value": "$(ENGINE_NAME)"}
+    ctx = context(podTemplate={"spec": {"containers": [{"name": "engine", "env": [variable]}]}})
+    trusted = replace(ctx, settings=replace(ctx.settings, pod_policy=PodPolicy(profile="trusted")))
+    (container,) = template(trusted)["spec"]["containers"]
+    assert variable in container["env"]
 
 
 def test_engines_of_one_spec_have_one_revision_that_depends_on_the_placeholders() -> None:

@@ -82,25 +82,115 @@ def test_a_route_with_a_path_prefix_removes_it() -> None:
     assert rule["filters"][0]["urlRewrite"]["path"]["replacePrefixMatch"] == "/"
 
 
-@pytest.mark.parametrize(
-    ("key", "policy", "allowed"),
-    [
-        ("service.beta.kubernetes.io/internal", PodPolicy(), True),
-        ("inference.megatron.dev/hash", None, False),
-        ("nginx.ingress.kubernetes.io/server-snippet", PodPolicy(), False),
-        ("nginx.ingress.kubernetes.io/server-snippet", PodPolicy(metadata=("nginx.ingress.kubernetes.io/",)), True),
-    ],
-)
+NGINX = "nginx.ingress.kubernetes.io/"
+CONTROLLERS = [
+    *(f"{NGINX}{name}" for name in ("server-snippet", "auth-tls-secret", "server-alias", "proxy-ssl-secret")),
+    *(f"{NGINX}{name}" for name in ("auth-url", "upstream-vhost", "permanent-redirect", "mirror-target", "canary")),
+    *("external-dns.alpha.kubernetes.io/hostname", "cert-manager.io/cluster-issuer", "cert-manager.io/common-name"),
+    *(
+        "traefik.ingress.kubernetes.io/router.middlewares",
+        "haproxy.org/auth-secret",
+        "alb.ingress.kubernetes.io/actions.x",
+    ),
+    *(
+        "service.beta.kubernetes.io/aws-load-balancer-ssl-cert",
+        "metallb.universe.tf/address-pool",
+        "konghq.com/plugins",
+    ),
+    *("networking.gke.io/load-balancer-type", "kubernetes.io/ingress.class", "example.com/a", "a"),
+]
+
+
 @pytest.mark.parametrize("field", ["service", "ingress"])
-def test_annotations_that_configure_a_controller_with_code_need_permission(
-    field: str, key: str, policy: PodPolicy | None, allowed: bool
-) -> None:
-    server = {field: {"annotations": {key: "x"}}}
-    if allowed:
-        rendered(server, policy=policy)
-        return
-    with pytest.raises(NotAllowed, match=rf"spec.server.{field}.annotations\[{key}\]"):
-        rendered(server, policy=policy)
+def test_annotations_that_configure_another_component_need_permission(field: str) -> None:
+    open_door = PodPolicy(hostnames=("*",))
+
+    def annotated(key: str, policy: PodPolicy | None, value: str = "x") -> dict[str, Any]:
+        return rendered({field: {"annotations": {key: value}}}, policy=policy)
+
+    for key in CONTROLLERS:
+        with pytest.raises(NotAllowed, match=rf"spec.server.{field}.annotations\[{key}\].*podPolicy.metadata"):
+            annotated(key, open_door)
+        prefix = f"{key.rpartition('/')[0]}/"
+        listed = prefix if "/" in key else key
+        for policy in (replace(open_door, metadata=(listed,)), replace(open_door, profile="trusted"), None):
+            assert annotated(key, policy)
+    for policy in (open_door, replace(open_door, profile="trusted"), None):
+        with pytest.raises(NotAllowed, match="sets this key itself"):
+            annotated("inference.megatron.dev/hash", policy)
+    assert annotated("prometheus.io/scrape", open_door, "true")
+
+
+HOSTS = PodPolicy(
+    hostnames=("a.example", "*.{namespace}.example", "{name}.b.example"), tls_secrets=("{name}-tls", "wild-*")
+)
+
+
+@pytest.mark.parametrize("profile", ["restricted", "trusted"])
+@pytest.mark.parametrize(
+    ("hosts", "allowed"),
+    [
+        (["a.example"], True),
+        (["x.default.example", "y.x.default.example", "*.default.example"], True),
+        (["demo.b.example"], True),
+        (["default.example"], False),
+        (["x.other.example"], False),
+        (["other.b.example"], False),
+        (["xdefault.example"], False),
+        (["*.example"], False),
+        (["a.example", "victim.example"], False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_host_names_are_confined_to_what_the_chart_allows(profile: str, hosts: list[str] | None, allowed: bool) -> None:
+    named: dict[str, Any] = {} if hosts is None else {"hosts": hosts}
+    routed: dict[str, Any] = {**GATEWAYS, **({} if hosts is None else {"hostnames": hosts})}
+    for server, field in (({"ingress": named}, "ingress.hosts"), ({"httpRoute": routed}, "httpRoute.hostnames")):
+        if allowed:
+            assert rendered(server, policy=replace(HOSTS, profile=profile))
+        else:
+            with pytest.raises(NotAllowed, match=rf"^spec.server.{field}: is .* are allowed; .*podPolicy.hostnames"):
+                rendered(server, policy=replace(HOSTS, profile=profile))
+        with pytest.raises(NotAllowed, match=r"host names are not allowed"):
+            rendered(server, policy=PodPolicy(profile=profile))
+        assert rendered(server, policy=PodPolicy(profile=profile, hostnames=("*",)))
+
+
+@pytest.mark.parametrize("profile", ["restricted", "trusted"])
+def test_tls_secrets_are_confined_to_what_the_chart_allows(profile: str) -> None:
+    def ingress(secret: str, policy: PodPolicy) -> dict[str, Any]:
+        server = {"ingress": {"hosts": ["a.example"], "tlsSecretName": secret}}
+        return rendered(server, policy=replace(policy, profile=profile))
+
+    assert ingress("demo-tls", HOSTS)
+    assert ingress("wild-card", HOSTS)
+    for secret in ("other-tls", "wild", "other/demo-tls"):
+        with pytest.raises(NotAllowed, match=r"^spec.server.ingress.tlsSecretName: is .*podPolicy.tlsSecrets"):
+            ingress(secret, HOSTS)
+    with pytest.raises(NotAllowed, match="TLS Secrets are not allowed"):
+        ingress("demo-tls", PodPolicy(hostnames=("*",)))
+
+
+@pytest.mark.parametrize("name", ["", "*example", "A.example", "a.example/", "*."])
+def test_an_invalid_host_name_of_the_chart_is_rejected_at_the_start(name: str) -> None:
+    with pytest.raises(ValueError, match=r"podPolicy.hostnames \(--allow-hostname\): is"):
+        PodPolicy(hostnames=(name,))
+
+
+def test_a_front_door_that_a_new_policy_rejects_stays(make_cluster: Any) -> None:
+    cluster: Cluster = make_cluster(server={"ingress": {"hosts": ["demo.example"]}})
+    policy = cluster.settings
+    cluster.settings = replace(policy, pod_policy=None)
+    cluster.settle()
+    before = cluster.objects[INGRESS]
+    cluster.settings = policy
+    cluster.unverified |= set(cluster.objects)
+    cluster.settle()
+    assert cluster.objects[INGRESS] == before
+    assert cluster.condition("Degraded")["reason"] == "NotAllowed"
+    assert "spec.server.ingress.hosts" in cluster.condition("Degraded")["message"]
+    assert cluster.state == "Running"
 
 
 def test_a_class_of_load_balancers_needs_the_type() -> None:
@@ -130,6 +220,7 @@ def test_a_pool_selects_the_pods_of_the_servers_and_the_route_refers_to_it() -> 
 
 def test_removed_fields_remove_their_objects(make_cluster: Any) -> None:
     cluster: Cluster = make_cluster(server={"ingress": {}, "httpRoute": GATEWAYS, "inferencePool": PICKER})
+    cluster.settings = replace(cluster.settings, pod_policy=PodPolicy(hostnames=("*",)))
     cluster.settle()
     assert {INGRESS, ROUTE, POOL, SERVICE} <= set(cluster.objects)
     cluster.patch(server={"ingress": None, "httpRoute": None, "inferencePool": None})
@@ -148,6 +239,7 @@ def test_without_the_crd_the_status_reports_it_and_the_resource_serves(
     make_cluster: Any, server: dict[str, Any], ref: ChildRef, reason: str
 ) -> None:
     cluster: Cluster = make_cluster(server=server)
+    cluster.settings = replace(cluster.settings, pod_policy=PodPolicy(hostnames=("*",)))
     (apply,) = [
         action for action in decide(cluster.world()).actions if isinstance(action, ApplyChild) and action.ref == ref
     ]

@@ -37,7 +37,7 @@ def known_options() -> dict[str, list[str]]:
 
 def rendered_options(sample: Path) -> dict[str, set[str]]:
     """Return the options that the operator passes to each command."""
-    settings = Settings(runtime_image="runtime:1")
+    settings = Settings(runtime_image="runtime:1", pod_policy=None)
     found: dict[str, set[str]] = {}
     for manifest in all_children(read_resource(sample).context(settings)):
         template: dict[str, Any] = (manifest.get("spec") or {}).get("template") or {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from bad_values import bad_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_cluster import MINIMAL, Cluster
@@ -18,7 +20,20 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import ChildRef
 from megatron_operator.render.children import all_children
-from megatron_operator.render.context import InvalidPodTemplate, NotAllowed, RenderContext
+from megatron_operator.render.config import config_data
+from megatron_operator.render.context import (
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_INSTANCE,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    InvalidPodTemplate,
+    NotAllowed,
+    RenderContext,
+)
+from megatron_operator.render.model_source import OBJECT_STORE_VARIABLES
+from megatron_operator.render.pod_policy import ENVIRONMENT, PROTECTED, SECRETS
+from megatron_runtime.protocol.vllm_arguments import ALLOWED as ALLOWED_ARGUMENTS
 
 from .pod_security import violations as restricted_violations
 
@@ -33,9 +48,11 @@ ALL = PodPolicy(
     sidecars=True,
     service_accounts=("trainer",),
     image_repositories=("registry.example/tools/",),
-    environment=("HF_ENDPOINT", "LD_LIBRARY_PATH"),
-    metadata=("k8s.v1.cni.cncf.io/networks",),
+    environment=("HF_ENDPOINT", "LD_LIBRARY_PATH", "NVSHMEM_*"),
+    secret_environment=("WANDB_API_KEY",),
+    metadata=("k8s.v1.cni.cncf.io/networks", "example.com/", "team"),
 )
+TRUSTED = PodPolicy(profile="trusted")
 SAFE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 SIDECAR = {"name": "log", "image": "registry.example/tools/log:1", "securityContext": SAFE}
 
@@ -80,15 +97,16 @@ ALLOWED: list[dict[str, Any]] = [
     pod(terminationGracePeriodSeconds=90, hostNetwork=False, automountServiceAccountToken=False),
     {
         "metadata": {
-            "labels": {"team": "a", "app.kubernetes.io/part-of": "x"},
-            "annotations": {"prometheus.io/scrape": ""},
+            "labels": {"kueue.x-k8s.io/queue-name": "gpus", "sidecar.istio.io/inject": "false"},
+            "annotations": {"prometheus.io/scrape": "", "linkerd.io/inject": "disabled"},
         }
     },
     {"metadata": {"annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}}},
     container(env=[{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "https_proxy", "value": "http://proxy:3128"}]),
-    container(env=[{"name": "T", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}]),
-    container(env=[{"name": "C", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}]),
-    container(env=[{"name": "N", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]),
+    container(env=[{"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "compute,utility"}]),
+    container(env=[{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}]),
+    container(env=[{"name": "NCCL_IB_HCA", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}]),
+    container(env=[{"name": "OTEL_SERVICE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]),
     container(env=[{"name": "MEGATRON_THREADS", "value": "4", "valueFrom": None}]),
     container(image=f"{RUNTIME}:2"),
     container(securityContext={"privileged": False, "capabilities": {"drop": ["ALL"]}}),
@@ -101,57 +119,77 @@ ALLOWED: list[dict[str, Any]] = [
 ]
 
 REJECTED: list[tuple[dict[str, Any], str, Switch | None]] = [
-    (container(securityContext={"privileged": True}), f"{C0}.securityContext.privileged: is True", None),
-    (container(securityContext={"allowPrivilegeEscalation": True}), "allowPrivilegeEscalation: is True", None),
-    (container(securityContext={"runAsNonRoot": False}), "runAsNonRoot: is False", None),
-    (container(securityContext={"runAsUser": 0}), "runAsUser: is 0", None),
-    (container(securityContext={"readOnlyRootFilesystem": False}), "readOnlyRootFilesystem: is False", None),
-    (container(securityContext={"capabilities": {"drop": []}}), "capabilities.drop: is []", None),
-    (container(securityContext={"seccompProfile": {"type": "Unconfined"}}), "seccompProfile: is", None),
-    (container(securityContext={"procMount": "Unmasked"}), "procMount: is 'Unmasked'", None),
-    (container(securityContext=None), f"{C0}.securityContext: is None", None),
-    (pod(securityContext={"runAsUser": 0}), "podTemplate.spec.securityContext: is", None),
-    (pod(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}), "spec.securityContext: is", None),
-    (pod(hostPID=True), "spec.hostPID: is True", None),
-    (pod(hostIPC=True), "spec.hostIPC: is True", None),
-    (pod(shareProcessNamespace=True), "spec.shareProcessNamespace: is True", None),
-    (pod(nodeName="node-1"), "spec.nodeName: is 'node-1'", None),
-    (pod(hostAliases=[{"ip": "1.2.3.4", "hostnames": ["h"]}]), "spec.hostAliases: is", None),
-    (pod(dnsConfig={"nameservers": ["1.2.3.4"]}), "spec.dnsConfig: is", None),
-    (pod(priorityClassName="system-node-critical"), "spec.priorityClassName: is 'system-node-critical'", None),
-    (pod(ephemeralContainers=[{"name": "x"}]), "spec.ephemeralContainers: is", None),
-    (pod(fieldOfTheFuture=1), "spec.fieldOfTheFuture: is 1", None),
-    ({"metadata": {"finalizers": ["x"]}}, "metadata.finalizers: is", None),
+    (container(securityContext={"privileged": True}), f"{C0}.securityContext.privileged: is True", Switch.PROFILE),
+    (
+        container(securityContext={"allowPrivilegeEscalation": True}),
+        "allowPrivilegeEscalation: is True",
+        Switch.PROFILE,
+    ),
+    (container(securityContext={"runAsNonRoot": False}), "runAsNonRoot: is False", Switch.PROFILE),
+    (container(securityContext={"runAsUser": 0}), "runAsUser: is 0", Switch.PROFILE),
+    (container(securityContext={"readOnlyRootFilesystem": False}), "readOnlyRootFilesystem: is False", Switch.PROFILE),
+    (container(securityContext={"capabilities": {"drop": []}}), "capabilities.drop: is []", Switch.PROFILE),
+    (container(securityContext={"seccompProfile": {"type": "Unconfined"}}), "seccompProfile: is", Switch.PROFILE),
+    (container(securityContext={"procMount": "Unmasked"}), "procMount: is 'Unmasked'", Switch.PROFILE),
+    (container(securityContext=None), f"{C0}.securityContext: is None", Switch.PROFILE),
+    (pod(securityContext={"runAsUser": 0}), "podTemplate.spec.securityContext: is", Switch.PROFILE),
+    (
+        pod(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
+        "spec.securityContext: is",
+        Switch.PROFILE,
+    ),
+    (pod(hostPID=True), "spec.hostPID: is True", Switch.PROFILE),
+    (pod(hostIPC=True), "spec.hostIPC: is True", Switch.PROFILE),
+    (pod(shareProcessNamespace=True), "spec.shareProcessNamespace: is True", Switch.PROFILE),
+    (pod(nodeName="node-1"), "spec.nodeName: is 'node-1'", Switch.PROFILE),
+    (pod(hostAliases=[{"ip": "1.2.3.4", "hostnames": ["h"]}]), "spec.hostAliases: is", Switch.PROFILE),
+    (pod(dnsConfig={"nameservers": ["1.2.3.4"]}), "spec.dnsConfig: is", Switch.PROFILE),
+    (
+        pod(priorityClassName="system-node-critical"),
+        "spec.priorityClassName: is 'system-node-critical'",
+        Switch.PROFILE,
+    ),
+    (pod(ephemeralContainers=[{"name": "x"}]), "spec.ephemeralContainers: is", Switch.PROFILE),
+    (pod(fieldOfTheFuture=1), "spec.fieldOfTheFuture: is 1", Switch.PROFILE),
+    ({"metadata": {"finalizers": ["x"]}}, "metadata.finalizers: is", Switch.PROFILE),
     ({"spec": None}, "podTemplate.spec: is None", None),
     (pod(containers=None), "spec.containers: is None", None),
-    (container(command=["sh"]), f"{C0}.command: is ['sh']", None),
+    (container(command=["sh"]), f"{C0}.command: is ['sh']", Switch.PROFILE),
     (container(args=["-c"]), f"{C0}.args: is ['-c']", None),
-    (container(lifecycle={"postStart": {"exec": {"command": ["sh"]}}}), f"{C0}.lifecycle: is", None),
-    (container(livenessProbe={"exec": {"command": ["sh"]}}), f"{C0}.livenessProbe: is", None),
-    (container(ports=[{"containerPort": 8000, "hostPort": 8000}]), f"{C0}.ports: is", None),
+    (container(lifecycle={"postStart": {"exec": {"command": ["sh"]}}}), f"{C0}.lifecycle: is", Switch.PROFILE),
+    (container(livenessProbe={"exec": {"command": ["sh"]}}), f"{C0}.livenessProbe: is", Switch.PROFILE),
+    (container(ports=[{"containerPort": 8000, "hostPort": 8000}]), f"{C0}.ports: is", Switch.PROFILE),
     (container(envFrom=[{"secretRef": {"name": "s"}}]), f"{C0}.envFrom: is", None),
-    (container(volumeDevices=[{"name": "d", "devicePath": "/d"}]), f"{C0}.volumeDevices: is", None),
+    (container(volumeDevices=[{"name": "d", "devicePath": "/d"}]), f"{C0}.volumeDevices: is", Switch.PROFILE),
     (
-        container(env=[{"name": "X", "valueFrom": {"secretKeyRef": {"name": "other", "key": "k"}}}]),
+        container(env=[{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "other", "key": "k"}}}]),
         "env[0].valueFrom.secretKeyRef.name: is 'other'; Secrets that the spec itself names are allowed "
         "(front-cert, hf-token)",
-        None,
+        Switch.PROFILE,
     ),
-    (volume(secret={"secretName": "s"}), "volumes[0].secret: is", None),
-    (volume(projected={"sources": [{"serviceAccountToken": {"path": "t"}}]}), "volumes[0].projected: is", None),
-    (volume(csi={"driver": "d"}), "volumes[0].csi: is", None),
-    (volume(ephemeral={}), "volumes[0].ephemeral: is", None),
-    (volume(nfs={"server": "s", "path": "/"}), "volumes[0].nfs: is", None),
-    (volume(image={"reference": "r"}), "volumes[0].image: is", None),
+    (volume(secret={"secretName": "s"}), "volumes[0].secret: is", Switch.PROFILE),
+    (
+        volume(projected={"sources": [{"serviceAccountToken": {"path": "t"}}]}),
+        "volumes[0].projected: is",
+        Switch.PROFILE,
+    ),
+    (volume(csi={"driver": "d"}), "volumes[0].csi: is", Switch.PROFILE),
+    (volume(ephemeral={}), "volumes[0].ephemeral: is", Switch.PROFILE),
+    (volume(nfs={"server": "s", "path": "/"}), "volumes[0].nfs: is", Switch.PROFILE),
+    (volume(image={"reference": "r"}), "volumes[0].image: is", Switch.PROFILE),
     (pod(volumes=[{"name": "keys", "emptyDir": {}}]), "volumes[0]: is", None),
     (pod(volumes=[{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]), "persistentVolumeClaim: is", None),
-    (container(volumeMounts=[{"name": "v", "mountPath": "/opt/venv"}]), "mountPath: is '/opt/venv'", None),
-    (container(volumeMounts=[{"name": "v", "mountPath": "/mnt/../opt"}]), "mountPath: is '/mnt/../opt'", None),
+    (container(volumeMounts=[{"name": "v", "mountPath": "/opt/venv"}]), "mountPath: is '/opt/venv'", Switch.PROFILE),
+    (
+        container(volumeMounts=[{"name": "v", "mountPath": "/mnt/../opt"}]),
+        "mountPath: is '/mnt/../opt'",
+        Switch.PROFILE,
+    ),
     (container(volumeMounts=[{"name": "v", "mountPath": "/cache/triton"}]), "mountPath: is '/cache/triton'", None),
     (
         container(volumeMounts=[{"name": "v", "mountPath": "/mnt", "mountPropagation": "Bidirectional"}]),
         "mountPropagation: is 'Bidirectional'",
-        None,
+        Switch.PROFILE,
     ),
     (container(securityContext={"capabilities": {"add": ["IPC_LOCK"]}}), "add[0]: is 'IPC_LOCK'", Switch.CAPABILITIES),
     (pod(volumes=[HOST]), "volumes[0].hostPath.path: is '/dev/infiniband'", Switch.HOST_PATHS),
@@ -173,6 +211,42 @@ REJECTED: list[tuple[dict[str, Any], str, Switch | None]] = [
         "metadata.annotations[k8s.v1.cni.cncf.io/networks]: is 'ib'",
         Switch.METADATA,
     ),
+    (
+        container(env=[{"name": "NCCL_DEBUG", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}]),
+        "env[0].valueFrom.secretKeyRef: is 'NCCL_DEBUG'; only variables that take secrets",
+        Switch.SECRET_ENVIRONMENT,
+    ),
+    (
+        container(env=[{"name": "HTTPS_PROXY", "value": "http://$(HF_TOKEN)@proxy"}]),
+        "env[0].value: is 'http://$(HF_TOKEN)@proxy'; texts with $(NAME)",
+        Switch.PROFILE,
+    ),
+    (
+        container(env=[{"name": "HF_TOKEN", "value": "hf_secret"}]),
+        "env[0].value: is '…'; it takes a value of a Secret only",
+        Switch.ENVIRONMENT,
+    ),
+    (container(env=[{"name": "NVSHMEM_IB_ENABLE", "value": "1"}]), "is 'NVSHMEM_IB_ENABLE'", Switch.ENVIRONMENT),
+    (
+        container(env=[{"name": "HF_HOME", "value": "/mnt"}]),
+        "the operator sets this variable itself",
+        Switch.ENVIRONMENT,
+    ),
+    (
+        container(env=[{"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "all"}]),
+        "env[0].value: is 'all'; give NVIDIA_DRIVER_CAPABILITIES a value that matches",
+        Switch.ENVIRONMENT,
+    ),
+    (
+        container(volumeMounts=[{"name": "v", "mountPath": "/mnt/v", "subPathExpr": "$(HF_TOKEN)"}]),
+        "subPathExpr: is '$(HF_TOKEN)'",
+        Switch.PROFILE,
+    ),
+    ({"metadata": {"labels": {"app": "victim"}}}, "metadata.labels[app]: is 'victim'", Switch.METADATA),
+    ({"metadata": {"labels": {"sidecar.istio.io/inject": "true"}}}, "false|disabled is allowed", Switch.METADATA),
+    ({"metadata": {"labels": {"app.kubernetes.io/name": "victim"}}}, "the operator sets this key itself", None),
+    ({"metadata": {"labels": {"inference.megatron.dev/engine": "x"}}}, "the operator sets this key itself", None),
+    ({"metadata": {"labels": None}}, "give an object of strings", None),
 ]
 
 
@@ -195,11 +269,25 @@ def test_what_is_not_listed_is_rejected_with_its_field_and_the_switch_that_allow
     assert message.startswith("spec.engine.podTemplate")
     assert words in message
     assert ("no value of the operator's chart allows it" if switch is None else switch.value[0]) in message
-    if switch is None:
+    if switch in (Switch.PROFILE, None):
         with pytest.raises(NotAllowed):
             render(overlay, ALL)
+    if switch is None:
+        with pytest.raises(NotAllowed):
+            render(overlay, TRUSTED)
     else:
-        assert pod_of(render(overlay, ALL))
+        assert pod_of(render(overlay, TRUSTED if switch is Switch.PROFILE else _allowing(switch, overlay)))
+
+
+def _allowing(switch: Switch, overlay: dict[str, Any]) -> PodPolicy:
+    """Return ALL, with the names that the overlay uses on the list of the switch."""
+    names = [entry["name"] for entry in (overlay.get("spec") or {}).get("containers", [{}])[0].get("env", ())]
+    keys = [key for keys in (overlay.get("metadata") or {}).values() for key in keys or ()]
+    if switch is Switch.ENVIRONMENT:
+        return replace(ALL, environment=(*ALL.environment, *names))
+    if switch is Switch.SECRET_ENVIRONMENT:
+        return replace(ALL, secret_environment=(*ALL.secret_environment, *names))
+    return replace(ALL, metadata=(*ALL.metadata, *keys)) if switch is Switch.METADATA else ALL
 
 
 @pytest.mark.parametrize("component", ["engine", "coordinator", "server"])
@@ -208,26 +296,239 @@ def test_the_policy_is_the_same_for_every_component(component: str) -> None:
         render(pod(hostPID=True), ALL, component=component)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "container.apparmor.security.beta.kubernetes.io/engine",
-        "seccomp.security.alpha.kubernetes.io/pod",
-        "sidecar.istio.io/inject",
-        "linkerd.io/inject",
-        "vault.hashicorp.com/agent-inject",
-        "cni.projectcalico.org/allowedSourcePrefixes",
-        "io.katacontainers.config.hypervisor.path",
-        "cdi.k8s.io/gpu",
-        "inference.megatron.dev/server-key",
-    ],
-)
+# --- The deny lists of earlier releases, which the allow lists replace ----------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+CODE_VARIABLES = words("""
+    LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT ld_preload GLIBC_TUNABLES GCONV_PATH LOCPATH PATH HOME ENV BASH_ENV PYTHONPATH
+    PYTHONSTARTUP PYTHONHOME VIRTUAL_ENV CC CXX CUDA_HOME CUDA_PATH CUDA_INJECTION64_PATH NVIDIA_VISIBLE_DEVICES
+    NVIDIA_IMEX_CHANNELS NVIDIA_MIG_CONFIG_DEVICES TRITON_CACHE_DIR TRITON_PTXAS_PATH NUMBA_CACHE_DIR
+    TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_CPP_WRAPPER TORCH_HOME TORCH_EXTENSIONS_DIR TORCH_FORCE_WEIGHTS_ONLY_LOAD
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD OUTLINES_CACHE_DIR XDG_CACHE_HOME XDG_CONFIG_HOME NCCL_NET_PLUGIN
+    NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN NCCL_ENV_PLUGIN NCCL_CONF_FILE UCX_MODULES UCX_MODULE_DIR FI_PROVIDER_PATH
+    RDMAV_DRIVERS IBV_DRIVERS OPENSSL_CONF OPENSSL_MODULES OMP_TOOL OMP_TOOL_LIBRARIES OMPI_MCA_x PMIX_x SSLKEYLOGFILE
+    HF_HOME HF_TOKEN_PATH HF_HUB_CACHE HUGGINGFACE_HUB_CACHE MEGATRON_MODEL_CACHE VLLM_PLUGINS VLLM_NCCL_SO_PATH
+    VLLM_CUDART_SO_PATH VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_SERVER_DEV_MODE
+    VLLM_USE_MODELSCOPE VLLM_CACHE_ROOT VLLM_CONFIG_ROOT VLLM_LOGGING_CONFIG_PATH VLLM_MODEL_REDIRECT_PATH
+    VLLM_TUNED_CONFIG_FOLDER VLLM_TORCH_PROFILER_DIR VLLM_LORA_RESOLVER_CACHE_DIR VLLM_USAGE_STATS_SERVER
+    FLASHINFER_WORKSPACE_BASE DG_JIT_CACHE_DIR DG_JIT_NVCC_COMPILER
+""")
+OPEN_SET = words("""
+    NCCL_TOPO_FILE NCCL_TOPO_DUMP_FILE NCCL_DEBUG_FILE NCCL_GRAPH_FILE NCCL_COMM_ID NCCL_RAS_ADDR NCCL_GIN_PLUGIN
+    CUDA_VISIBLE_DEVICES CUDA_CACHE_PATH CUDA_COREDUMP_FILE TORCH_LOGS TORCH_NCCL_DEBUG_INFO_TEMP_FILE
+    TORCH_DEVICE_BACKEND_AUTOLOAD OTEL_PYTHON_ID_GENERATOR OTEL_PROPAGATORS OTEL_EXPERIMENTAL_RESOURCE_DETECTORS
+    OTEL_EXPORTER_OTLP_CERTIFICATE QT_PLUGIN_PATH GIO_EXTRA_MODULES PERL5LIB NODE_OPTIONS JAVA_TOOL_OPTIONS RUBYOPT
+    MALLOC_CONF AFTER_THE_NEXT_RELEASE OCL_ICD_VENDORS VK_ICD_FILENAMES NVCC_PREPEND_FLAGS NVCC_CCBIN CPATH
+    LIBRARY_PATH C_INCLUDE_PATH GCC_EXEC_PREFIX COMPILER_PATH TMPDIR MEGATRON_ENGINE_FAULTS MEGATRON_PARENT_PID
+""")
+"""Names that no earlier list had."""
+TOKEN_VARIABLES = words("""
+    HF_ENDPOINT SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE AWS_ENDPOINT_URL AWS_CONFIG_FILE
+    AWS_CA_BUNDLE AWS_ENDPOINT AWS_SKIP_SIGNATURE GOOGLE_BASE_URL GOOGLE_APPLICATION_CREDENTIALS
+    AZURE_STORAGE_ENDPOINT AZURE_AUTHORITY_HOST
+""")
+INJECTING_KEYS = words("""
+    container.apparmor.security.beta.kubernetes.io/engine seccomp.security.alpha.kubernetes.io/pod cdi.k8s.io/gpu
+    openshift.io/scc k8s.v1.cni.cncf.io/networks multus-cni.io/x k8s.ovn.org/x cni.projectcalico.org/ipAddrs
+    policy.cilium.io/proxy-visibility devices.nri.io/container.engine sidecar.istio.io/inject proxy.istio.io/config
+    linkerd.io/inject config.linkerd.io/proxy-image vault.hashicorp.com/agent-inject kuma.io/sidecar-injection
+    dapr.io/enabled openservicemesh.io/sidecar-injection instrumentation.opentelemetry.io/inject-python
+    sidecar.jaegertracing.io/inject ad.datadoghq.com/engine.checks oneagent.dynatrace.com/inject
+    vault.security.banzaicloud.io/x eks.amazonaws.com/x azure.workload.identity/use iam.gke.io/x gke-gcsfuse/volumes
+    aad-pod-identity.x/y infisical.com/x external-secrets.io/x conjur.org/x kyverno.io/x sysdig.com/x newrelic.com/x
+    instana.io/x io.katacontainers.config.hypervisor.path io.kubernetes.cri-o.Devices io.containerd.x io.cilium.x
+    run.oci.hooks aadpodidbinding
+""")
+SELECTED = words("""
+    app name team k8s-app tier role app.kubernetes.io/part-of app.kubernetes.io/version app.kubernetes.io/created-by
+    helm.sh/chart service.istio.io/canonical-name example.com/service statefulset.kubernetes.io/pod-name
+""")
+"""Labels by which Services commonly select pods."""
+
+
+@pytest.mark.parametrize("source", [{"builtin": "smollm2-135m"}, HUB], ids=["open", "token"])
+def test_a_variable_that_is_not_listed_is_rejected(source: dict[str, Any]) -> None:
+    for name in (*CODE_VARIABLES, *OPEN_SET, *TOKEN_VARIABLES):
+        overlay = container(env=[{"name": name, "value": "x"}])
+        with pytest.raises(NotAllowed, match=rf"env\[0\].name: is '{name}'; .*podPolicy.environment"):
+            all_children(context(model={"source": source}, engine={"podTemplate": overlay}))
+
+
+def test_every_listed_variable_is_allowed_and_no_rendered_one_is_unknown() -> None:
+    values = {"Time zone": "Europe/Berlin", "NVIDIA driver libraries": "compute,utility"}
+    listed = [
+        {"name": name.replace("*", "ALL"), "value": values.get(title, "1")}
+        for title, group in ENVIRONMENT.items()
+        for name in group.names
+    ]
+    secrets = [{"name": name, "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}} for name in SECRETS]
+    assert render(container(env=[*listed, *secrets]))
+    assert not {each["name"] for each in listed} & {*CODE_VARIABLES, *OPEN_SET, *TOKEN_VARIABLES, *PROTECTED, *SECRETS}
+    object_stores = {name for names in OBJECT_STORE_VARIABLES.values() for name in names}
+    assert set(SECRETS) - {"HF_TOKEN"} <= object_stores
+    rendered = set(config_data(context()))
+    for fields in (
+        {"engine": {"gpusPerPod": 2}},
+        {"engine": {"backend": "VLLM", "vllm": {"allowPickleBetweenPods": True}}},
+    ):
+        model = {"source": HUB, "cache": {"persistentVolumeClaim": "c"}}
+        children = all_children(context(model=model, parallelism={"tensor": 4}, **fields))
+        for pod_spec in (template["spec"] for template in _templates(children)):
+            for each in (*pod_spec["containers"], *pod_spec.get("initContainers", ())):
+                rendered |= {entry["name"] for entry in each.get("env", ())}
+    known = {name for group in ENVIRONMENT.values() for name in group.names} | {*SECRETS, *PROTECTED}
+    assert rendered - known == {"PYTHONUNBUFFERED"}, "each rendered variable is protected, or may be changed"
+
+
 @pytest.mark.parametrize("kind", ["labels", "annotations"])
-def test_keys_that_change_a_pod_are_rejected(key: str, kind: str) -> None:
-    with pytest.raises(NotAllowed, match=f"metadata.{kind}"):
-        render({"metadata": {kind: {key: "x"}}})
-    assert render({"metadata": {kind: {key: "x"}}}, PodPolicy(metadata=(key,)))
-    assert render({"metadata": {kind: {key: "x"}}}, PodPolicy(metadata=(key.rpartition("/")[0] + "/", key)))
+def test_keys_that_change_a_pod_are_rejected(kind: str) -> None:
+    for key in INJECTING_KEYS:
+        with pytest.raises(NotAllowed, match=f"metadata.{kind}"):
+            render({"metadata": {kind: {key: "x"}}})
+        prefix = f"{key.rpartition('/')[0]}/"
+        assert render({"metadata": {kind: {key: "x"}}}, PodPolicy(metadata=(prefix if "/" in key else key,)))
+
+
+@pytest.mark.parametrize("component", ["engine", "coordinator", "server"])
+def test_no_label_makes_a_pod_a_member_of_another_service(component: str) -> None:
+    """A Service of the namespace selects pods by one label; the labels of an author never are such a label."""
+    for key in SELECTED:
+        with pytest.raises(NotAllowed, match=r"metadata.labels.*podPolicy.metadata"):
+            render({"metadata": {"labels": {key: "victim"}}}, component=component)
+    for key in (LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT, LABEL_MANAGED_BY, LABEL_ENGINE):
+        for value in ("victim", None):
+            for policy in (ALL, TRUSTED, PodPolicy(metadata=(key, "app.kubernetes.io/"))):
+                with pytest.raises(NotAllowed, match="sets this key itself"):
+                    render({"metadata": {"labels": {key: value}}}, policy, component=component)
+
+
+PROTECTED_IN_BOTH = [
+    {"metadata": {"annotations": {"inference.megatron.dev/server-key": "2"}}},
+    {"metadata": None},
+    {"spec": None},
+    pod(containers=None),
+    pod(initContainers=None),
+    pod(volumes=None),
+    container(args=["engine"]),
+    container(envFrom=[{"secretRef": {"name": "s"}}]),
+    container(env=None),
+    container(volumeMounts=None),
+    container(volumeMounts=[{"name": "v", "mountPath": "/cache"}]),
+    container(volumeMounts=[{"name": "v", "mountPath": "/cache/vllm"}]),
+    container(volumeMounts=[{"name": "v", "mountPath": "/x/../etc/megatron/keys/"}]),
+    container(volumeMounts=[{"name": "v", "mountPath": "//model"}]),
+    pod(volumes=[{"name": "keys", "emptyDir": {}}]),
+    pod(volumes=[{"name": "cache", "hostPath": {"path": "/"}}]),
+    pod(containers=[{**SIDECAR, "volumeMounts": [{"name": "keys", "mountPath": "/k"}]}]),
+    *(container(env=[{"name": name, "value": "x"}]) for name in PROTECTED),
+]
+FREE = [
+    container(env=[{"name": name, "value": "x"} for name in ("LD_PRELOAD", "VLLM_PLUGINS", "PATH", "HF_ENDPOINT")]),
+    container(env=[{"name": "X", "valueFrom": {"secretKeyRef": {"name": "other", "key": "k"}}}]),
+    container(env=[{"name": "X", "value": "$(HF_TOKEN)"}], command=["nsys"], image="elsewhere.example/x:1"),
+    container(securityContext={"privileged": True}, lifecycle={"preStop": {"exec": {"command": ["sh"]}}}),
+    pod(hostNetwork=True, hostPID=True, serviceAccountName="other", automountServiceAccountToken=True),
+    pod(containers=[{"name": "x", "image": "x", "args": ["$(A)"], "envFrom": [{"secretRef": {"name": "s"}}]}]),
+    volume(hostPath={"path": "/"}),
+    volume(secret={"secretName": "s"}),
+    {"metadata": {"labels": {"app": "x"}, "annotations": {"sidecar.istio.io/inject": "true"}}},
+    pod(volumes=[{"name": "cache", "emptyDir": None, "persistentVolumeClaim": {"claimName": "c"}}]),
+]
+
+
+@pytest.mark.parametrize("overlay", PROTECTED_IN_BOTH, ids=_name)
+def test_what_the_operator_depends_on_is_protected_in_both_profiles(overlay: dict[str, Any]) -> None:
+    for policy in (PodPolicy(), ALL, TRUSTED):
+        with pytest.raises(NotAllowed, match=r"^spec\.engine\.podTemplate"):
+            render(overlay, policy)
+
+
+@pytest.mark.parametrize("overlay", FREE, ids=_name)
+def test_a_trusted_author_may_set_what_a_user_who_creates_pods_may_set(overlay: dict[str, Any]) -> None:
+    found = pod_of(render(overlay, TRUSTED))
+    plain = pod_of(render({}, TRUSTED))
+    assert (
+        plain["metadata"]["labels"].items() <= found["metadata"]["labels"].items() | plain["metadata"]["labels"].items()
+    )
+    (before,), after = plain["spec"]["containers"], found["spec"]["containers"][0]
+    strip = [arg for arg in after["args"] if not arg.isalnum()]
+    assert strip == [arg for arg in before["args"] if not arg.isalnum()]
+    assert after["volumeMounts"] == before["volumeMounts"]
+    assert after["envFrom"] == before["envFrom"]
+
+
+def test_a_trusted_author_may_use_code_of_vllm_and_any_image() -> None:
+    vllm = {"args": {"trust_remote_code": True}, "image": "elsewhere.example/x:1"}
+    engine = {"backend": "VLLM", "vllm": vllm}
+    with pytest.raises(NotAllowed):
+        all_children(context(engine=engine))
+    (found,) = pod_of(all_children(context(TRUSTED, engine=engine)))["spec"]["containers"]
+    assert "--vllm-allow-code" in found["args"]
+
+
+# --- Texts that Kubernetes would expand -----------------------------------------------------------------------------
+
+CANARY = "$(HF_TOKEN)"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _specs_with(text: str) -> Iterator[dict[str, Any]]:
+    """Yield a spec for each string field of the schema, which has the text in its value."""
+    for bad in bad_values():
+        if bad.why.startswith("not string") or bad.why == "malformed":
+            yield replace(bad, value=text).spec()
+    source = {"persistentVolumeClaim": {"claimName": "c", "path": f"/models/{text}"}}
+    adapters = [{"name": f"a{text}", "source": {"huggingFace": {"repo": "a/b", "revision": text}}}]
+    yield {"model": {"source": source}}
+    yield {"model": {"source": source, "adapters": adapters}}
+    for name in ALLOWED_ARGUMENTS:
+        yield {**MINIMAL, "engine": {"backend": "VLLM", "vllm": {"args": {name: text}}}}
+
+
+def test_no_text_of_a_spec_is_expanded_in_what_kubernetes_expands() -> None:
+    rendered = 0
+    for spec in _specs_with(CANARY):
+        try:
+            children = all_children(context(TRUSTED, **spec))
+        except ValueError:  # rejected by the schema or by the policy
+            continue
+        rendered += 1
+        for template in _templates(children):
+            for each in (*template["spec"]["containers"], *template["spec"].get("initContainers", ())):
+                expanded = [
+                    *each.get("command", ()),
+                    *each["args"],
+                    *(var.get("value", "") for var in each.get("env", ())),
+                ]
+                assert not [text for text in expanded if CANARY in text.replace("$$", "")], spec
+    assert rendered >= 10
+
+
+@pytest.mark.parametrize("field", ["command", "args"])
+def test_a_sidecar_expands_nothing(field: str) -> None:
+    for change in ({field: ["sh", CANARY]}, {"env": [{"name": "A", "value": CANARY}]}):
+        with pytest.raises(NotAllowed, match=r"texts with \$\(NAME\)"):
+            render(pod(containers=[{**SIDECAR, **change}]), ALL)
+    probe = {"livenessProbe": {"exec": {"command": ["cat", CANARY]}}}
+    with pytest.raises(NotAllowed, match=r"texts with \$\(NAME\)"):
+        render(pod(containers=[{**SIDECAR, **probe}]), ALL)
+    secret = {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}]}
+    with pytest.raises(NotAllowed, match=r"podPolicy.secretEnvironment"):
+        render(pod(containers=[{**SIDECAR, **secret}]), ALL)
 
 
 def test_an_engine_image_is_of_the_runtime_images_repository_or_of_a_listed_one() -> None:
@@ -362,7 +663,7 @@ CONTAINER = st.builds(
         ports=st.just([{"containerPort": 80, "hostPort": 80}]),
         livenessProbe=st.just({"httpGet": {"host": "10.0.0.1", "port": 1}}),
         lifecycle=st.just({"preStop": {"tcpSocket": {"host": "10.0.0.1", "port": 1}}}),
-        env=st.just([{"name": "A", "value": "1"}]),
+        env=st.just([{"name": "NCCL_DEBUG", "value": "INFO"}]),
         resources=st.just({"limits": {"cpu": "1"}}) | st.none(),
         volumeMounts=st.just([{"name": "v", "mountPath": "/mnt/v"}]),
     ),
@@ -383,9 +684,9 @@ TEMPLATE = st.fixed_dictionaries(
     {
         "metadata": _optional(
             annotations=st.sampled_from(
-                [{"a": "b"}, {"container.apparmor.security.beta.kubernetes.io/x": "unconfined"}]
+                [{"prometheus.io/port": "b"}, {"container.apparmor.security.beta.kubernetes.io/x": "unconfined"}]
             ),
-            labels=st.just({"team": "x"}),
+            labels=st.just({"kueue.x-k8s.io/queue-name": "x"}),
         ),
         "spec": _optional(
             containers=st.lists(CONTAINER, max_size=3),
@@ -427,6 +728,8 @@ def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -
 
 # --- Resources that there are ---------------------------------------------------------------------------------------
 
+FORMER = container(env=[{"name": "MY_SETTING", "value": "1"}])
+"""Accepted by releases that had a deny list."""
 FORBIDDEN = {
     "engine": {"image": "registry.example/other:1", "podTemplate": container(securityContext={"privileged": True})},
 }
@@ -455,8 +758,13 @@ def running(cluster: Cluster) -> tuple[Any, Any]:
         (FORBIDDEN, "spec.engine.image"),
         ({"coordinator": {"podTemplate": pod(hostPID=True)}}, "spec.coordinator.podTemplate.spec.hostPID"),
         ({"server": {"podTemplate": pod(hostPID=True)}}, "spec.server.podTemplate.spec.hostPID"),
+        ({"engine": {"podTemplate": FORMER}}, "spec.engine.podTemplate.spec.containers[0].env[0].name"),
+        (
+            {"server": {"podTemplate": {"metadata": {"labels": {"team": "a"}}}}},
+            "spec.server.podTemplate.metadata.labels[team]: is 'a'",
+        ),
     ],
-    ids=["engine", "coordinator", "server"],
+    ids=["engine", "coordinator", "server", "variable", "label"],
 )
 def test_a_resource_that_a_new_policy_rejects_keeps_serving(fields: dict[str, Any], field: str) -> None:
     cluster = formerly_accepted(replicas=2, **fields)
@@ -564,12 +872,13 @@ def test_every_switch_is_a_value_of_the_chart_that_is_off_and_reaches_the_operat
     deployment = (chart / "templates/deployment.yaml").read_text()
     flags = dict(switch.value for switch in Switch)
     flags["podPolicy.quotedImageRepositories"] = "--quote-image-repository"
+    assert values["podPolicy"]["profile"] == "restricted"
     policy = {name.removeprefix("podPolicy.") for name in flags if name.startswith("podPolicy.")}
     assert set(values["podPolicy"]) == set(schema["podPolicy"]["properties"]) == policy
     for path, flag in flags.items():
         section, name = path.split(".")
         assert name in schema[section]["properties"]
-        assert not values[section][name]
+        assert not values[section][name] or path == "podPolicy.profile"
         assert f".{name} }}}}\n            - {flag}\n" in deployment
 
 

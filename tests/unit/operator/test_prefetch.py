@@ -14,7 +14,7 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.model_source import model_argument
-from megatron_operator.render.prefetch import claim_source, prefetch_job, prefetch_policy
+from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "manifests/samples/llama-8gpu.yaml"
@@ -85,3 +85,8 @@ def test_without_egress_policies_there_is_the_job_alone() -> None:
     arguments = ["prefetch", "-f", str(SAMPLE), "--claim", "models", "--no-egress-policies"]
     documents = yaml.safe_load_all(CliRunner().invoke(main, arguments).output)
     assert [each["kind"] for each in documents] == ["Job"]
+
+
+def test_a_revision_that_is_no_name_of_a_directory_is_not_fetched() -> None:
+    with pytest.raises(NothingToPrefetch, match=r"huggingFace.revision: is 'refs/pr/1'; .*name a commit"):
+        prefetch_job(context({"huggingFace": {"repo": "org/name", "revision": "refs/pr/1"}}), "models")

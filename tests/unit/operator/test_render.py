@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megatron_operator.manifest_file import read_resource
+from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import Batching, parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.check import check_pod
@@ -30,6 +31,7 @@ SETTINGS = Settings(
     runtime_image="registry.example/runtime:1",
     vllm_runtime_image="registry.example/vllm:1",
     coordinator_image="registry.example/operator:1",
+    pod_policy=PodPolicy(hostnames=("models.example.com",), tls_secrets=("models-certificate",)),
 )
 
 
@@ -53,7 +55,8 @@ def test_samples_render_to_their_golden_files(sample: Path) -> None:
     assert rendered == list(yaml.safe_load_all(golden.read_text())), (
         f"megatron-operator render -f {sample} --runtime-image {SETTINGS.runtime_image} "
         f"--vllm-runtime-image {SETTINGS.vllm_runtime_image} "
-        f"--coordinator-image {SETTINGS.coordinator_image} > {golden}"
+        f"--coordinator-image {SETTINGS.coordinator_image} --allow-hostname models.example.com "
+        f"--allow-tls-secret models-certificate > {golden}"
     )
 
 
@@ -413,7 +416,9 @@ def test_a_template_of_the_wrong_shape_is_rejected_by_path(overlay: dict[str, An
 
 def test_a_template_cannot_take_a_pod_from_its_owner() -> None:
     overlay = {"metadata": {"labels": {"app.kubernetes.io/instance": "other", "team": "x"}}}
-    engine = engine_statefulset(_context(engine={"podTemplate": overlay}), 0, pods=1)
+    ctx = _context(engine={"podTemplate": overlay})
+    unchecked = replace(ctx, settings=replace(SETTINGS, pod_policy=None))
+    engine = engine_statefulset(unchecked, 0, pods=1)
     labels = engine["spec"]["template"]["metadata"]["labels"]
     assert labels.items() >= engine["spec"]["selector"]["matchLabels"].items()
     assert labels["team"] == "x"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -246,3 +246,82 @@ def test_a_path_of_a_model_stays_in_its_volume(kind: str, path: str, accepted: b
 )
 def test_a_rollout_with_surge_takes_no_capacity_by_default(rollout: dict[str, int], unavailable: int) -> None:
     assert parse_spec(_spec(rollout=rollout)).rollout.unavailable == unavailable
+
+
+_REVISIONS = [
+    "..",
+    "a/../b",
+    "a..b",
+    "-x",
+    "--config",
+    "/x",
+    "a b",
+    "a\nb",
+    "$(HF_TOKEN)",
+    "a;b",
+    "a'b",
+    "é",
+    "a@b",
+    "",
+]
+_NAMES = ["..", "a/../b", "a..b", "-x", "--config", "a b", "a\nb", "$(HF_TOKEN)", "a;b", "é"]
+_REPOSITORIES = ["a/..", "../a", "a/b/c", "-a/b", "a/b c"]
+_PREFIXES = ["..", "a/../b", "a b", "a?b"]
+_COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
+_PATHS = ["models", "/a/../b", "/..", "/.", "/a/./b", "/a\nb", "/a\x00b", "/a\x7f"]
+
+
+@pytest.mark.parametrize(
+    ("build", "values"),
+    [
+        (lambda text: _spec(model={"source": {"huggingFace": {"repo": "a/b", "revision": text}}}), _REVISIONS),
+        (
+            lambda text: _spec(model={"source": {"huggingFace": {"repo": text}}}),
+            _REPOSITORIES,
+        ),
+        (
+            lambda text: _spec(
+                model={"source": {"objectStore": {"url": "s3://b/{revision}"}}}, weights={"revision": text}
+            ),
+            [*_REVISIONS, "a/b"],
+        ),
+        (lambda text: _spec(model={"source": SOURCE, "name": text}), _NAMES),
+        (
+            lambda text: _spec(
+                model={"source": SOURCE, "adapters": [{"name": text, "source": {"huggingFace": {"repo": "a/b"}}}]}
+            ),
+            _NAMES,
+        ),
+        (
+            lambda text: _spec(
+                model={
+                    "source": SOURCE,
+                    "adapters": [{"name": "x", "source": {"huggingFace": {"repo": "a/b", "revision": text}}}],
+                }
+            ),
+            [each for each in _REVISIONS if each],
+        ),
+        (lambda text: _spec(model={"source": {"persistentVolumeClaim": {"claimName": "c", "path": text}}}), _PATHS),
+        (lambda text: _spec(model={"source": {"image": {"reference": "r", "path": text}}}), _PATHS),
+        (
+            lambda text: _spec(model={"source": {"objectStore": {"url": f"s3://b/{text}"}}}),
+            _PREFIXES,
+        ),
+    ],
+    ids=["revision", "repo", "weights", "name", "adapter", "adapter revision", "claim", "image", "url"],
+)
+def test_texts_of_a_command_line_have_a_pattern(build: Callable[[str], dict[str, Any]], values: list[str]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=r"spec|must be|String"):
+            parse_spec(build(value))
+
+
+def test_revisions_of_the_hub_pass() -> None:
+    for revision in (
+        "main",
+        "v1.0",
+        "refs/pr/12",
+        "gptq-4bit-32g-actorder_True",
+        "7ae557604adf67be50417f59c2c2f167def9a775",
+    ):
+        parse_spec(_spec(model={"source": {"huggingFace": {"repo": "a/b", "revision": revision}}}))

@@ -21,6 +21,7 @@ import httpx
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
+from megatron_runtime.process.secrets import HEADER, URL, Form, SecretError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
@@ -133,13 +134,13 @@ class HubApi:
         self._endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         headers = {"user-agent": "megatron-inference"}
         if token:
-            headers["authorization"] = f"Bearer {token}"
+            headers["authorization"] = f"Bearer {_valid(HEADER, 'the token of the hub (HF_TOKEN, or its file)', token)}"
         # httpx logs URLs. Those of large files are signed: they grant access to the file without a token.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         try:
-            self._origin = _origin(httpx.URL(self._endpoint))
-        except httpx.InvalidURL as error:
-            raise HubError(f"the hub's endpoint {shown(self._endpoint)} is not a URL: {error}") from error
+            self._origin = _origin(httpx.URL(_valid(URL, "the endpoint of the hub (HF_ENDPOINT)", self._endpoint)))
+        except (httpx.InvalidURL, HubError):
+            raise HubError(f"the endpoint of the hub (HF_ENDPOINT) is not a URL: give {URL.want}") from None
         self._client = httpx.Client(
             headers=headers,
             timeout=_TIMEOUT,
@@ -222,6 +223,13 @@ class HubApi:
             ) from error
 
 
+def _valid(form: Form, name: str, value: str) -> str:
+    try:
+        return form.check(name, value)
+    except SecretError as error:
+        raise HubError(str(error)) from None
+
+
 def read_token(file: Path | None = None) -> str | None:
     """Return the token in `file`, in HF_TOKEN, or in the file that HF_TOKEN_PATH or HF_HOME names."""
     if file is None:
@@ -229,7 +237,10 @@ def read_token(file: Path | None = None) -> str | None:
         file = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token")
         if token or not file.is_file():
             return token or None
-    return file.read_text().strip() or None
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except UnicodeDecodeError:
+        raise HubError(f"{file} is not a text file: write the token there, as the hub shows it") from None
 
 
 def parse_listing(body: bytes, reference: Reference, *, hub: str) -> Listing:

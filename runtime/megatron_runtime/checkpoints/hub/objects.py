@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import obstore
@@ -34,6 +35,7 @@ from megatron_runtime.checkpoints.hub.client import (
     retried,
 )
 from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
+from megatron_runtime.process.secrets import HEADER, SWITCH, URL, SecretError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
@@ -78,6 +80,8 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """Variables that name another server. A server without TLS is used if the user names it."""
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_SWITCHES = ("_SKIP_SIGNATURE", "_ALLOW_HTTP", "_VIRTUAL_HOSTED_STYLE_REQUEST", "_UNSIGNED_PAYLOAD", "_EMULATOR")
 
 
 class ObjectStoreError(HubError):
@@ -378,7 +382,34 @@ def _etag(entry: Mapping[str, Any]) -> str:
     return (entry["e_tag"] or "").strip('"')
 
 
+def _require_valid_variables(reference: ObjectReference) -> None:
+    """Check the variables that the library reads: its errors, and its panics, quote them. Raises ObjectStoreError."""
+    prefix = _PREFIXES.get(reference.scheme)
+    for name in sorted(os.environ) if prefix else ():
+        value = os.environ[name]
+        if not name.startswith(str(prefix)) or not value or name == "GOOGLE_SERVICE_ACCOUNT_KEY":
+            continue
+        form = URL if name in _ENDPOINTS[reference.scheme] else SWITCH if name.endswith(_SWITCHES) else HEADER
+        try:
+            form.check(name, value)
+        except SecretError as error:
+            raise ObjectStoreError(f"{reference} cannot be read: {error}") from None
+
+
 def _store(reference: ObjectReference) -> ObjectStore:
+    """Return the store. Raises ObjectStoreError, which never contains a credential."""
+    _require_valid_variables(reference)
+    try:
+        return _library_store(reference)
+    except exceptions.BaseError:
+        prefix = _PREFIXES.get(reference.scheme, "SSL_CERT_FILE")
+        raise ObjectStoreError(
+            f"{reference} cannot be read: a variable {prefix}… does not have a valid value; set them as the provider "
+            "of the store gave them"
+        ) from None
+
+
+def _library_store(reference: ObjectReference) -> ObjectStore:
     named = [os.environ.get(name, "") for name in _ENDPOINTS.get(reference.scheme, ())]
     client: ClientConfig = {
         "allow_http": any(endpoint.startswith("http://") for endpoint in named),
@@ -389,8 +420,12 @@ def _store(reference: ObjectReference) -> ObjectStore:
     }
     certificates = os.environ.get("SSL_CERT_FILE")
     if certificates:
-        with open(certificates, "rb") as file:
-            client["root_certificate"] = file.read()
+        try:
+            client["root_certificate"] = Path(certificates).read_bytes()
+        except OSError as error:
+            raise ObjectStoreError(
+                f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
+            ) from None
     prefix = reference.directory[0] or None
     # The download counts attempts and resumes. The library would start a request again from its first byte.
     retries: Any = {"max_retries": 0}

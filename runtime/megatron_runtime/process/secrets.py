@@ -1,0 +1,47 @@
+"""Values of the environment and of files that may be secrets: they are validated before their use.
+
+Libraries quote an invalid value in their errors and warnings, which reach logs and, from termination messages, the
+status of a resource. The messages of this module name the variable or file and never contain its value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+VISIBLE: Final = r"[!-~]([ -~]*[!-~])?"
+"""Visible ASCII, with spaces inside: what an HTTP header can have."""
+
+
+class SecretError(ValueError):
+    """A value is not of the form that its reader expects. The message has its name and the remedy, not the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a value must look like. pattern: of the whole value. want: the same in words, after "give"."""
+
+    pattern: str
+    want: str
+
+    def check(self, name: str, value: str) -> str:
+        """Return the value. Raises SecretError."""
+        if re.fullmatch(self.pattern, value) is None:
+            raise SecretError(f"{name} does not have a valid value: give {self.want}")
+        return value
+
+
+HEADER = Form(VISIBLE, "visible ASCII characters without line breaks, as the provider wrote them")
+URL = Form(
+    r"https?://[A-Za-z0-9._~\[\]:-]+(/[!-?A-~]*)?", "https://HOST[:PORT][/PATH] without a user name and password"
+)
+SWITCH = Form(r"(?i:1|0|true|false|yes|no|on|off|y|n|t|f)", "true or false")
+NUMBER = Form(r"[0-9]{1,12}(\.[0-9]{1,6})?", "a number")
+INTEGER = Form(r"-?[0-9]{1,18}", "a whole number")
+
+
+def integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return a number of the environment. Raises SecretError."""
+    return int(INTEGER.check(f"the environment variable {name}", environment.get(name, str(default)).strip()))
