@@ -171,9 +171,10 @@ class DirectCalls:
             fingerprint=fingerprint(prompts, sampling_params, streaming=streaming) if is_ranked else "",
             items=[] if is_ranked else None,
         )
+        number = call.number  # a stream that refers to its call would keep both until the next garbage collection
         with self._lock:
             commands = self._started()
-            stream = call.stream = make_stream(lambda: commands.put((core, lambda runner: runner.abort(call))))
+            stream = call.stream = make_stream(lambda: commands.put((core, lambda runner: runner.abort(number))))
             commands.put((core, lambda runner: runner.add(call)))
         return stream
 
@@ -379,7 +380,8 @@ class _Runner:
 
     def __init__(self, core: EngineCore, text: ModelText | None, commands: SimpleQueue[_Command | None]) -> None:
         self.core = core
-        self.calls: dict[Call, None] = {}
+        self.calls: dict[int, Call] = {}
+        """By number."""
         self._text = text
         self._commands = commands
         self._feeding: deque[Call] = deque()
@@ -412,7 +414,7 @@ class _Runner:
         del self._stage
 
     def add(self, call: Call) -> None:
-        self.calls[call] = None
+        self.calls[call.number] = call
         try:
             self.core.executor.load()
         except BaseException as error:
@@ -423,11 +425,18 @@ class _Runner:
         else:
             self._end(call)
 
-    def abort(self, call: Call) -> None:
+    def abort(self, number: int) -> None:
         """Drop a call, which may have ended."""
-        if call in self.calls:
-            self._drop(call)
-            self._end(call)
+        call = self.calls.get(number)
+        if call is None:
+            return
+        call.waiting.clear()
+        for uid, dispatch_id in call.open.items():
+            self.core.abort_request(dispatch_id)
+            self._stage.forget(dispatch_id)
+            del self._open[uid]
+        call.open.clear()
+        self._end(call)
 
     def fail_all(self, error: Callable[[], BaseException], *, preserve_prefix_cache: bool = False) -> None:
         """End every call with an error, and reset the engine."""
@@ -440,19 +449,11 @@ class _Runner:
             EngineCore.reset(self.core, preserve_prefix_cache=preserve_prefix_cache)
         except Exception:
             logger.exception("the engine could not be reset")
-        for call in calls:
+        for call in calls.values():
             self._end(call, error())
 
-    def _drop(self, call: Call) -> None:
-        call.waiting.clear()
-        for uid, dispatch_id in call.open.items():
-            self.core.abort_request(dispatch_id)
-            self._stage.forget(dispatch_id)
-            self._open.pop(uid, None)
-        call.open.clear()
-
     def _end(self, call: Call, error: BaseException | None = None) -> None:
-        self.calls.pop(call, None)
+        self.calls.pop(call.number, None)
         if call.items is not None:
             assert isinstance(self.core.executor, RankedExecutor)
             text = None if error is None else str(error) or type(error).__name__
@@ -487,13 +488,14 @@ class _Runner:
             self._stage.add(dispatch, params, [])
             if dispatch.dispatch_id in self._stage.open:
                 self.core.add_request(engine_request, grammar=grammar)
-        except ValueError as error:
-            self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
+        except Exception as error:  # fails this request alone
+            is_invalid = isinstance(error, ValueError)
+            self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED, error)
 
     def _receive(self, frames: Frames) -> None:
         match decode(list(frames)):
-            case Partial() as partial:
-                for request, frame in partial_frames(partial, lambda uid: self._open[uid][1]):
+            case Partial() as message:
+                for request, frame in partial_frames(message, lambda uid: self._open[uid][1]):
                     self._open[request.uid][0].put({"partial": frame})
             case Final() as final:
                 call, request = self._open.pop(final.uid)
