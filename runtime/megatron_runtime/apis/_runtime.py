@@ -203,6 +203,7 @@ class _CoordinatorRuntime:
         """Returns the error that ended the coordinator, or the last engine."""
         self._failed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._failing: asyncio.Task[None] | None = None
         self._answered = 0
         """Prompts of answer() that were answered."""
         self._place_count = places
@@ -307,7 +308,7 @@ class _CoordinatorRuntime:
             self._failed.set()
             client.stop(failure, is_lost=True)
             if self.front_end is not None:
-                self.front_end.fail(failure)
+                self._failing = asyncio.create_task(self.front_end.fail(str(failure())))
 
     def raise_failure(self) -> None:
         """Raise the error that ended the coordinator or the last engine, if there is one."""

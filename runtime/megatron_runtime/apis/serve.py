@@ -7,13 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.process.threads import off_loop
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
@@ -130,9 +131,10 @@ class FrontEnd:
             self._listener.close()
             await off_loop(end_idle_renderers)
 
-    def fail(self, error: Callable[[], Exception]) -> None:
-        """Fail open and later requests of this process: there is no coordinator any more."""
-        self._client.stop(error, is_lost=True)
+    async def fail(self, cause: str) -> None:
+        """Answer open requests of this process with status 503, and stop: there is no coordinator any more."""
+        self._client.stop(partial(UnavailableError, ErrorCode.UNAVAILABLE, cause), is_lost=True)
+        await self.stop()
 
     def _start_replica(self) -> subprocess.Popen[bytes]:
         """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""

@@ -264,7 +264,8 @@ class FollowedCalls:
         self._rank = rank
         self._numbers = count(1)
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream]] = {}
+        self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream] | None] = {}
+        """Calls without an answer by number; None if the caller has closed the stream."""
         self._early: dict[int, dict[str, Any]] = {}
         """Answers to calls that this rank has not made yet."""
         self._has_ended = False
@@ -288,7 +289,7 @@ class FollowedCalls:
         expected = fingerprint(prompts, sampling_params, streaming=streaming)
         with self._lock:
             number = next(self._numbers)
-            stream = make_stream(lambda: self._waiting.pop(number, None))
+            stream = make_stream(lambda: self._waiting.update({number: None}))
             early = self._early.pop(number, None)
             if early is None and not self._has_ended:
                 self._waiting[number] = (expected, stream)
@@ -308,14 +309,13 @@ class FollowedCalls:
             if answers is None:
                 self._has_ended = True
                 ended, self._waiting = list(self._waiting.values()), {}
+            elif (number := answers["number"]) in self._waiting:
+                ended = [self._waiting.pop(number)]
             else:
-                number = answers["number"]
-                waiting = self._waiting.pop(number, None)
-                if waiting is None:
-                    self._early[number] = answers
-                ended = [waiting] if waiting is not None else []
-        for expected, stream in ended:
-            self._deliver(answers, expected, stream)
+                self._early[number], ended = answers, []
+        for waiting in ended:
+            if waiting is not None:
+                self._deliver(answers, *waiting)
 
     def _deliver(self, answers: dict[str, Any] | None, expected: str, stream: AsyncStream | BlockingStream) -> None:
         error: Exception | None = None

@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from eventually import LONG_SECONDS
 from machine import scaled
 from soak import repeated, size
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
+from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
@@ -360,6 +361,7 @@ def test_a_killed_compiler_of_grammars_is_replaced(llm: MegatronAsyncLLM, greedy
     assert answer("Paris") == "Paris"
     (compiler,) = Things().children - before
     os.kill(compiler, signal.SIGKILL)
+    wait_until(lambda: psutil.Process(compiler).status() == psutil.STATUS_ZOMBIE, "it is dead")
     assert answer("Rome") == "Rome"
 
 
@@ -438,6 +440,37 @@ def failure_of(call: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
+    llm = build(use_coordinator=True)
+    llm.serve(ServeConfig(host="127.0.0.1", port=0, frontend_replicas=1), blocking=False)
+    llm.pause()
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": 4}
+
+    def ask() -> int:
+        return httpx.post(f"{llm.url}/v1/completions", json=body, timeout=SECONDS).status_code
+
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask)
+        wait_until(lambda: bool(llm._front_end._client._open), "the request is open")
+        llm.engine.coordinator.process.kill()
+        assert asked.result(SECONDS) == 503
+    with pytest.raises(httpx.TransportError):  # the server has ended, too
+        while ask() == 503:
+            pass
+    with pytest.raises(CoordinatorFailedError):
+        in_time(llm.wait_for_shutdown)
+
+
+def test_an_interrupted_shutdown_leaves_nothing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build(use_coordinator=True)
+    monkeypatch.setattr(llm._coord_runtime, "confirmed", lambda _signal: asyncio.Event().wait())
+    with alarm(KeyboardInterrupt):
+        llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="has been shut down: create a new one"):
+        llm.generate(PROMPT)
+
+
 def test_the_last_lines_of_a_coordinator_are_in_the_error(build: Any, capfd: pytest.CaptureFixture[str]) -> None:
     llm = build(use_coordinator=True)
     os.kill(llm.engine.coordinator.pid, signal.SIGABRT)  # of faulthandler or not, it ends
@@ -509,7 +542,7 @@ def test_a_closed_object_says_what_to_do(build: Any, use_coordinator: bool) -> N
     stream, unread = llm.generate_stream(PROMPT, LONG), llm.generate_stream(PROMPT, LONG)
     next(stream)
     llm.shutdown()
-    with pytest.raises((UnavailableError, CallsClosedError), match="shut down|stopped"):
+    with pytest.raises((UnavailableError, CallsClosedError), match=r"shut down|stopped"):
         for _ in stream:
             pass
     stream.close()
