@@ -331,7 +331,7 @@ def test_streams_and_calls_interleave(llm: MegatronAsyncLLM, greedy: Any) -> Non
     assert received == expected
 
 
-BAD_PROMPTS: list[Any] = [1.5, None, b"x", {"a": 1}, {1, "a"}, [1.5], ["a"], [True], [[1]], [-1], [1 << 31], [1 << 80]]
+BAD_PROMPTS: list[Any] = [1.5, None, b"x", {"a": 1}, {1.5}, [1.5], ["a"], [True], [[1]], [-1], [1 << 31], [1 << 80]]
 BAD_PROMPTS += [[10**6], [], [1] * 300, "\ud800", "", "long " * 300]
 
 
@@ -454,9 +454,8 @@ def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
         wait_until(lambda: bool(llm._front_end._client._open), "the request is open")
         llm.engine.coordinator.process.kill()
         assert asked.result(SECONDS) == 503
-    with pytest.raises(httpx.TransportError):  # the server has ended, too
-        while ask() == 503:
-            pass
+    with contextlib.suppress(httpx.TransportError):  # the server ends, too
+        assert ask() == 503
     with pytest.raises(CoordinatorFailedError):
         in_time(llm.wait_for_shutdown)
 
