@@ -353,16 +353,18 @@ def test_a_bad_prompt_fails_alone(llm: MegatronAsyncLLM, greedy: Any, bad: Any) 
 
 @MODES
 def test_a_killed_compiler_of_grammars_is_replaced(llm: MegatronAsyncLLM, greedy: Any) -> None:
-    def answer(choice: str) -> str:
+    def answer(choice: str) -> Any:
         structured = {"type": "choice", "value": [choice]}
-        return Blocking(llm).generate(PROMPT, greedy(8, structured_output=structured)).generated_text
+        return Blocking(llm).generate(PROMPT, greedy(12, structured_output=structured))
 
     before = Things().children
-    assert answer("Paris") == "Paris"
+    assert answer("Paris").generated_text == "Paris"
     (compiler,) = Things().children - before
     os.kill(compiler, signal.SIGKILL)
-    wait_until(lambda: psutil.Process(compiler).status() == psutil.STATUS_ZOMBIE, "it is dead")
-    assert answer("Rome") == "Rome"
+    first = answer("Rome")  # it may meet the process that is about to die
+    assert first.generated_text == "Rome" or "killed by signal SIGKILL" in first.error["message"], first.error
+    last = answer("Oslo")
+    assert last.generated_text == "Oslo", last.error
 
 
 # --- objects of their own ---
