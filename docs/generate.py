@@ -476,7 +476,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "llm-methods": _methods(("apis/_llm_base.py", "_MegatronLLMBase"), ("apis/llm.py", "MegatronLLM")),
     "async-llm-methods": _methods(("apis/async_llm.py", "MegatronAsyncLLM")),
     "serve-config": _attributes("apis/serve.py", "ServeConfig"),
-    "generation-chunk": _attributes("apis/_llm_base.py", "GenerationChunk"),
+    "generation-chunk": _attributes("apis/_streams.py", "GenerationChunk"),
     "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),
     "client-methods": _methods(("client/inference_client.py", "InferenceClient")),

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
+import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import psutil
 import torch
 
-from megatron_runtime.apis._ranks import engine_of_ranks, global_rank, local_rank, local_world, parallel_sizes
+from megatron_runtime.apis._ranks import (
+    engine_of_ranks,
+    global_rank,
+    local_rank,
+    local_world,
+    parallel_sizes,
+    world_size,
+)
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
+from megatron_runtime.apis._streams import GenerationChunk, ReadChunk
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
@@ -27,8 +38,10 @@ from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
 from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.direct import AnyStream, MakeStream
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.config import InferenceConfig
@@ -51,6 +64,12 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
+RELEASE_SECONDS = 15.0
+"""How long `del`, or the end of the interpreter, waits for the end of an object that was not shut down."""
+
+PLACES_PER_SLOT = 2
+"""Prompts of lists that are submitted at once, per request that the engines run at once."""
+
 DEFAULT_MEMORY_SHARE = 0.25
 """Share of the free memory for the KV cache of an engine without a configuration."""
 
@@ -60,26 +79,14 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WAITABLE_STATES = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationChunk:
-    """A part of an answer. The concatenated texts and tokens of all chunks are those of the answer.
-
-    log_probs: of the tokens, if they were requested.
-    request:   in the last chunk, the whole request; a failed one has status FAILED.
-    """
-
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = None
-    request: DynamicInferenceRequest | None = None
-
-
 class _MegatronLLMBase:
     """One engine of this process, used directly or through a coordinator.
 
-    In direct mode every rank is primary, and generate() runs the engine in the calling thread. The ranks of an engine
-    then make the same calls, and each returns the answers. Lifecycle methods need coordinator mode, where a background
-    event loop runs the engine's connection and, on global rank 0, the client.
+    In direct mode every rank is primary, and one thread runs the engine for all callers. The ranks of an engine then
+    make the same calls, and each returns the answers. Lifecycle methods need coordinator mode, where a background event
+    loop runs the engine's connection and, on global rank 0, the client.
+
+    An object that is no longer used is shut down by the garbage collector, and at the end of the interpreter.
 
     model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
                weights are copied.
@@ -136,7 +143,6 @@ class _MegatronLLMBase:
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
-        self._front_end: FrontEnd | None = None
         self._loop_manager: _EventLoopManager | None = None
         self._coord_runtime: _CoordinatorRuntime | None = None
         self._reached: dict[EngineState, int] = {}
@@ -160,6 +166,7 @@ class _MegatronLLMBase:
             is_primary=global_rank() == 0,
             coordinator_host=host,
             coordinator_port=port,
+            places=PLACES_PER_SLOT * self._engine.config.request_slots * max(1, world_size() // self._sizes.world),
         )
         try:
             manager.run_sync(runtime.setup(loop=manager.loop))
@@ -169,6 +176,7 @@ class _MegatronLLMBase:
         self._loop_manager, self._coord_runtime = manager, runtime
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: self._engine.state_events.times(state) for state in WAITABLE_STATES}
+        self._finalizer = weakref.finalize(self, _release, manager, runtime, os.getpid())
         manager.run_sync(runtime.wait_for_all())
 
     # --- state ------------------------------------------------------------------------------------------------
@@ -223,15 +231,18 @@ class _MegatronLLMBase:
 
     def _manager(self) -> _EventLoopManager:
         self._assert_coordinator()
+        self._engine.require_own_process()
         if self._loop_manager is None:
             raise RuntimeError("this MegatronLLM has been shut down: create a new one")
         return self._loop_manager
 
     def _client(self) -> InferenceClient:
-        client = self._coord_runtime.client if self._coord_runtime is not None else None
-        if client is None:
+        runtime = self._coord_runtime
+        if runtime is not None:
+            runtime.raise_failure()
+        if runtime is None or runtime.client is None:
             raise RuntimeError("this MegatronLLM has been shut down: create a new one")
-        return client
+        return runtime.client
 
     # --- generate -----------------------------------------------------------------------------------------------
 
@@ -243,6 +254,7 @@ class _MegatronLLMBase:
         sampling_params: of this project or of Megatron-Core.
         """
         self._assert_primary()
+        self._engine.require_own_process()
         if multi_modal_data is not None:
             raise ValueError("multi_modal_data: this model accepts text only: leave it out")
         listed, is_batch = self._normalize_prompts(prompts)
@@ -251,32 +263,24 @@ class _MegatronLLMBase:
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
         """Return the answers in the order of `prompts`.
 
-        Runs on the background loop in coordinator mode. In direct mode the engine runs in a thread.
+        Runs on the background loop in coordinator mode. In direct mode it runs on the caller's loop.
         """
         if not self._use_coordinator:
-            return await asyncio.to_thread(self._engine.generate, prompts, sp)
-        tokens = await asyncio.to_thread(lambda: [self._engine.tokenize(prompt, sp) for prompt in prompts])
-        futures = [self._client().add_request(ids, sp) for ids in tokens]
-        try:
-            replies = await asyncio.gather(*futures)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+            return await self._engine.generate_async(prompts, sp)
+        self._client()  # raises if it was shut down
+        assert self._coord_runtime is not None
+        tokens = await asyncio.to_thread(lambda: [self._engine.tokenize_or_fail(prompt, sp) for prompt in prompts])
+        replies = await self._coord_runtime.answer(tokens, sp)
         return [
-            answered_request(reply, prompt=prompt, prompt_tokens=ids, sampling_params=sp, text=self._engine.controller)
+            answered_request(
+                reply,
+                prompt=prompt,
+                prompt_tokens=ids if isinstance(ids, list) else [],
+                sampling_params=sp,
+                text=self._engine.controller,
+            )
             for reply, prompt, ids in zip(replies, prompts, tokens, strict=True)
         ]
-
-    async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
-        """Yield the chunks of one answer in coordinator mode, on the background loop. Closing it aborts the request."""
-        tokens, read = await asyncio.to_thread(self._begin_stream, prompt, sp)
-        stream = self._client().add_request_streaming(tokens, sp)
-        try:
-            async for item in stream:
-                yield read(item)
-        finally:
-            await stream.aclose()
 
     def _prepare_stream(self, prompt: Any, sampling_params: SamplingParams | None) -> tuple[Prompt, SamplingParams]:
         listed, is_batch, params = self._prepare(prompt, sampling_params)
@@ -284,20 +288,36 @@ class _MegatronLLMBase:
             raise TypeError("generate_stream() takes one prompt: str or list[int]")
         return listed[0], params
 
-    def _stream_directly(self, prompt: Prompt, sp: SamplingParams) -> Generator[GenerationChunk]:
-        """Yield the chunks of one answer in direct mode. The engine runs in the thread of the caller."""
-        tokens, read = self._begin_stream(prompt, sp)
-        for item in self._engine.generate_stream(tokens, sp):
-            yield read(item)
+    def _open_stream(
+        self,
+        prompt: Prompt,
+        tokens: list[int] | dict[str, Any],
+        sp: SamplingParams,
+        make_stream: MakeStream[AnyStream],
+    ) -> tuple[AnyStream, ReadChunk]:
+        """Submit the request of a stream. Return the stream, and a function that converts its items to chunks.
 
-    def _begin_stream(
-        self, prompt: Prompt, sp: SamplingParams
-    ) -> tuple[list[int], Callable[[dict[str, Any]], GenerationChunk]]:
-        """Return the tokens of the prompt, and a function that converts the items of the request's stream to chunks.
-
-        The items are `{"partial": frame}` and at the end `{"final": reply}`.
+        tokens: of the prompt, or the reply of a request that fails; see tokenize_or_fail().
         """
-        prompt_tokens, text = self._engine.tokenize(prompt, sp), self._engine.controller
+        if isinstance(tokens, dict):
+            stream = make_stream(lambda: None)
+            stream.put({"final": tokens})
+            stream.finish()
+            tokens = []
+        elif self._use_coordinator:
+            loop, client = self._manager().loop, self._client()
+
+            def abort(request_id: int) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
+                    loop.call_soon_threadsafe(client.abort_request, request_id)
+
+            stream = client.add_request_to_stream(tokens, sp, lambda number: make_stream(partial(abort, number)))
+        else:
+            stream = self._engine.open_stream(tokens, sp, make_stream)
+        return stream, self._chunk_reader(prompt, tokens, sp)
+
+    def _chunk_reader(self, prompt: Prompt, prompt_tokens: list[int], sp: SamplingParams) -> ReadChunk:
+        text = self._engine.controller
         detokenizer = text.detokenizer()
         length = count = 0  # characters and tokens in the chunks so far
 
@@ -317,7 +337,7 @@ class _MegatronLLMBase:
             rest_log_probs = log_probs[-len(rest) :] if log_probs and rest else None
             return GenerationChunk((request.generated_text or "")[length:], rest, rest_log_probs, request)
 
-        return prompt_tokens, read
+        return read
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
@@ -363,7 +383,8 @@ class _MegatronLLMBase:
     async def _verb(self, name: str, *arguments: Any, reached: EngineState | None = None) -> None:
         """Send a control signal from the primary rank. A worker rank waits until its engine has reached a state."""
         if self.is_primary_rank:
-            await getattr(self._client(), name)(*arguments)
+            assert self._coord_runtime is not None
+            await self._coord_runtime.confirmed(getattr(self._client(), name)(*arguments))
         elif reached is not None:
             # Counted, because the engine may have left the state again before this rank waits for it.
             events = self._engine.state_events
@@ -376,36 +397,50 @@ class _MegatronLLMBase:
 
         Engines that do not answer in time are left running.
         """
-        assert self._coord_runtime is not None
-        if self._front_end is not None:
-            await self._front_end.stop()
-        if self.is_primary_rank:
+        runtime = self._coord_runtime
+        assert runtime is not None
+        if runtime.front_end is not None:
+            await runtime.front_end.stop()
+        if runtime.failure is not None:
+            pass  # nothing answers a signal
+        elif self.is_primary_rank:
             client = self._client()
             try:
-                await client.pause_engines(timeout_seconds=SHUTDOWN_SECONDS)
-                await client.stop_engines(timeout_seconds=SHUTDOWN_SECONDS)
-            except (ControlRejectedError, CoordinatorUnreachableError) as error:
+                await runtime.confirmed(client.pause_engines(timeout_seconds=SHUTDOWN_SECONDS))
+                await runtime.confirmed(client.stop_engines(timeout_seconds=SHUTDOWN_SECONDS))
+            except (
+                ControlRejectedError,
+                CoordinatorFailedError,
+                CoordinatorUnreachableError,
+                EngineFailedError,
+            ) as error:
                 logger.warning("shutting down without a clean stop of the engines: %s", error)
         else:
             # The primary rank stops this engine, unless the primary has ended.
             await asyncio.wait({self._engine.engine_loop_task}, timeout=2 * SHUTDOWN_SECONDS)
-        await self._coord_runtime.teardown()
+        await runtime.teardown()
 
     def _shut_down(self) -> None:
         """Shut down once; a second caller waits for the first. Not on the background loop, which it stops."""
         with self._lock:
-            manager = self._loop_manager
-            if manager is None:
+            manager, runtime = self._loop_manager, self._coord_runtime
+            if manager is None or runtime is None:
                 return
+            self._engine.require_own_process()
+            manager.require_other_thread("shutdown()")
             try:
                 manager.run_sync(self._shutdown_impl())
-            finally:
+            finally:  # also if the caller was interrupted
                 self._loop_manager = None
+                self._finalizer.detach()
+                manager.end(runtime.teardown())
+                manager.join(RELEASE_SECONDS)
                 manager.stop()
 
     async def _wait_for_shutdown_impl(self) -> None:
-        """Wait until the engine has stopped. Raises EngineFailedError if it failed."""
-        await asyncio.shield(self._engine.engine_loop_task)
+        """Wait until the engine has stopped. Raises EngineFailedError, CoordinatorFailedError if one has failed."""
+        assert self._coord_runtime is not None
+        await self._coord_runtime.wait_for_end()
 
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
@@ -417,7 +452,7 @@ class _MegatronLLMBase:
             return
         if self._front_end is not None:
             raise RuntimeError(f"HTTP is served already at {self._front_end.url}")
-        self._front_end = FrontEnd(
+        self._coord_runtime.front_end = FrontEnd(
             config,
             coordinator=self._coord_runtime.coord_addr,
             tokenizer=self._engine.controller.tokenizer,
@@ -426,14 +461,18 @@ class _MegatronLLMBase:
             max_sequence_length=self._engine.context.max_sequence_length,
         )
         try:
-            await self._front_end.start()
+            await self._coord_runtime.front_end.start()
         except BaseException:
-            self._front_end = None
+            self._coord_runtime.front_end = None
             raise
 
     def _check_can_serve(self) -> None:
         if not self._use_coordinator:
             raise ValueError("serve() needs a coordinator: construct with use_coordinator=True")
+
+    @property
+    def _front_end(self) -> FrontEnd | None:
+        return self._coord_runtime.front_end if self._coord_runtime is not None else None
 
     @property
     def url(self) -> str | None:
@@ -456,6 +495,14 @@ class _MegatronLLMBase:
         except RuntimeError:
             coro.close()
             raise
+
+
+def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int) -> None:
+    """Close what an object that was not shut down has left. The garbage collector may call it in any thread."""
+    if os.getpid() == pid:
+        manager.end(runtime.teardown())
+        if threading.current_thread() is threading.main_thread():  # other threads may be those to wait for
+            manager.join(RELEASE_SECONDS)
 
 
 def default_config() -> InferenceConfig:

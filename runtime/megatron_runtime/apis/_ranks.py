@@ -48,6 +48,11 @@ def global_rank() -> int:
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
+def world_size() -> int:
+    """Return the number of ranks of the program: that of torch.distributed, else of torchrun, else 1."""
+    return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
+
+
 def local_rank() -> int:
     """Return the number of this process among those of its host."""
     return integer(os.environ, "LOCAL_RANK", 0)
@@ -67,7 +72,7 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 
     Raises IndivisibleError if the program's ranks are not whole engines.
     """
-    world = dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
+    world = world_size()
     if world % sizes.world:
         raise IndivisibleError(
             f"{world} ranks were started, an engine has tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert "

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron_runtime.apis.serve import FrontEnd
 from megatron_runtime.client.inference_client import InferenceClient
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.client.pending import failed_reply
+from megatron_runtime.client.rejection import (
+    DeadlineExceededError,
+    QueueFullError,
+    RequestRejectedError,
+    UnavailableError,
+)
+from megatron_runtime.coordinator.spawn import CoordinatorFailedError
+from megatron_runtime.engine.output_stage import error_map
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PLACES = 1024
+RETRY_SECONDS = 1.0
+"""After a rejection without a time."""
+SHUT_DOWN = "this MegatronLLM was shut down before the answer was complete"
 
 MAX_ADDRESS_BYTES = 256
 
@@ -85,6 +108,37 @@ class _EventLoopManager:
             return await coro
         return await asyncio.wrap_future(self.submit(coro))
 
+    def require_other_thread(self, what: str) -> None:
+        """Raise RuntimeError on the background loop itself, where a blocking call would be a deadlock."""
+        if self._is_own_thread():
+            raise RuntimeError(f"{what} on the background loop would deadlock: await a coroutine instead")
+
+    def end(self, closing: Coroutine[Any, Any, object]) -> None:
+        """Run `closing` on the loop, then stop it; if it has ended, do nothing. Does not wait, and takes no lock."""
+        loop = self._loop
+
+        async def close() -> None:
+            try:
+                await closing
+            finally:
+                asyncio.get_running_loop().stop()
+
+        def begin() -> None:
+            self._closing = asyncio.ensure_future(close())
+
+        try:
+            if loop is None:
+                raise RuntimeError("the loop has ended")
+            loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            closing.close()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the loop has ended after end()."""
+        thread = self._thread
+        if thread is not None and not self._is_own_thread():
+            thread.join(seconds)
+
     def stop(self) -> None:
         """Cancel open coroutines, stop the loop and join the thread. Idempotent."""
         if self._is_own_thread():
@@ -94,7 +148,8 @@ class _EventLoopManager:
             loop, self._loop = self._loop, None
             if thread is None or loop is None:
                 return
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # end() has closed it
+                loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
     def _is_own_thread(self) -> bool:
@@ -121,6 +176,11 @@ class _CoordinatorRuntime:
 
     The primary rank starts a coordinator and a client. Worker ranks connect to the coordinator at host and port, or
     receive its address through torch.distributed.
+
+    If the coordinator's process ends, or this engine fails and no other one serves, every open and later call raises
+    the cause.
+
+    places: prompts that answer() submits at once, in all calls together.
     """
 
     def __init__(
@@ -131,11 +191,23 @@ class _CoordinatorRuntime:
         coordinator_host: str | None,
         coordinator_port: int | None,
         name: str = "engine-0",
+        places: int = DEFAULT_PLACES,
     ) -> None:
         self.client: InferenceClient | None = None
         """On the primary rank; None on workers."""
         self.coord_addr: str | None = None
         """ "tcp://host:port", once set up."""
+        self.front_end: FrontEnd | None = None
+        """The HTTP server, after serve()."""
+        self.failure: Callable[[], Exception] | None = None
+        """Returns the error that ended the coordinator, or the last engine."""
+        self._failed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._failing: asyncio.Task[None] | None = None
+        self._answered = 0
+        """Prompts of answer() that were answered."""
+        self._place_count = places
+        self._places = asyncio.Semaphore(places)
         self._engine = engine
         self._name = name
         self._is_primary = is_primary
@@ -152,6 +224,7 @@ class _CoordinatorRuntime:
                 await self._share()
                 self.client = InferenceClient(self.coord_addr, deserialize=False, records=True)
                 await self.client.start()
+                self._watch(self.client)
             else:
                 await self._share()
                 self.coord_addr = await self._listen(loop, launch=False)
@@ -197,12 +270,128 @@ class _CoordinatorRuntime:
         text = text.encode()[:MAX_ADDRESS_BYTES].decode(errors="ignore")
         return await asyncio.to_thread(_broadcast_text, text, self._all_ranks) or None
 
+    def _watch(self, client: InferenceClient) -> None:
+        """Notice the end of the coordinator and of the engine."""
+        loop, coordinator, engine = asyncio.get_running_loop(), self._engine.coordinator, self._engine.engine_loop_task
+
+        def coordinator_ended(ended: concurrent.futures.Future[str]) -> None:
+            error = partial(CoordinatorFailedError, f"{ended.result()}: construct the object again")
+            with contextlib.suppress(RuntimeError):  # the loop has ended, too
+                loop.call_soon_threadsafe(self._fail, client, error)
+
+        async def engine_ended() -> None:
+            try:
+                await asyncio.shield(engine)
+                return  # it was stopped
+            except EngineFailedError as error:
+                message, cause = str(error), error.__cause__
+            with contextlib.suppress(CoordinatorUnreachableError):
+                if (await client.status()).engines:
+                    logger.warning("%s; the other engines continue", message)
+                    return
+
+            def failure() -> Exception:
+                error = EngineFailedError(f"{message}: construct the object again")
+                error.__cause__ = cause
+                return error
+
+            self._fail(client, failure)
+
+        if coordinator is not None:
+            coordinator.ended.add_done_callback(coordinator_ended)
+        self._watching = asyncio.create_task(engine_ended())
+
+    def _fail(self, client: InferenceClient, failure: Callable[[], Exception]) -> None:
+        if self.failure is None and self.client is client:  # it is not being torn down
+            logger.error("%s", failure())
+            self.failure = failure
+            self._failed.set()
+            client.stop(failure, is_lost=True)
+            if self.front_end is not None:
+                self._failing = asyncio.create_task(self.front_end.fail(str(failure())))
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended the coordinator or the last engine, if there is one."""
+        if self.failure is not None:
+            raise self.failure()
+
+    async def confirmed(self, signal: Awaitable[T]) -> T:
+        """Await the answer to a control signal. Raises the error of raise_failure() if that ended the wait."""
+        try:
+            return await signal
+        except asyncio.CancelledError:
+            self.raise_failure()
+            raise
+
+    async def wait_for_end(self) -> None:
+        """Wait until the engine has stopped. Raises EngineFailedError, CoordinatorFailedError if one has failed."""
+        engine, failed = self._engine.engine_loop_task, asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({engine, failed}, return_when=asyncio.FIRST_COMPLETED)
+            self.raise_failure()
+            await asyncio.shield(engine)
+        finally:
+            failed.cancel()
+
+    async def answer(
+        self, prompts: Sequence[list[int] | dict[str, Any]], params: SamplingParams
+    ) -> list[dict[str, Any]]:
+        """Return the reply maps of the prompts. Only as many are submitted as the engines can take soon.
+
+        prompts: token ids, or the reply of a request that has failed already.
+
+        Raises the RequestRejectedError of a reason that is not in the prompt itself.
+        """
+        replies: list[Any] = list(prompts)
+        numbers = iter([number for number, prompt in enumerate(prompts) if not isinstance(prompt, dict)])
+
+        async def work() -> None:
+            for number in numbers:
+                replies[number] = await self._answer_one(replies[number], params)
+
+        workers = [asyncio.create_task(work()) for _ in range(min(len(prompts), self._place_count))]
+        try:
+            await asyncio.gather(*workers)
+        except BaseException:
+            for worker in workers:
+                worker.cancel()
+            raise
+        return replies
+
+    async def _answer_one(self, tokens: list[int], params: SamplingParams) -> dict[str, Any]:
+        while True:
+            async with self._places:  # in order of arrival, so calls take turns
+                self.raise_failure()
+                client, answered = self.client, self._answered
+                if client is None:
+                    raise UnavailableError(ErrorCode.UNAVAILABLE, SHUT_DOWN)
+                try:
+                    reply: dict[str, Any] = await client.add_request(tokens, params)
+                    self._answered += 1
+                    return reply
+                except (QueueFullError, DeadlineExceededError) as error:
+                    # Others are answered, so this one will be.
+                    if self._answered == answered and not client.completion_futures:
+                        raise
+                    seconds = error.retry_after_seconds or RETRY_SECONDS
+                except RequestRejectedError as error:
+                    if error.is_transient:
+                        raise
+                    return failed_reply(error_map(ErrorCode(error.code), str(error)))
+            await asyncio.sleep(seconds)
+
     async def teardown(self) -> None:
         """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
         client, self.client = self.client, None
-        if client is not None:
-            client.stop()
-        await self._engine.stop_listening()
+        if self._watching is not None:
+            self._watching.cancel()
+        try:
+            if self.front_end is not None:
+                await self.front_end.stop()
+        finally:
+            if client is not None:
+                client.stop(self.failure or partial(UnavailableError, ErrorCode.UNAVAILABLE, SHUT_DOWN))
+            await self._engine.stop_listening()
 
 
 def _broadcast_text(text: str, ranks: dist.ProcessGroup) -> str:

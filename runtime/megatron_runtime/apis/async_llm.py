@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from functools import partial
 from typing import Any, Self
 
-from megatron_runtime.apis._llm_base import GenerationChunk, Prompts, _MegatronLLMBase
+from megatron_runtime.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.apis._streams import AsyncChunkIterator, ReadChunk
 from megatron_runtime.apis.serve import ServeConfig
+from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -20,7 +23,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
     The arguments are those of `_MegatronLLMBase`, but use_coordinator is True by default.
 
-    allow_direct_mode: accept use_coordinator=False. Then generate() uses a thread, and calls are serialised.
+    allow_direct_mode: accept use_coordinator=False.
     """
 
     def __init__(self, *, use_coordinator: bool = True, allow_direct_mode: bool = False, **options: Any) -> None:
@@ -44,26 +47,28 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         answers = await (self._manager().run_async(generating) if self._use_coordinator else generating)
         return answers if is_batch else answers[0]
 
-    async def generate_stream(
+    def generate_stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[GenerationChunk]:
-        """Yield the answer to one prompt in chunks. Closing the iterator early aborts the request."""
+    ) -> AsyncChunkIterator:
+        """Return an asynchronous iterator over the answer to one prompt. The first chunk submits the request.
+
+        aclose() aborts the request, as leaving a loop over the iterator and cancelling its task do.
+        """
         single, params = self._prepare_stream(prompt, sampling_params)
-        if not self._use_coordinator:
-            direct = self._stream_directly(single, params)
-            try:
-                while (chunk := await asyncio.to_thread(next, direct, None)) is not None:
-                    yield chunk
-            finally:
-                await asyncio.to_thread(direct.close)
-            return
-        manager = self._manager()
-        chunks = self._stream_impl(single, params)
-        try:
-            while (chunk := await manager.run_async(anext(chunks, None))) is not None:
-                yield chunk
-        finally:
-            await manager.run_async(chunks.aclose())
+
+        async def begin() -> tuple[AsyncStream, ReadChunk]:
+            loop = asyncio.get_running_loop()
+            tokens = await asyncio.to_thread(self._engine.tokenize_or_fail, single, params)
+            return self._open_stream(single, tokens, params, partial(AsyncStream, None, loop=loop))
+
+        async def settle() -> None:
+            if not self._use_coordinator:
+                await asyncio.to_thread(self._engine.settle)
+            elif self._loop_manager is not None:
+                with contextlib.suppress(RuntimeError):  # it was shut down
+                    await self._loop_manager.run_async(asyncio.sleep(0))
+
+        return AsyncChunkIterator(begin, settle)
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
@@ -96,9 +101,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         await self._manager().run_async(self._verb("set_generation_epoch", epoch))
 
     async def shutdown(self) -> None:
-        """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""
-        if self._use_coordinator:
-            await asyncio.to_thread(self._shut_down)
+        """Stop the engines and the coordinator. Idempotent.
+
+        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        """
+        await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.close_calls)
 
     async def wait_for_shutdown(self) -> None:
         """Wait until this rank's engine has stopped. Does nothing in direct mode."""

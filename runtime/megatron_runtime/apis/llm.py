@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+from functools import partial
 from typing import Any, Self
 
-from megatron_runtime.apis._llm_base import GenerationChunk, Prompts, _MegatronLLMBase
+from megatron_runtime.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.apis._streams import ChunkIterator, ReadChunk
 from megatron_runtime.apis.serve import ServeConfig
+from megatron_runtime.requests.async_stream import BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -38,21 +42,27 @@ class MegatronLLM(_MegatronLLMBase):
             answers = self._engine.generate(listed, params)
         return answers if is_batch else answers[0]
 
-    def generate_stream(
-        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
-    ) -> Iterator[GenerationChunk]:
-        """Yield the answer to one prompt in chunks. Closing the iterator early aborts the request."""
+    def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
+        """Return an iterator over the answer to one prompt, in chunks. The first one submits the request.
+
+        Other calls may run meanwhile. close() aborts the request, as leaving a loop over the iterator does.
+        """
         single, params = self._prepare_stream(prompt, sampling_params)
-        if not self._use_coordinator:
-            yield from self._stream_directly(single, params)
-            return
-        manager = self._manager()
-        chunks = self._stream_impl(single, params)
-        try:
-            while (chunk := manager.run_sync(anext(chunks, None))) is not None:
-                yield chunk
-        finally:
-            manager.run_sync(chunks.aclose())
+
+        def begin() -> tuple[BlockingStream, ReadChunk]:
+            if self._use_coordinator:
+                self._manager().require_other_thread("generate_stream()")
+            tokens = self._engine.tokenize_or_fail(single, params)
+            return self._open_stream(single, tokens, params, partial(BlockingStream, None))
+
+        def settle() -> None:
+            if not self._use_coordinator:
+                self._engine.settle()
+            elif self._loop_manager is not None:
+                with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
+                    self._loop_manager.run_sync(asyncio.sleep(0))
+
+        return ChunkIterator(begin, settle)
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
@@ -85,9 +95,14 @@ class MegatronLLM(_MegatronLLMBase):
         self._manager().run_sync(self._verb("set_generation_epoch", epoch))
 
     def shutdown(self) -> None:
-        """Stop the engines and the coordinator. Does nothing in direct mode. Idempotent."""
+        """Stop the engines and the coordinator. Idempotent.
+
+        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        """
         if self._use_coordinator:
             self._shut_down()
+        else:
+            self._engine.close_calls()
 
     def wait_for_shutdown(self) -> None:
         """Wait until this rank's engine has stopped. Does nothing in direct mode."""

@@ -8,9 +8,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.process.parent import PARENT_VARIABLE
+from megatron_runtime.process.threads import off_loop
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
@@ -117,7 +121,7 @@ class FrontEnd:
             process.terminate()
         try:
             await asyncio.gather(
-                *(asyncio.to_thread(_wait_or_kill, process) for process in processes),
+                *(off_loop(partial(_wait_or_kill, process)) for process in processes),
                 drain(self._app.state.service, self._http),
             )
             await serving
@@ -125,7 +129,12 @@ class FrontEnd:
         finally:
             self._client.stop()
             self._listener.close()
-            await asyncio.to_thread(end_idle_renderers)
+            await off_loop(end_idle_renderers)
+
+    async def fail(self, cause: str) -> None:
+        """Answer open requests of this process with status 503, and stop: there is no coordinator any more."""
+        self._client.stop(partial(UnavailableError, ErrorCode.UNAVAILABLE, cause), is_lost=True)
+        await self.stop()
 
     def _start_replica(self) -> subprocess.Popen[bytes]:
         """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""

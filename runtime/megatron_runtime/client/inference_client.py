@@ -46,16 +46,17 @@ from megatron_runtime.protocol.messages import (
     StatusReply,
     pack,
 )
-from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
-from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
+from megatron_runtime.transport.peer_link import GOODBYE_LINGER_MS, PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 DEADLINE_MARGIN_SECONDS = 5.0
 """Added to a request's deadline before the client fails the request itself, so that the coordinator answers first."""
@@ -146,7 +147,7 @@ class InferenceClient:
         return {id_: request.future for id_, request in self._by_id.copy().items() if request.future is not None}
 
     @property
-    def streams(self) -> dict[int, AsyncStream]:
+    def streams(self) -> dict[int, AsyncStream | BlockingStream]:
         """The streams of the open requests, by request id."""
         return {id_: request.stream for id_, request in self._by_id.copy().items() if request.stream is not None}
 
@@ -214,19 +215,23 @@ class InferenceClient:
         """
         await asyncio.get_running_loop().create_future()
 
-    def stop(self) -> None:
-        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent."""
+    def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
+        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
+
+        error:   called for each open request; its future or stream raises the result instead.
+        is_lost: the coordinator has ended, so DISCONNECT does not wait for it.
+        """
 
         async def stop_there() -> None:
-            self._stop()
+            self._stop(error, is_lost)
 
         loop = self._other_loop()
         if loop is None:
-            self._stop()
+            self._stop(error, is_lost)
         else:
             asyncio.run_coroutine_threadsafe(stop_there(), loop).result()
 
-    def _stop(self) -> None:
+    def _stop(self, error: Callable[[], Exception] | None = None, is_lost: bool = False) -> None:
         if self._stopped:
             return
         self._stopped = True
@@ -234,10 +239,13 @@ class InferenceClient:
             self.listener_task.cancel()
         for request in list(self._open.values()):
             self._forget(request)
-            request.end()
+            if error is None:
+                request.end()
+            else:
+                request.fail(error())
         self._calls.close()
         self._quotas.close()
-        self._link.close("client stopped")
+        self._link.close("client stopped", linger_ms=0 if is_lost else GOODBYE_LINGER_MS)
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
         """Return the connection's loop if it runs and is not the caller's."""
@@ -282,11 +290,30 @@ class InferenceClient:
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True
-        request = self._new_request(prompt, sampling_params, streaming=True, **options)
         reader = running_loop() if self._other_loop() is not None else None
-        request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader, merge=merge_partials)
+        return self.add_request_to_stream(
+            prompt,
+            sampling_params,
+            lambda request_id: AsyncStream(request_id, self.abort_request, loop=reader, merge=merge_partials),
+            **options,
+        )
+
+    def add_request_to_stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: Serializable,
+        make_stream: Callable[[int], AnyStream],
+        **options: Unpack[RequestOptions],
+    ) -> AnyStream:
+        """Do what add_request_streaming() does, with a stream of the caller's, from any thread.
+
+        make_stream: returns the stream of a request id, which aborts by abort_request().
+        """
+        request = self._new_request(prompt, sampling_params, streaming=True, **options)
+        stream = make_stream(request.request_id)
+        request.stream = stream
         self._at_home(lambda: self._submit(request))
-        return request.stream
+        return stream
 
     def add_request_with_kv_handoff(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]

@@ -24,7 +24,7 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.capabilities import needs_of
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -74,7 +74,7 @@ class PendingRequest:
     submitted: float
     deadline: float | None = None
     future: asyncio.Future[Any] | None = None
-    stream: AsyncStream | None = None
+    stream: AsyncStream | BlockingStream | None = None
     on_tokens: Callable[[int], object] | None = None
     timer: asyncio.TimerHandle | None = None
     generated: bytearray = field(default_factory=bytearray)
@@ -249,6 +249,12 @@ class PendingRequest:
         for name in PROMPT_DETAILS:
             if reply[name] is None:
                 reply[name] = self.details.get(name)
+
+
+def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply map of a prompt that was not submitted. error: see error_map()."""
+    failed = {"status": "FAILED", "finish_reason": "error", "error": error}
+    return {**_REPLY_DEFAULTS, **failed, "request_id": 0, "generated_tokens": [], "generated_length": 0}
 
 
 def partial_frames(

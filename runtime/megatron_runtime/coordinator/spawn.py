@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +28,15 @@ from megatron_runtime.protocol.headers import Role
 
 STARTUP_SECONDS = 30.0
 STOP_SECONDS = 10.0
+ENDED_SECONDS = 1.0
+LAST_LINES = 10
+"""Of a coordinator's messages, for an error."""
 
 _SETTINGS = TypeAdapter(CoordinatorSettings)
+
+
+class CoordinatorFailedError(RuntimeError):
+    """The coordinator process has ended. The message has its exit status and its last lines."""
 
 
 class CoordinatorStartError(RuntimeError):
@@ -36,10 +45,14 @@ class CoordinatorStartError(RuntimeError):
 
 @dataclass(eq=False)
 class CoordinatorProcess:
-    """A running coordinator. Clients and engines connect to `address` (single port) or to those of their role."""
+    """A running coordinator. Clients and engines connect to `address` (single port) or to those of their role.
+
+    ended: describes how the process ended, when it has, for whatever reason. Callbacks run on a thread.
+    """
 
     process: subprocess.Popen[bytes]
     addresses: dict[Role, str]
+    ended: Future[str] = field(default_factory=Future, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -57,6 +70,26 @@ class CoordinatorProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_seconds)
             self.process.kill()
+        with contextlib.suppress(TimeoutError):  # another process may hold a copy of its standard error
+            self.ended.result(ENDED_SECONDS)
+
+    def _watch(self, errors: int) -> None:
+        """Copy what the process writes to the pipe `errors` to this process's standard error until it ends."""
+        lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        with open(errors, "rb") as pipe:
+            for line in pipe:
+                lines.append(line)
+                with contextlib.suppress(OSError):
+                    os.write(2, line)
+        status = self.process.wait()
+        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:
+            how += ", which the kernel sends if memory runs out"
+        last = b"".join(lines).decode(errors="replace").strip()
+        self.ended.set_result(
+            f"the coordinator, process {self.process.pid}, ended with {how}; "
+            + (f"its last lines: {last}" if last else "it wrote no message")
+        )
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
@@ -64,12 +97,21 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
 
     Raises CoordinatorStartError if it does not start; the cause is on its standard error.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", f"{__package__}.spawn", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    errors, child_errors = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"{__package__}.spawn", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=child_errors,
+        )
+    except BaseException:
+        os.close(errors)
+        raise
+    finally:
+        os.close(child_errors)
     coordinator = CoordinatorProcess(process, {})
+    threading.Thread(target=coordinator._watch, args=(errors,), name="coordinator's end", daemon=True).start()
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import hashlib
+import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import fields
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.build import select_executor
@@ -23,41 +22,48 @@ from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import Follower, RankedExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.client.pending import PendingRequest, partial_frames
+from megatron_runtime.client.pending import failed_reply
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
-from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.lifecycle import StateEvents
-from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.engine.output_stage import error_map
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
+from megatron_runtime.engines.direct import (
+    AnyStream,
+    CallsClosedError,
+    DirectCalls,
+    EngineFailedError,
+    FollowedCalls,
+    MakeStream,
+    require_process,
+    token_ids,
+)
+from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import tokenizer_of
 
-__all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "EngineFailedError"]
+__all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "CallsClosedError", "DynamicInferenceEngine", "EngineFailedError"]
 
 LOOPBACK = "127.0.0.1"
 
 REGISTRATION_SECONDS = 300.0
 """How long the engine of a program tries to reach its coordinator."""
 
-_dispatch_ids = count(1)
-
-
-class EngineFailedError(RuntimeError):
-    """The engine ended before or while it served. The cause is its __cause__."""
+T = TypeVar("T")
 
 
 class DynamicInferenceEngine(EngineCore):
     """Megatron-Core's engine: the core of the native backend, which also runs prompts and serves a coordinator.
 
-    It generates in the calling thread (generate(), generate_stream(), or add_request() and step()), or serves a
-    coordinator on an event loop (start_listening_to_data_parallel_coordinator()).
+    It runs the prompts of this process (generate(), generate_stream(), or add_request() and step() in one thread), or
+    serves a coordinator on an event loop (start_listening_to_data_parallel_coordinator()). Calls of generate() and
+    generate_stream() may be open at the same time, in any number of threads and event loops.
 
     controller: an Executor, or Megatron-Core's TextGenerationController: a model in `inference_wrapped_model.model` and
                 a `tokenizer`.
@@ -80,9 +86,10 @@ class DynamicInferenceEngine(EngineCore):
         wrapped = getattr(controller, "inference_wrapped_model", None)
         executor = controller if wrapped is None else _executor_of(wrapped.model, controller.tokenizer, config)
         super().__init__(executor, config, clock=clock)
-        self._in_use = threading.Lock()
         self._following = _Following(follower) if follower is not None else None
+        self._calls = self._following.calls if self._following is not None else DirectCalls(self, self._text)
         self._service: _Service | _Following | None = None
+        self._pid = os.getpid()
 
     @property
     def controller(self) -> ModelText:
@@ -103,10 +110,13 @@ class DynamicInferenceEngine(EngineCore):
         """
         if self._following is not None:
             return  # this rank has no requests
-        with self._exclusive():
+        self._calls_here()
+        if isinstance(self._calls, DirectCalls) and self._calls.is_running:
+            self._calls.reset(preserve_prefix_cache=preserve_prefix_cache)
+        else:
             super().reset(preserve_prefix_cache=preserve_prefix_cache)
 
-    # --- in the calling thread ----------------------------------------------------------------------------------
+    # --- without a coordinator ----------------------------------------------------------------------------------
 
     def load_directly(self) -> None:
         """Load the weights for use without a coordinator. Every rank of the engine calls it.
@@ -119,80 +129,119 @@ class DynamicInferenceEngine(EngineCore):
         self.executor.load()
         if isinstance(self.executor, RankedExecutor):
             self.executor.watch(on_failure=lambda _failure: None, on_leave=lambda: None)
-            atexit.register(self.executor.end, None)
+            atexit.register(self._end_ranks, self.executor)
+
+    def _end_ranks(self, executor: RankedExecutor) -> None:
+        self._calls.close()
+        executor.end(None)
 
     def generate(
         self,
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Answer all prompts in this thread; one call at a time. A prompt that cannot be answered has status FAILED.
+        """Answer all prompts, beside the calls of other threads. A prompt that cannot be answered has status FAILED.
 
         sampling_params: of all prompts, or one for each; also of Megatron-Core.
 
-        Raises RuntimeError while the engine serves a coordinator.
+        Raises RuntimeError while the engine serves a coordinator, InvalidSamplingParamsError.
         """
-        if not isinstance(sampling_params, Sequence):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        sampling_params = [SamplingParams.of(params) for params in sampling_params]
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: want one, or one for each"
-            )
-        with self._exclusive():
-            tokens = [self.tokenize(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-            items = self._run(tokens, sampling_params, streaming=False)
-            replies = {item["final"]["request_id"]: item["final"] for item in items}
-        return [
-            answered_request(replies[number], prompt=prompt, prompt_tokens=ids, sampling_params=params, text=self._text)
-            for number, (prompt, ids, params) in enumerate(zip(prompts, tokens, sampling_params, strict=True))
-        ]
+        batch = _Batch(self, prompts, sampling_params)
+        if batch.sent:
+            with contextlib.closing(self._open(batch, partial(BlockingStream, None))) as stream:
+                for item in stream:
+                    batch.take(item)
+        return batch.answers()
 
-    def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams) -> Generator[dict[str, Any]]:
-        """Yield `{"partial": frame}` … `{"final": reply}` of one prompt. The engine runs in the calling thread.
+    async def generate_async(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Do what generate() does, without blocking the caller's event loop. Cancelling it aborts the requests."""
+        batch = await asyncio.to_thread(_Batch, self, prompts, sampling_params)
+        if batch.sent:
+            stream = self._open(batch, partial(AsyncStream, None, loop=asyncio.get_running_loop()))
+            try:
+                async for item in stream:
+                    batch.take(item)
+            finally:
+                stream.close()
+        return batch.answers()
+
+    def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams) -> BlockingStream:
+        """Return `{"partial": frame}` … `{"final": reply}` of one prompt. Closing the stream aborts the request.
 
         On other ranks than the first, all items come when the answer is complete.
         """
-        with self._exclusive():
-            sampling_params.streaming = True
-            yield from self._run([self.tokenize(prompt, sampling_params)], [sampling_params], streaming=True)
+        return self.open_stream(self.tokenize(prompt, sampling_params), sampling_params, partial(BlockingStream, None))
 
-    def _run(
-        self, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool
-    ) -> Iterator[dict[str, Any]]:
-        """Run the prompts on the first rank of the engine, and yield the items of _OfflineRun on every rank."""
-        if self._following is None and not isinstance(self.executor, RankedExecutor):
-            yield from _OfflineRun(self, prompts, sampling_params, streaming=streaming)
-            return
-        call = hashlib.sha256(
-            pack([streaming, list(prompts), [params.serialize() for params in sampling_params]])
-        ).hexdigest()
-        if self._following is not None:
-            yield from self._following.items(call)
-            return
-        assert isinstance(self.executor, RankedExecutor)
-        items: list[bytes] = []
-        answers: dict[str, Any] = {"call": call, "items": items, "error": None}
+    def open_stream(
+        self, prompt: list[int], sampling_params: SamplingParams, make_stream: MakeStream[AnyStream]
+    ) -> AnyStream:
+        """Do what generate_stream() does, with a stream of the caller's."""
+        sampling_params.streaming = True
+        return self._calls_here().open([prompt], [sampling_params], make_stream, streaming=True)
+
+    def _open(self, batch: _Batch, make_stream: MakeStream[AnyStream]) -> AnyStream:
+        return self._calls_here().open(*batch.sent_arguments(), make_stream, streaming=False)
+
+    def tokenize(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt, which may be token ids already.
+
+        Raises TypeError, ValueError for anything else, also for a text that is not valid Unicode.
+        """
+        if isinstance(prompt, str):
+            return self.controller.tokenize_prompt(prompt, params.add_BOS)
+        return token_ids(prompt)
+
+    def tokenize_or_fail(self, prompt: Any, params: SamplingParams) -> list[int] | dict[str, Any]:
+        """Return the token ids of a prompt, or the reply of a request that fails because it has none."""
         try:
-            for item in _OfflineRun(self, prompts, sampling_params, streaming=streaming):
-                items.append(pack(item))
-                yield item
-        except GeneratorExit:  # the caller closed the stream: the other ranks get the part before
-            raise
-        except BaseException as error:
-            answers["error"] = str(error) or type(error).__name__
-            raise
-        finally:
-            self.executor.share_answers(answers)
+            return self.tokenize(prompt, params)
+        except (ValueError, TypeError) as error:
+            return failed_reply(error_map(ErrorCode.INVALID_REQUEST, error))
 
-    def tokenize(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt, which may be token ids already."""
-        return self.controller.tokenize_prompt(prompt, params.add_BOS) if isinstance(prompt, str) else list(prompt)
+    def settle(self) -> None:
+        """Wait until calls whose streams were closed have left the engine."""
+        self._calls.settle()
 
-    def _exclusive(self) -> threading.Lock:
+    def close_calls(self) -> None:
+        """End open calls, whose callers get CallsClosedError, and the thread and process that they started.
+
+        Later calls start them again.
+        """
+        self._calls.close()
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked after the engine was made: it lacks the engine's threads."""
+        require_process(self._pid)
+
+    def _calls_here(self) -> DirectCalls | FollowedCalls:
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator: send requests through an InferenceClient")
-        return self._in_use
+        return self._calls
+
+    def _between_steps(self, action: Callable[[], T]) -> T:
+        """Run a method of the core while no step of a direct call runs."""
+        if isinstance(self._calls, DirectCalls) and self._calls.is_running:
+            return self._calls.perform(lambda _: action())
+        return action()
+
+    def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
+        """Release memory: see EngineCore. Raises RuntimeError while direct calls are open: they need the memory."""
+        if isinstance(self._calls, DirectCalls) and self._calls.has_open_calls:
+            raise RuntimeError("suspend() while calls of generate() or generate_stream() are open: close them first")
+        self._between_steps(partial(super().suspend, tags))
+
+    def resume(self) -> None:
+        self._between_steps(super().resume)
+
+    def swap_weights(self, epoch: int) -> None:
+        self._between_steps(partial(super().swap_weights, epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        self._between_steps(partial(super().set_epoch, epoch))
 
     # --- serving a coordinator ----------------------------------------------------------------------------------
 
@@ -215,10 +264,15 @@ class DynamicInferenceEngine(EngineCore):
         loop: event loop of the engine's connection; None: the caller's loop.
         name: name of this engine, unique at its coordinator.
 
-        Raises EngineFailedError or CoordinatorStartError, after everything that was started has been stopped.
+        Raises EngineFailedError or CoordinatorStartError, after everything that was started has been stopped, and
+        RuntimeError while direct calls are open.
         """
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")
+        if isinstance(self._calls, DirectCalls):
+            if self._calls.has_open_calls:
+                raise RuntimeError("calls of generate() or generate_stream() are open: close them first")
+            await asyncio.to_thread(self._calls.close)
         launch = None
         if self._following is not None:
             launch_inference_coordinator = False
@@ -312,83 +366,53 @@ def _executor_of(model: Any, tokenizer: Any, config: InferenceConfig) -> Executo
     return executor
 
 
-class _OfflineRun:
-    """Runs a list of prompts on an engine in the caller's thread. No other caller uses the engine meanwhile.
+class _Batch:
+    """The prompts of a generate() call, and their answers in the same order.
 
-    The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
-    reads them. So an answer is the same with and without a coordinator.
-
-    prompts:         token ids of each.
-    sampling_params: of each; a request without a seed gets a random one. Later changes by the caller have no effect.
+    sent: numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
     """
 
     def __init__(
         self,
         engine: DynamicInferenceEngine,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-        *,
-        streaming: bool,
+        prompts: Sequence[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> None:
-        engine.executor.load()
-        text = engine._text
-        self._engine = engine
-        self._items: deque[dict[str, Any]] = deque()
-        self._queue: deque[PendingRequest] = deque()
-        self._open: dict[bytes, tuple[int, PendingRequest]] = {}
-        """Dispatch id and request, by uid."""
-        for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            params.validate()
-            request = PendingRequest.make(prompt, params, streaming=streaming, record=True)
-            request.request_id = number
-            self._queue.append(request)
-        self._stage = OutputStage(
-            send=self._receive,
-            finish_early=engine.abort_request,
-            detokenizer=text.detokenizer if text is not None else lambda: None,
-        )
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        self._params = [SamplingParams.of(params) for params in sampling_params]
+        if len(self._params) != len(prompts):
+            raise ValueError(
+                f"{len(self._params)} sampling_params for {len(prompts)} prompts: want one, or one for each"
+            )
+        self._prompts = prompts
+        self._text = engine._text
+        self._tokens = [engine.tokenize_or_fail(*pair) for pair in zip(prompts, self._params, strict=True)]
+        self._replies = [tokens if isinstance(tokens, dict) else None for tokens in self._tokens]
+        self.sent = [number for number, reply in enumerate(self._replies) if reply is None]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in completion order.
+    def sent_arguments(self) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Return the token ids and the parameters of the prompts that the engine gets."""
+        return [cast("list[int]", self._tokens[n]) for n in self.sent], [self._params[n] for n in self.sent]
 
-        `request_id` in frame and reply is the prompt's number. Closing the iterator early aborts the open requests.
-        """
-        try:
-            while self._queue or self._open:
-                while self._queue and len(self._open) < self._engine.config.max_waiting:
-                    self._add(self._queue.popleft())
-                if self._open:
-                    self._stage.step(self._engine.step())
-                while self._items:
-                    yield self._items.popleft()
-        finally:
-            for dispatch_id, _ in self._open.values():
-                self._engine.abort_request(dispatch_id)
+    def take(self, item: dict[str, Any]) -> None:
+        """Take an item of the call's stream."""
+        reply = item["final"]
+        self._replies[self.sent[reply["request_id"]]] = reply
 
-    def _add(self, request: PendingRequest) -> None:
-        dispatch = Dispatch(next(_dispatch_ids), request.uid, 0, request.meta, request.prompt, b"", request.params)
-        params, text = request.sampling_params, self._engine._text
-        self._open[request.uid] = (dispatch.dispatch_id, request)
-        try:
-            grammar = text.begin_grammar(params) if text is not None else None
-            bad_words = None
-            if params.bad_words and text is not None:
-                bad_words = text.bad_words(params.bad_words, vocab_size=self._engine.executor.vocab_size)
-            engine_request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words)
-            self._stage.add(dispatch, params, [])
-            if dispatch.dispatch_id in self._stage.open:
-                self._engine.add_request(engine_request, grammar=grammar)
-        except ValueError as error:
-            self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
-
-    def _receive(self, frames: Frames) -> None:
-        match decode(list(frames)):
-            case Partial() as partial:
-                for _, frame in partial_frames(partial, lambda uid: self._open[uid][1]):
-                    self._items.append({"partial": frame})
-            case Final() as final:
-                _, request = self._open.pop(final.uid)
-                self._items.append({"final": request.reply(final)})
+    def answers(self) -> list[DynamicInferenceRequest]:
+        """Return the answers. `request_id` is the prompt's number."""
+        columns = zip(self._replies, self._prompts, self._tokens, self._params, strict=True)
+        return [
+            answered_request(
+                {**cast("dict[str, Any]", reply), "request_id": number},
+                prompt=prompt,
+                prompt_tokens=tokens if isinstance(tokens, list) else [],
+                sampling_params=params,
+                text=self._text,
+            )
+            for number, (reply, prompt, tokens, params) in enumerate(columns)
+        ]
 
 
 class _Service:
@@ -440,7 +464,7 @@ class _Service:
             with contextlib.suppress(EngineFailedError):  # raised to the callers that wait for the task
                 await self.task
         if self.coordinator is not None:
-            await asyncio.to_thread(self.coordinator.stop)
+            await off_loop(self.coordinator.stop)
 
     async def _serve(self, worker: EngineWorker) -> None:
         """Run until a verb stops the engine, stop() ends it, or it fails."""
@@ -472,27 +496,10 @@ class _Following:
         self._early: list[Callable[[], object]] = []
         """What happened before start()."""
         self._follower = follower
+        self.calls = FollowedCalls(follower.part, rank=follower.rank)
         follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
         self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
         self._thread.start()
-
-    def items(self, call: str) -> list[dict[str, Any]]:
-        """Return the items of the first rank's run. call: names the arguments, which have to be the same there.
-
-        Raises ValueError if they are not, EngineFailedError for an error of the first rank.
-        """
-        answers = self._follower.part.answers.get()
-        if answers is None:
-            self._follower.part.answers.put(None)  # for the next call
-            raise EngineFailedError("the first rank of the engine has ended: end this rank, too")
-        if answers["call"] != call:
-            raise ValueError(
-                f"rank {self._follower.rank} of the engine has other prompts or sampling parameters than its first "
-                "rank: without a coordinator, make the same calls on all ranks"
-            )
-        if answers["error"] is not None:
-            raise EngineFailedError(f"the first rank of the engine reports: {answers['error']}")
-        return [unpack(item, DETAILS) for item in answers["items"]]
 
     def wait_at_exit(self) -> None:
         """Perform orders until the first rank ends, unless an error ends this process."""

@@ -1,12 +1,14 @@
-"""A stream of the answers to one request: the client adds items, the caller iterates over them."""
+"""Streams of the answers to requests: one side adds items, the caller iterates over them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 MAX_UNREAD_ITEMS = 64
@@ -90,6 +92,10 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """Abort the request if it is open, drop unread items, and wake the reader. Idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """Do what aclose() does, from the reader's loop or, if nothing reads, from any thread."""
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -117,6 +123,66 @@ class AsyncStream:
             return asyncio.get_running_loop() is not self._loop
         except RuntimeError:
             return self._loop.is_running() or self._loop.is_closed()
+
+
+class BlockingStream:
+    """The same for a reader that blocks its thread. Every method may be called from any thread.
+
+    No method takes a lock, so close() is safe in a finalizer. cancel: as of AsyncStream.
+    """
+
+    def __init__(self, request_id: Any, cancel: Callable[..., object]) -> None:
+        self.request_id = request_id
+        self._cancel = partial(cancel, request_id) if _takes_an_argument(cancel) else cancel
+        self._items: SimpleQueue[Any] = SimpleQueue()
+        self._finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stream accepts no more items."""
+        return self._finished
+
+    def put(self, item: Any) -> None:
+        """Add an item; after finish() it is ignored."""
+        if not self._finished:
+            self._items.put(item)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the stream; an exception is raised after the last item. Idempotent."""
+        if not self._finished:
+            self._finished = True
+            self._items.put(_End(error))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        item = self._items.get()
+        if not isinstance(item, _End):
+            return item
+        self._items.put(_End(None))  # for the next call
+        if item.error is not None:
+            raise item.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the request if it is open, drop unread items, and wake the reader. Idempotent."""
+        was_finished, self._finished = self._finished, True
+        with contextlib.suppress(Empty):
+            while True:
+                self._items.get_nowait()
+        self._items.put(_End(None))
+        if not was_finished:
+            self._cancel()
+
+
+class _End:
+    """The last item of a BlockingStream, and the error to raise."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
 
 
 def _takes_an_argument(function: Callable[..., object]) -> bool:

@@ -48,7 +48,6 @@ REDIRECT_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 """Timeout of the connection that finds out why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
-"""The longest time that DISCONNECT may take to leave this machine."""
 
 
 class CoordinatorUnreachableError(TimeoutError):
@@ -220,8 +219,11 @@ class PeerLink:
             self.close()
             raise
 
-    def close(self, reason: str = "") -> None:
-        """Send DISCONNECT and close the socket. Idempotent."""
+    def close(self, reason: str = "", *, linger_ms: int = GOODBYE_LINGER_MS) -> None:
+        """Send DISCONNECT and close the socket. Idempotent.
+
+        linger_ms: the longest time that DISCONNECT may take to leave this machine.
+        """
         if self._closed:
             return
         self._closed = True
@@ -232,7 +234,7 @@ class PeerLink:
         if self._socket is not None:
             if self.registered and not self.is_plain:
                 self._socket.send(Disconnect(reason=reason).to_frames())
-            self._socket.close(linger_ms=GOODBYE_LINGER_MS if self.registered else 0)
+            self._socket.close(linger_ms=linger_ms if self.registered else 0)
             self._socket = None
         self.registered = False
         if self._early is not None:

@@ -1,4 +1,4 @@
-"""A program without a shutdown, or a killed one, leaves no process and does not hang."""
+"""A program without a shutdown, or a killed one, leaves no process and does not hang, whatever is open."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from warm_python import WarmProgram
 
 PROGRAM = """
-    import signal, sys
+    import signal, sys, threading
     from megatron_runtime.apis import MegatronLLM, ServeConfig
     from megatron_runtime.config import InferenceConfig
     from megatron_runtime.checkpoints.checkpoint import open_checkpoint
@@ -27,6 +27,14 @@ PROGRAM = """
     )
     llm.serve(ServeConfig(host="127.0.0.1", port=0, frontend_replicas=2), blocking=False)
     assert llm.generate([1, 2], SamplingParams(num_tokens_to_generate=2)).generated_length == 2
+    direct = MegatronLLM(model=model, tokenizer="builtin:smollm2-135m", inference_config=config, threads=1)
+    streams = [one.generate_stream([1, 2], SamplingParams(num_tokens_to_generate=60)) for one in (llm, direct)]
+    for stream in streams:
+        next(stream)
+    if "calls" in sys.argv:
+        for one in (llm, direct):
+            prompts = [[number + 1, 2] for number in range(1000)]
+            threading.Thread(target=one.generate, args=(prompts,), daemon=True).start()
     print("ready", flush=True)
     if "wait" in sys.argv:
         signal.pause()
@@ -42,8 +50,11 @@ def program(tmp_path: Path, tiny_directory: Path) -> tuple[Path, str]:
 
 
 def test_a_program_without_shutdown_ends(program: tuple[Path, str]) -> None:
-    done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, timeout=LONG_SECONDS)
-    assert (done.stdout, done.returncode) == ("ready\n", 0)
+    command = [sys.executable, *program, "calls"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_SECONDS)
+    assert (done.stdout, done.returncode) == ("ready\n", 0), done.stderr
+    assert "terminate called" not in done.stderr
+    assert "Fatal" not in done.stderr
 
 
 def test_a_killed_program_leaves_no_process(program: tuple[Path, str]) -> None:

@@ -82,6 +82,17 @@ DIRECT_RANK = """
         reported["text"] = llm.generate("Once upon a time", params).generated_text
         chunks = list(llm.generate_stream(prompts[0], params))
         reported["stream"] = [token for chunk in chunks for token in chunk.token_ids]
+        first, second = (llm.generate_stream(prompt, params) for prompt in prompts[:2])
+        tokens = [next(second).token_ids, next(first).token_ids]  # open at once, and calls between their chunks
+        reported["between"] = llm.generate(prompts[:1], params)[0].generated_tokens
+        for found, chunks in zip(tokens, (second, first)):
+            found += [token for chunk in chunks for token in chunk.token_ids]
+        reported["interleaved"] = tokens
+        left = llm.generate_stream(prompts[0], params)
+        next(left)
+        left.close()
+        mixed = llm.generate([prompts[0], [-1], prompts[0]], params)
+        reported["mixed"] = [request.status.name for request in mixed]
         llm.engine.reset()
         for call in (llm.pause, llm.unpause, llm.suspend, llm.resume):
             try:
@@ -181,7 +192,9 @@ def test_without_a_coordinator_every_rank_of_an_engine_returns_the_answers(
             prompts = [[n + rank["rank"] // 2, 1, 2] for n in range(6)]
             expected = [one.generated_tokens for one in alone.generate(prompts, greedy(6))]
             assert rank["tokens"] == expected
-            assert rank["stream"] == rank["again"] == expected[0]
+            assert rank["stream"] == rank["again"] == rank["between"] == expected[0]
+            assert rank["interleaved"] == [expected[1], expected[0]]
+            assert rank["mixed"] == ["COMPLETED", "FAILED", "COMPLETED"]
             assert rank["text"] == alone.generate("Once upon a time", greedy(6)).generated_text
             assert rank["primary"]
             assert len(rank["errors"]) == 4

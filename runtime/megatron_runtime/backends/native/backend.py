@@ -24,6 +24,7 @@ from megatron_runtime.engine.backend import (
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
 from megatron_runtime.process.logs import of_request
+from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
@@ -177,10 +178,10 @@ class NativeBackend(EngineBackend):
             self._ended = True
             self._wake.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await off_loop(self._thread.join)
         await asyncio.sleep(0)  # run the callbacks that the thread has queued, even if it ended long ago
         if self.controller is not None:
-            await asyncio.to_thread(self.controller.close_grammars)  # not earlier: the last step may need a mask
+            await off_loop(self.controller.close_grammars)  # not earlier: the last step may need a mask
         self.ranks.end(cause)
 
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:

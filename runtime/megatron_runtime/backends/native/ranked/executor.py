@@ -10,7 +10,6 @@ import faulthandler
 import hashlib
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -70,12 +69,12 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 class EnginePart:
     """Performs orders on one rank. Only `stage_weights` may run while another order runs.
 
-    answers: what share_answers() sent to this rank; None when the engine has ended.
+    on_answers: called with what share_answers() sent to this rank; with None when the engine has ended.
     """
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
-        self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.on_answers: Callable[[dict[str, Any] | None], object] = lambda _answers: None
         self._loaded: tuple[bool, bool] = (False, False)
         """Whether the last load() loaded weights, and whether it allocated the cache."""
         self._kept_pages: Int64 | None = None
@@ -92,7 +91,7 @@ class EnginePart:
             "drop_staged": executor.drop_staged,
             "profile": executor.profile,
             "confirm": lambda: None,
-            "answers": self.answers.put,
+            "answers": lambda answers: self.on_answers(answers),
         }
 
     def perform(self, name: str, *arguments: Any) -> Any:
@@ -311,7 +310,7 @@ class Follower:
             else:
                 self._perform(order)
             self.groups.progress.end(order.number)
-        self.part.answers.put(None)
+        self.part.on_answers(None)
         self.channel.close()
         self.meeting.close()
 

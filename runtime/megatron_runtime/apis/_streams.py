@@ -1,0 +1,128 @@
+"""What generate_stream() returns: the chunks of one answer, which may be left, cancelled or forgotten at any point."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
+
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """A part of an answer. The concatenated texts and tokens of all chunks are those of the answer.
+
+    log_probs: of the tokens, if they were requested.
+    request:   in the last chunk, the whole request; a failed one has status FAILED.
+    """
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+    request: DynamicInferenceRequest | None = None
+
+
+ReadChunk: TypeAlias = Callable[[dict[str, Any]], GenerationChunk]
+"""Converts an item of a request's stream."""
+
+
+class ChunkIterator(Iterator[GenerationChunk]):
+    """Chunks for a thread. The first next() submits the request.
+
+    close() aborts the request, as an exception of next() does, for example KeyboardInterrupt, and the end of the
+    iterator's life. It may be called from any thread.
+
+    begin:  submits the request; returns its stream.
+    settle: waits until an abort has taken effect.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[BlockingStream, ReadChunk]], settle: Callable[[], object]) -> None:
+        self._begin = begin
+        self._settle = settle
+        self._stream: BlockingStream | None = None
+        self._read: ReadChunk | None = None
+        self._is_closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GenerationChunk:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            if self._stream is None or self._read is None:
+                self._stream, self._read = self._begin()
+            return self._read(next(self._stream))
+        except StopIteration:
+            self._is_closed = True
+            raise
+        except BaseException:
+            self._abort()
+            raise
+
+    def close(self) -> None:
+        """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
+        stream = self._stream
+        is_open = not self._is_closed and stream is not None and not stream.finished
+        self._abort()
+        if is_open:
+            self._settle()
+
+    def __del__(self) -> None:
+        self._abort()
+
+    def _abort(self) -> None:
+        # Takes no lock and waits for nothing, because the garbage collector may run it at any point of any thread.
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close()
+
+
+class AsyncChunkIterator(AsyncIterator[GenerationChunk]):
+    """The same for a task: cancelling the task that awaits a chunk aborts the request."""
+
+    def __init__(
+        self,
+        begin: Callable[[], Awaitable[tuple[AsyncStream, ReadChunk]]],
+        settle: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._begin = begin
+        self._settle = settle
+        self._stream: AsyncStream | None = None
+        self._read: ReadChunk | None = None
+        self._is_closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GenerationChunk:
+        if self._is_closed:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None or self._read is None:
+                self._stream, self._read = await self._begin()
+            return self._read(await anext(self._stream))
+        except StopAsyncIteration:
+            self._is_closed = True
+            raise
+        except BaseException:
+            self._abort()
+            raise
+
+    async def aclose(self) -> None:
+        """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
+        stream = self._stream
+        is_open = not self._is_closed and stream is not None and not stream.finished
+        self._abort()
+        if is_open:
+            await self._settle()
+
+    def __del__(self) -> None:
+        self._abort()
+
+    def _abort(self) -> None:
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close()

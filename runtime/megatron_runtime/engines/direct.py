@@ -1,0 +1,509 @@
+"""Calls of generate() and generate_stream() without a coordinator: one thread runs the engine for all of them.
+
+The callers read streams, so a call may be left, cancelled or interrupted at any point: only the thread uses the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from operator import index
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.ranked.executor import EnginePart, RankedExecutor
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.client.pending import PendingRequest, partial_frames
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
+MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
+"""Returns the stream of a call. Its argument aborts the call; it takes no lock."""
+
+MAX_TOKEN = (1 << 31) - 1
+"""Largest token id that a message can carry."""
+END_SECONDS = 10.0
+"""How long close() and the end of the interpreter wait for the step in progress."""
+_LOOK_SECONDS = 0.5
+"""How often a waiting thread checks that the engine's thread runs."""
+
+_dispatch_ids = count(1)
+
+
+class EngineFailedError(RuntimeError):
+    """The engine ended before or while it served. The cause is its __cause__."""
+
+
+class CallsClosedError(RuntimeError):
+    """The call ended without an answer: the engine was reset, shut down, or the interpreter exits."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Call:
+    """The prompts of one call, in the engine's thread.
+
+    stream:      gets `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in completion
+                 order. `request_id` in both is the prompt's number.
+    waiting:     requests that the engine does not have yet.
+    open:        dispatch ids of the others, by uid.
+    number, fingerprint: of the call and of its arguments, for the other ranks of the engine.
+    items:       what `stream` got, packed, for the other ranks; None if there are none.
+    """
+
+    waiting: deque[PendingRequest]
+    number: int
+    fingerprint: str
+    items: list[bytes] | None
+    stream: Any = None
+    open: dict[bytes, int] = field(default_factory=dict)
+
+    def put(self, item: dict[str, Any]) -> None:
+        if self.items is not None:
+            self.items.append(pack(item))
+        self.stream.put(item)
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return a prompt of token ids as a list. Raises TypeError, ValueError if it is none."""
+    if isinstance(prompt, str | bytes | bytearray | Mapping):
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]")
+    try:
+        tokens = list(prompt)
+    except TypeError:
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]") from None
+    if not set(map(type, tokens)) <= {int}:
+        for place, token in enumerate(tokens):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise TypeError(f"prompt[{place}] is {token!r:.80}: want a token id, which is an integer")
+            tokens[place] = index(token)
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= MAX_TOKEN:
+        bad = next(token for token in tokens if not 0 <= token <= MAX_TOKEN)
+        raise ValueError(f"prompt has the token id {bad}: want 0 to {MAX_TOKEN}, and less than the vocabulary's size")
+    return tokens
+
+
+def pending_requests(
+    prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool
+) -> deque[PendingRequest]:
+    """Return the requests of a call, numbered. Raises InvalidSamplingParamsError."""
+    requests: deque[PendingRequest] = deque()
+    for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        params.validate()
+        request = PendingRequest.make(prompt, params, streaming=streaming, record=True)
+        request.request_id = number
+        requests.append(request)
+    return requests
+
+
+def fingerprint(prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool) -> str:
+    """Return a digest of the arguments of a call, which all ranks of an engine have to make alike."""
+    arguments = [streaming, list(map(list, prompts)), [params.serialize() for params in sampling_params]]
+    return hashlib.sha256(pack(arguments)).hexdigest()
+
+
+class DirectCalls:
+    """Runs the calls of all threads and event loops of this process on one thread, which owns `core` meanwhile.
+
+    The thread starts with the first call, and ends with close(), with `core`, or at the end of the interpreter. While
+    no call is open it holds no reference to `core`.
+    """
+
+    def __init__(self, core: EngineCore, text: ModelText | None) -> None:
+        self._core = weakref.ref(core)
+        self._text = text
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._commands: SimpleQueue[_Command | None] = SimpleQueue()
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._is_ending = False
+        """The thread will end, or has ended, because of close()."""
+        self._pid = os.getpid()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs. Otherwise no call is open."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_open_calls(self) -> bool:
+        return self.is_running and self.perform(lambda runner: bool(runner.calls))
+
+    def open(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        make_stream: MakeStream[AnyStream],
+        *,
+        streaming: bool,
+    ) -> AnyStream:
+        """Start a call and return its stream, which aborts the call if it is closed early.
+
+        prompts:         token ids of each.
+        sampling_params: of each; a request without a seed gets a random one. Later changes have no effect.
+
+        Raises InvalidSamplingParamsError.
+        """
+        self.require_own_process()
+        core = self._engine()
+        is_ranked = isinstance(core.executor, RankedExecutor)
+        call = Call(
+            waiting=pending_requests(prompts, sampling_params, streaming=streaming),
+            number=next(self._numbers),
+            fingerprint=fingerprint(prompts, sampling_params, streaming=streaming) if is_ranked else "",
+            items=[] if is_ranked else None,
+        )
+        number = call.number  # a stream that refers to its call would keep both until the next garbage collection
+        with self._lock:
+            commands = self._started()
+            stream = call.stream = make_stream(lambda: commands.put((core, lambda runner: runner.abort(number))))
+            commands.put((core, lambda runner: runner.add(call)))
+        return stream
+
+    def perform(self, action: Callable[[_Runner], T]) -> T:
+        """Run `action` in the engine's thread between two steps, and return its result.
+
+        Raises the errors of `action`, and CallsClosedError if the thread ends first.
+        """
+        self.require_own_process()
+        done = threading.Event()
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def run(runner: _Runner) -> None:
+            try:
+                outcome.append((action(runner), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            done.set()
+
+        with self._lock:
+            commands = self._started()
+            thread = self._thread
+            assert thread is not None
+            commands.put((self._engine(), run))
+        while not done.wait(_LOOK_SECONDS):
+            if not thread.is_alive() and not done.is_set():
+                raise CallsClosedError("the engine was closed")
+        ((result, failure),) = outcome
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def reset(self, *, preserve_prefix_cache: bool) -> None:
+        """Drop every request, also of open calls, whose readers get CallsClosedError: see EngineCore.reset()."""
+        error = partial(CallsClosedError, "reset() dropped the request")
+        self.perform(lambda runner: runner.fail_all(error, preserve_prefix_cache=preserve_prefix_cache))
+
+    def settle(self) -> None:
+        """Wait until the calls that were aborted before have left the engine. Not in the engine's thread."""
+        if self.is_running and threading.current_thread() is not self._thread:
+            with contextlib.suppress(CallsClosedError):
+                self.perform(lambda _: None)
+
+    def close(self) -> None:
+        """End open calls, whose readers get CallsClosedError, and the thread. A later call starts it again."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._thread is not None:
+                self._is_ending = True
+                self._commands.put(None)
+                self._thread.join()
+        if self._text is not None:
+            self._text.close_grammars()
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked after the engine was made."""
+        require_process(self._pid)
+
+    def _engine(self) -> EngineCore:
+        core = self._core()
+        assert core is not None, "its owner holds it"
+        return core
+
+    def _started(self) -> SimpleQueue[_Command | None]:
+        """Return the commands of the thread, which is started if it does not run. Call it with the lock."""
+        if self._is_ending and self._thread is not None:
+            self._thread.join()  # an interrupt may have kept close() from it
+        if self._thread is None or not self._thread.is_alive():
+            if self._end is not None:
+                self._end.detach()
+            commands: SimpleQueue[_Command | None] = SimpleQueue()
+            thread = threading.Thread(target=_serve, args=(commands, self._text), name="engine", daemon=True)
+            thread.start()
+            self._thread, self._commands, self._is_ending = thread, commands, False
+            self._end = weakref.finalize(self, _end_thread, thread, commands, os.getpid())
+        return self._commands
+
+
+class FollowedCalls:
+    """The calls of another rank than the first one, which runs them: their streams get all items at the end.
+
+    Calls are numbered on every rank, so they may end in another order than they began in.
+    """
+
+    def __init__(self, part: EnginePart, *, rank: int) -> None:
+        self._rank = rank
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream] | None] = {}
+        """Calls without an answer by number; None if the caller has closed the stream."""
+        self._early: dict[int, dict[str, Any]] = {}
+        """Answers to calls that this rank has not made yet."""
+        self._has_ended = False
+        part.on_answers = self._take
+
+    def open(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        make_stream: MakeStream[AnyStream],
+        *,
+        streaming: bool,
+    ) -> AnyStream:
+        """Start a call as DirectCalls.open() does.
+
+        The stream raises ValueError if the first rank's call of this number has other arguments, EngineFailedError for
+        an error of the first rank.
+        """
+        for params in sampling_params:
+            params.validate()
+        expected = fingerprint(prompts, sampling_params, streaming=streaming)
+        with self._lock:
+            number = next(self._numbers)
+            stream = make_stream(lambda: self._waiting.update({number: None}))
+            early = self._early.pop(number, None)
+            if early is None and not self._has_ended:
+                self._waiting[number] = (expected, stream)
+                return stream
+        self._deliver(early, expected, stream)
+        return stream
+
+    def settle(self) -> None:
+        """Do nothing: an aborted call has left at once."""
+
+    def close(self) -> None:
+        """Do nothing: the first rank ends the engine."""
+
+    def _take(self, answers: dict[str, Any] | None) -> None:
+        """Deliver the answers to a call; None when the engine has ended. Runs in the thread of the rank."""
+        with self._lock:
+            if answers is None:
+                self._has_ended = True
+                ended, self._waiting = list(self._waiting.values()), {}
+            elif (number := answers["number"]) in self._waiting:
+                ended = [self._waiting.pop(number)]
+            else:
+                self._early[number], ended = answers, []
+        for waiting in ended:
+            if waiting is not None:
+                self._deliver(answers, *waiting)
+
+    def _deliver(self, answers: dict[str, Any] | None, expected: str, stream: AsyncStream | BlockingStream) -> None:
+        error: Exception | None = None
+        if answers is None:
+            error = EngineFailedError("the first rank of the engine has ended: end this rank, too")
+        elif answers["call"] != expected:
+            error = ValueError(
+                f"rank {self._rank} of the engine has other prompts or sampling parameters than its first rank: "
+                "make the same calls on all ranks, in the same order, or construct with use_coordinator=True"
+            )
+        elif answers["error"] is not None:
+            error = EngineFailedError(f"the first rank of the engine reports: {answers['error']}")
+        else:
+            for item in answers["items"]:
+                stream.put(unpack(item, DETAILS))
+        stream.finish(error)
+
+
+def require_process(pid: int) -> None:
+    """Raise RuntimeError if this process is not `pid`."""
+    if os.getpid() != pid:
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from process {pid}, which has the engine and its threads: construct the "
+            'object in the process that uses it, and start processes with the method "spawn" or "forkserver"'
+        )
+
+
+def _end_thread(thread: threading.Thread, commands: SimpleQueue[_Command | None], pid: int) -> None:
+    """End the engine's thread after the step in progress. Takes no lock, because a finalizer may call it."""
+    if os.getpid() == pid:
+        commands.put(None)
+        if threading.current_thread() is not thread:
+            thread.join(END_SECONDS)
+
+
+def _serve(commands: SimpleQueue[_Command | None], text: ModelText | None) -> None:
+    """The engine's thread: run commands, and steps while a call is open, until a command is None."""
+    ended = False
+    while not ended and (command := commands.get()) is not None:
+        core, action = command
+        runner = _Runner(core, text, commands)
+        try:
+            action(runner)
+            ended = runner.run()
+        except BaseException as error:  # no reader may wait for ever
+            logger.exception("the engine's thread failed")
+            runner.fail_all(partial(_itself, error))
+        runner.close()
+        del command, core, action, runner  # an idle thread keeps no engine
+
+
+def _itself(error: BaseException) -> BaseException:
+    return error
+
+
+class _Runner:
+    """The open calls of an engine, in its thread. It is made for the first one and dropped after the last one.
+
+    The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
+    reads them. So an answer is the same with and without a coordinator.
+    """
+
+    def __init__(self, core: EngineCore, text: ModelText | None, commands: SimpleQueue[_Command | None]) -> None:
+        self.core = core
+        self.calls: dict[int, Call] = {}
+        """By number."""
+        self._text = text
+        self._commands = commands
+        self._feeding: deque[Call] = deque()
+        """Calls with waiting requests, of which each adds one in turn."""
+        self._open: dict[bytes, tuple[Call, PendingRequest]] = {}
+        self._stage = OutputStage(
+            send=self._receive,
+            finish_early=core.abort_request,
+            detokenizer=text.detokenizer if text is not None else lambda: None,
+        )
+
+    def run(self) -> bool:
+        """Step until no call is open. Return whether the thread shall end."""
+        commands = self._commands
+        while self.calls:
+            while not commands.empty():
+                command = commands.get()
+                if command is None:
+                    self.fail_all(lambda: CallsClosedError("the engine was shut down before the answer was complete"))
+                    return True
+                command[1](self)
+            try:
+                self._step()
+            except BaseException as error:
+                self.fail_all(partial(_itself, error))
+        return False
+
+    def close(self) -> None:
+        """Break the cycle of references, which would keep the engine until the next garbage collection."""
+        del self._stage
+
+    def add(self, call: Call) -> None:
+        self.calls[call.number] = call
+        try:
+            self.core.executor.load()
+        except BaseException as error:
+            self._end(call, error)
+            return
+        if call.waiting:
+            self._feeding.append(call)
+        else:
+            self._end(call)
+
+    def abort(self, number: int) -> None:
+        """Drop a call, which may have ended."""
+        call = self.calls.get(number)
+        if call is None:
+            return
+        call.waiting.clear()
+        for uid, dispatch_id in call.open.items():
+            self.core.abort_request(dispatch_id)
+            self._stage.forget(dispatch_id)
+            del self._open[uid]
+        call.open.clear()
+        self._end(call)
+
+    def fail_all(self, error: Callable[[], BaseException], *, preserve_prefix_cache: bool = False) -> None:
+        """End every call with an error, and reset the engine."""
+        calls, self.calls = self.calls, {}
+        self._open.clear()
+        self._feeding.clear()
+        for dispatch_id in list(self._stage.open):
+            self._stage.forget(dispatch_id)
+        try:
+            EngineCore.reset(self.core, preserve_prefix_cache=preserve_prefix_cache)
+        except Exception:
+            logger.exception("the engine could not be reset")
+        for call in calls.values():
+            self._end(call, error())
+
+    def _end(self, call: Call, error: BaseException | None = None) -> None:
+        self.calls.pop(call.number, None)
+        if call.items is not None:
+            assert isinstance(self.core.executor, RankedExecutor)
+            text = None if error is None else str(error) or type(error).__name__
+            answers = {"number": call.number, "call": call.fingerprint, "items": call.items, "error": text}
+            try:
+                self.core.executor.share_answers(answers)
+            except Exception as unreachable:
+                error = error or unreachable
+        call.stream.finish(error)
+
+    def _step(self) -> None:
+        limit = self.core.config.max_waiting
+        while self._feeding and len(self._open) < limit:
+            call = self._feeding.popleft()
+            if call.waiting:  # it may have been dropped
+                self._add(call, call.waiting.popleft())
+                self._feeding.append(call)
+        if self._open:
+            self._stage.step(self.core.step())
+
+    def _add(self, call: Call, request: PendingRequest) -> None:
+        dispatch = Dispatch(next(_dispatch_ids), request.uid, 0, request.meta, request.prompt, b"", request.params)
+        params, text = request.sampling_params, self._text
+        self._open[request.uid] = (call, request)
+        call.open[request.uid] = dispatch.dispatch_id
+        try:
+            grammar = text.begin_grammar(params) if text is not None else None
+            bad_words = None
+            if params.bad_words and text is not None:
+                bad_words = text.bad_words(params.bad_words, vocab_size=self.core.executor.vocab_size)
+            engine_request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words)
+            self._stage.add(dispatch, params, [])
+            if dispatch.dispatch_id in self._stage.open:
+                self.core.add_request(engine_request, grammar=grammar)
+        except Exception as error:  # fails this request alone
+            is_invalid = isinstance(error, ValueError)
+            self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED, error)
+
+    def _receive(self, frames: Frames) -> None:
+        match decode(list(frames)):
+            case Partial() as message:
+                for request, frame in partial_frames(message, lambda uid: self._open[uid][1]):
+                    self._open[request.uid][0].put({"partial": frame})
+            case Final() as final:
+                call, request = self._open.pop(final.uid)
+                del call.open[final.uid]
+                call.put({"final": request.reply(final)})
+                if not call.open and not call.waiting:
+                    self._end(call)
+
+
+_Command: TypeAlias = tuple[EngineCore, Callable[[_Runner], object]]
+"""An engine, and what its thread does with it."""
