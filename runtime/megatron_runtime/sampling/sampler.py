@@ -3,9 +3,9 @@
 A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
 tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so its token does not
 depend on its batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability 0.
-The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
-2, 3"). This counter-based generator has no state: the number for (seed, position) is the same in any batch, on any
-engine, and after a request was moved or replayed.
+The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This
+counter-based generator has no state: the number for (seed, position) is the same in any batch, on any engine, and after
+a request was moved or replayed.
 
 N rows, V vocabulary, C candidates, K likeliest tokens.
 """

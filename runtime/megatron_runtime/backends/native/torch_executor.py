@@ -40,8 +40,9 @@ class ForwardStep:
     """Implements StepLogits: the output of a forward pass, copied to the host as it is needed.
 
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    at:           the rows of logits_BV and tokens_B that belong to them.
-    logits_BV:    logits, in the model's type. tokens_B: int32, drawn from them; None if the host samples.
+    at:           the rows of logits_BV, and of what read_tokens() returns, that belong to them.
+    logits_BV:    logits, in the model's type.
+    read_tokens:  waits for the device and returns int32 [B], drawn from them; None if the host samples.
     logits_of:    computes logits_NV of hidden states x_ND.
     x_TD:         hidden states of prompt tokens.
     hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
@@ -55,7 +56,7 @@ class ForwardStep:
     sampled_rows: Int64
     at: Int64 | slice
     logits_BV: torch.Tensor
-    tokens_B: torch.Tensor | None
+    read_tokens: Callable[[], Int32] | None
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     x_TD: torch.Tensor | None
     targets: list[tuple[int, slice]]
@@ -69,7 +70,7 @@ class ForwardStep:
 
     def draw(self) -> Int32 | None:
         """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
-        return None if self.tokens_B is None else self.tokens_B.cpu().numpy()[self.at]
+        return None if self.read_tokens is None else self.read_tokens()[self.at]
 
     def sampled_logits(self, which: Int64 | None = None) -> Float32:
         at: slice | torch.Tensor

@@ -6,7 +6,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Unpack
 
 import numpy as np
@@ -17,7 +17,7 @@ from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_kernels.sampling import NOT_FINITE
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
-from megatron_runtime.backends.native.executor import Int64, StepPlan
+from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, empty_routing
 from megatron_runtime.backends.text import ModelText
@@ -248,11 +248,13 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         targets.append((row, slice(first, first + len(tokens))))
     ends, x_TD = staged.ends[at] - 1, output.x_TD
 
+    @cache
+    def read_tokens() -> Int32:
+        return output.tokens_B.cpu().numpy()
+
     def not_finite() -> Int64:
-        if x_TD is None:
-            return staged.rows[:0]
-        is_prompt = plan.query_lengths[staged.rows] > 1
-        return staged.rows[is_prompt & (output.tokens_B.cpu().numpy()[: len(is_prompt)] == NOT_FINITE)]
+        prompts = np.flatnonzero(plan.query_lengths[staged.rows] > 1)
+        return staged.rows[prompts[read_tokens()[prompts] == NOT_FINITE]] if len(prompts) else prompts
 
     def hidden_of(which: Int64) -> torch.Tensor:
         assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
@@ -262,7 +264,7 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         staged.rows[at],
         at,
         output.logits_BV,
-        output.tokens_B,
+        read_tokens,
         model.logits,
         x_TD,
         targets,
