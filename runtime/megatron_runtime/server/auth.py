@@ -86,7 +86,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     Raises OSError or UnicodeDecodeError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and
     NoKeysError for one without a key.
     """
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
         entries = _parse(text, path)

@@ -22,6 +22,7 @@ import httpx
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
+from megatron_runtime.process.environment import http_client
 from megatron_runtime.protocol.text import escaped, shown
 
 _log = logging.getLogger(__name__)
@@ -140,7 +141,9 @@ class HubApi:
             self._origin = _origin(httpx.URL(self._endpoint))
         except httpx.InvalidURL as error:
             raise HubError(f"the hub's endpoint {shown(self._endpoint)} is not a URL: {error}") from error
-        self._client = httpx.Client(
+        self._client = http_client(
+            httpx.Client,
+            self._endpoint,
             headers=headers,
             timeout=_TIMEOUT,
             follow_redirects=True,
