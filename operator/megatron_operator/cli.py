@@ -31,7 +31,8 @@ from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
-from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
+from megatron_operator.terminal import ReadableGroup, as_json, as_yaml, document, fail, say, say_lines
+from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
 from megatron_runtime.process.options import API_KEY, environment_option
@@ -239,10 +240,11 @@ def _dump(documents: list[dict[str, Any]], *, form: str) -> str:
     return as_json(documents) if form == "json" else as_yaml(documents)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ReadableGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
     """Run large language models on Kubernetes: the operator and its offline tools."""
+    prepare_process()
 
 
 @main.command()

@@ -21,7 +21,8 @@ from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
 from megatron_operator.resource_view import age, rollout, summary, table
-from megatron_operator.terminal import clear, fail, say, say_candidates, say_json, say_lines, say_part
+from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines, say_part
+from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.options import API_KEY, environment_option
 
@@ -33,10 +34,11 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ReadableGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
     """Show and control MegatronInference resources."""
+    prepare_process()
 
 
 def _connection(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,9 +8,20 @@ from typing import Any, NoReturn
 import click
 
 from megatron_operator.model.text import printable
+from megatron_runtime.process.environment import missing_package
 from megatron_runtime.protocol import strict_json as json
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class ReadableGroup(click.Group):
+    """A group of commands. A package that is not installed is reported as one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(missing_package(error, extra="dashboard")) from error
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -57,7 +57,7 @@ def warm_context(modules: Sequence[str] = TORCH) -> ForkServerContext:
 
 
 class WarmProgram:
-    """`script` as __main__ of a forked process, with its standard output in a pipe."""
+    """`script` as __main__ of a forked process, with its standard output and standard error in one pipe."""
 
     def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         receiver, sender = warm_context().Pipe(duplex=False)
@@ -160,7 +160,8 @@ def _be_command(command: Sequence[str], environment: Mapping[str, str], outputs:
 
 def _be_program(script: str, arguments: Sequence[str], environment: Mapping[str, str], output: Connection) -> None:
     os.environ.update(environment)
-    os.dup2(output.fileno(), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output.fileno(), stream.fileno())
     output.close()
     sys.argv = [script, *arguments]
     atexit._clear()  # what the fork server registered

@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 """Machine -> instruction set -> compiler flags, as listed in operations.h. Other machines run the portable one."""
 
 
-class BuildError(RuntimeError):
+class BuildError(OSError):
     """The library cannot be built. The message contains the reason and the remedy."""
 
 
@@ -79,7 +79,13 @@ def build(target: Path, *, compiler: str = "g++", machine: str | None = None, fl
         (path, (), path.stem) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem != "variant"
     ]
     units += [(_SOURCES / "variant.cpp", (f"-DMEGATRON_VARIANT={name}", *own), name) for name, own in variants.items()]
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"the CPU kernels must be compiled, and their folder {target.parent} cannot be created ({error.strerror}): "
+            "set XDG_CACHE_HOME to a folder that can be written, or install a wheel, which contains the kernels"
+        ) from error
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [Path(folder, f"{name}.o") for _, _, name in units]
         commands = [

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
-import psutil
 import torch
 
 from megatron_runtime.apis._ranks import (
@@ -43,6 +42,7 @@ from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engines.direct import AnyStream, MakeStream
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.process.memory import available_bytes
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
@@ -507,9 +507,10 @@ def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int)
 
 def default_config() -> InferenceConfig:
     """Return Megatron-Core's defaults, with a KV cache that fits this host beside its other ranks."""
-    wanted = InferenceConfig()
-    available = psutil.virtual_memory().available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30)
-    return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
+    gigabytes = InferenceConfig().buffer_size_gb
+    if (available := available_bytes()) is not None:
+        gigabytes = min(gigabytes, available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30))
+    return InferenceConfig(buffer_size_gb=gigabytes, enable_chunked_prefill=True)
 
 
 def _make_engine(

@@ -6,6 +6,7 @@ import click
 
 import megatron_runtime
 from megatron_runtime.cli.options import LazyGroup
+from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.parent import end_with_parent
 
 
@@ -38,4 +39,5 @@ def main() -> None:
     \b
       megatron run builtin:smollm2-135m
     """
+    prepare_process()
     end_with_parent()

@@ -13,6 +13,7 @@ import click
 import httpx
 
 from megatron_runtime.cli.options import Parsed, together
+from megatron_runtime.process.environment import http_client
 from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
@@ -132,6 +133,9 @@ def readable_failures(url: str) -> Iterator[None]:
         raise click.ClickException(message) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
+    except UnicodeEncodeError as error:
+        message = "the text is not UTF-8: convert it, for example with 'iconv -t UTF-8'"
+        raise click.ClickException(message) from error
     except StreamFailedError as error:
         raise click.ClickException(str(error)) from error
     except StreamFormatError as error:
@@ -146,7 +150,7 @@ class ApiClient:
         headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
+        self._http = http_client(httpx.Client, self._url, headers=headers, timeout=httpx.Timeout(10, read=None))
 
     def first_model(self) -> str:
         with self._reply("GET", "models") as reply:

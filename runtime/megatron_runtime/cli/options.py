@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from megatron_runtime.process.environment import missing_package
 from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
 from megatron_runtime.process.options import environment_option
@@ -29,7 +30,8 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run.
 
-    An OSError or ValueError of a command is reported as one line; with MEGATRON_DEBUG=1 the traceback is printed.
+    An OSError or ValueError of a command, and a package that is not installed, is reported as one line. With
+    MEGATRON_DEBUG=1 the traceback of the first two is printed.
 
     commands: by name, the module in `package` that has the command under this name (or with `_` after it), and the
               line of the help page.
@@ -57,6 +59,8 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:  # click ends the command without a message
             raise
+        except ModuleNotFoundError as error:
+            raise click.ClickException(missing_package(error, extra="runtime")) from error
         except (OSError, ValueError) as error:
             if os.environ.get("MEGATRON_DEBUG"):
                 raise
@@ -345,7 +349,7 @@ def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
         if path is None:
             return
         try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise click.BadParameter(f"{str(path)!r} is not TOML: {error}; write lines such as port = 8000.") from error
         own = _long_options(context.command)

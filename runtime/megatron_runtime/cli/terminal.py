@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -150,7 +151,7 @@ def chat(*, url: str, model: str | None, api_key: str | None, system: str | None
     opening = [{"role": "system", "content": system}] if system else []
     settings = {name: value for name, value in sampling.items() if value is not None}
     conversation = Conversation(client, model or client.first_model(), settings, opening)
-    is_terminal = sys.stdin.isatty()
+    is_terminal = _standard_input().isatty()
     if is_terminal:
         import readline  # noqa: F401 - line editing and history for input()
 
@@ -247,7 +248,7 @@ def generate(
     **sampling: Any,
 ) -> None:
     """Continue PROMPT (- reads it from standard input) and print the text as it arrives."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input().read() if prompt == "-" else prompt
     client = ApiClient(url, api_key=api_key)
     body = {
         "model": model or client.first_model(),
@@ -263,8 +264,15 @@ def generate(
     click.echo()
 
 
+def _standard_input() -> TextIO:
+    """Return standard input as UTF-8, whatever the locale is, without the byte order mark that other systems write."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
+    return sys.stdin
+
+
 def _read_schema(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise click.BadParameter(f"{str(path)!r} is not valid JSON: {error}", param_hint="--schema") from error

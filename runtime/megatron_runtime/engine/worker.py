@@ -36,6 +36,8 @@ from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
+    ENGINE_LEAVES,
+    ENGINE_STOPPED,
     PARAMETERS,
     Abort,
     CachedBlocks,
@@ -101,7 +103,7 @@ class EngineWorker:
         self._started_ms = time.time_ns() // 1_000_000
         self._serving = False
         self._leaving: asyncio.Task[None] | None = None
-        self._goodbye = "engine leaves"
+        self._goodbye = ENGINE_LEAVES
         self._aborts_in_progress = 0
         self._weights_wanted = True
         self._coordinator_state: CoordinatorState | None = None
@@ -312,7 +314,8 @@ class EngineWorker:
             while not self.ended.is_set():
                 await self._handle_control(await self._controls.get())
         except Exception as error:
-            logger.exception("the engine cannot follow its coordinator")
+            if not isinstance(error, OSError | ValueError):  # their messages name the cause and the remedy
+                logger.exception("the engine cannot follow its coordinator")
             self.fail(error, goodbye="engine cannot follow its coordinator")
 
     async def _handle_control(self, message: Control | ControlCommit | HelloAck) -> None:
@@ -330,7 +333,7 @@ class EngineWorker:
                 logger.info("stopped")
                 self._drop_all()
                 self._weights_wanted = False
-                self._link.close("stopped")
+                self._link.close(ENGINE_STOPPED)
                 if not self._settings.revision:
                     self.ended.set()
 

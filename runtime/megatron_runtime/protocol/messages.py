@@ -416,6 +416,9 @@ class Charge(ControlMessage):
 
 ENGINE_FAILED = "engine failed"
 """Reason in the DISCONNECT of an engine that ends because a step raised an exception or a rank ended."""
+ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
+ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
+"""Reasons of an engine that ends as ordered: after SIGTERM, after STOP, and of one that gives no reason."""
 
 
 class Disconnect(ControlMessage):

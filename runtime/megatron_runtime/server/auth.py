@@ -95,7 +95,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     without a key. No message contains a key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ApiKeyFileError(f"{str(path)!r} is not UTF-8 text: write one key a line") from None
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.memory import MemoryShortError, available_bytes, require_memory
+from megatron_runtime.backends.native.memory import MemoryShortError, require_memory
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.source import resolve
@@ -129,19 +129,6 @@ def test_the_amount_asked_for_is_that_of_the_weights(make_tiny: MakeTiny) -> Non
         directory, model = make_tiny(tie_word_embeddings=tied)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         assert WeightStore(resolve(str(directory)), torch.float32).num_bytes == 4 * parameters
-
-
-def test_available_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\n")
-    assert available_bytes(tmp_path, meminfo) == 500 * 1024
-    (tmp_path / "memory.max").write_text("300000\n")
-    (tmp_path / "memory.current").write_text("250000\n")
-    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 40000\n")
-    assert available_bytes(tmp_path, meminfo) == 90000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path, meminfo) == 500 * 1024
-    assert available_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
 def greedy(executor: CpuExecutor, prompt: list[int], length: int, **config: object) -> list[int]:

@@ -1,17 +1,15 @@
-"""The memory that this process can still allocate, and the memory of one rank's KV cache."""
+"""The check that a load fits into memory, and the memory of one rank's KV cache."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
+from megatron_runtime.process.memory import available_bytes
 
 
 class MemoryShortError(RuntimeError):
@@ -31,31 +29,6 @@ def require_memory(needed: int, *, what: str, available: int | None = None, devi
             f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are available: free memory on "
             "the node or raise the memory limit of the container"
         )
-
-
-def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int | None:
-    """Return the bytes that the machine and the container's limit leave; None if the system does not report them."""
-    left = [amount for amount in (_of_machine(meminfo), _of_container(cgroup)) if amount is not None]
-    return min(left, default=None)
-
-
-def _of_machine(meminfo: Path) -> int | None:
-    if not meminfo.is_file():
-        return None
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _of_container(cgroup: Path) -> int | None:
-    """Return the limit minus the use, if control groups v2 set a limit. Inactive page cache does not count as use."""
-    limit, current, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
-    if not (limit.is_file() and current.is_file() and stat.is_file()) or limit.read_text().strip() == "max":
-        return None
-    counters = dict(line.split() for line in stat.read_text().splitlines())
-    used = int(current.read_text()) - int(counters.get("inactive_file", 0))
-    return max(0, int(limit.read_text()) - used)
 
 
 class KVPool:

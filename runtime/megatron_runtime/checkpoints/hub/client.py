@@ -21,6 +21,7 @@ import httpx
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
+from megatron_runtime.process.environment import http_client
 from megatron_runtime.process.secrets import HEADER, URL, Form, SecretError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
@@ -141,7 +142,9 @@ class HubApi:
             self._origin = _origin(httpx.URL(_valid(URL, "the endpoint of the hub (HF_ENDPOINT)", self._endpoint)))
         except (httpx.InvalidURL, HubError):
             raise HubError(f"the endpoint of the hub (HF_ENDPOINT) is not a URL: give {URL.want}") from None
-        self._client = httpx.Client(
+        self._client = http_client(
+            httpx.Client,
+            self._endpoint,
             headers=headers,
             timeout=_TIMEOUT,
             follow_redirects=True,

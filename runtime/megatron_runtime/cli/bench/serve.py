@@ -24,6 +24,7 @@ from megatron_runtime.cli.api_client import (
 )
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
 from megatron_runtime.cli.options import COUNT, COUNTS
+from megatron_runtime.process.environment import http_client
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -98,7 +99,8 @@ async def _measure(
         for _ in range(max(requests, 2 * clients) + 1)
     ]
     warm_up = Answers()
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+    timeout = httpx.Timeout(30, read=None)
+    async with http_client(httpx.AsyncClient, url, headers=headers, limits=limits, timeout=timeout) as http:
         await _request(http, url, bodies.pop(), warm_up)
         answers = Answers(retries=warm_up.retries)
 

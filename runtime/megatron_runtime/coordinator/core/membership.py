@@ -15,6 +15,7 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import PASSING_STATES, TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
+    ORDERLY_GOODBYES,
     ControlCommit,
     Frames,
     Heartbeat,
@@ -317,7 +318,10 @@ class Membership:
         """
         if not self._engines.is_registered(engine):
             return
-        logger.warning("engine %s removed: %s; %d requests in flight", engine.name, reason, len(engine.in_flight))
+        if reason in ORDERLY_GOODBYES and not engine.in_flight:
+            logger.info("engine %s removed: %s", engine.name, reason)
+        else:
+            logger.warning("engine %s removed: %s; %d requests in flight", engine.name, reason, len(engine.in_flight))
         self._counters.engines_lost += 1
         ran = engine.serving and engine.state is EngineState.RUNNING and not engine.draining
         self._engines.remove(engine)

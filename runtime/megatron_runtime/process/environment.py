@@ -1,0 +1,75 @@
+"""What a process must not take from the environment that starts it: closed standard streams, proxies for loopback.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
+
+C = TypeVar("C")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class UnusableProxyError(OSError):
+    """A proxy variable has a value that the HTTP client cannot use. The message names the variables, not the value."""
+
+
+def prepare_process() -> None:
+    """Make the environment safe. Commands call this before anything else.
+
+    A closed standard stream becomes /dev/null: otherwise the next socket or file gets its descriptor, and output of the
+    command is written there. Loopback addresses are exempt from proxies, for this process and its children.
+    """
+    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # gets the lowest free descriptor
+            setattr(sys, name, stream)
+    if getproxies_environment():
+        # Libraries read one or the other spelling.
+        listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        names = [name.strip() for name in listed.split(",") if name.strip()]
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(
+            [*names, *(name for name in _LOOPBACK if name not in names)]
+        )
+
+
+def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
+    """Return the message for a module that an installation without `extra` lacks. Raises the error of another module.
+
+    extra: optional dependencies of this project's distribution.
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name.startswith("megatron_"):
+        raise error
+    return f"the package {name} is not installed: pip install 'megatron-inference[{extra}]'"
+
+
+def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
+    """Return an HTTP client for `url` with the proxy of the environment, unless NO_PROXY or loopback exempts the host.
+
+    make:    httpx.Client or httpx.AsyncClient.
+    options: of it.
+    Raises UnusableProxyError.
+    """
+    import httpx  # an optional dependency, which the operator's image lacks
+
+    host = urlsplit(url).hostname or ""
+    if host in _LOOPBACK or proxy_bypass(host):
+        # httpx reads no variable for a proxy, not even one that it cannot use; it still reads those of certificates.
+        return make(trust_env=False, verify=httpx.create_ssl_context(trust_env=True), **options)
+    try:
+        return make(**options)
+    except (ImportError, ValueError) as error:
+        names = ", ".join(sorted(f"{scheme.upper()}_PROXY" for scheme in getproxies_environment() if scheme != "no"))
+        raise UnusableProxyError(
+            f"a proxy of the environment ({names}) cannot be used for {host}: set it to an HTTP proxy, such as "
+            "http://HOST:3128, or list the host in NO_PROXY. SOCKS proxies need 'pip install socksio'"
+        ) from error

@@ -1,0 +1,55 @@
+"""The memory that this process can still allocate: the one place that reads it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+_VERSIONS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of control groups v2 and v1, by the controller in /proc/self/cgroup: mount point, files of limit and use, and the
+counter of the page cache that the kernel drops first."""
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Return the bytes that the machine and the limits of the container leave; None if the system reports none.
+
+    root: where proc and sys are mounted.
+    """
+    return min((*_of_machine(root), *_of_control_groups(root)), default=None)
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    meminfo = root / "proc/meminfo"
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _of_control_groups(root: Path) -> Iterator[int]:
+    """Yield what is left of the limit of this process's control group, and of each one above it.
+
+    Without a namespace of control groups, a container sees the path of its group on the host, and its own group at the
+    mount point.
+    """
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & _VERSIONS.keys():
+            mount, limit, use, inactive = _VERSIONS[controller]
+            below = Path(path.lstrip("/"))
+            for folder in (below, *below.parents):
+                yield from _left(root / mount / folder, limit, use, inactive)
+
+
+def _left(group: Path, limit: str, use: str, inactive: str) -> Iterator[int]:
+    files = group / limit, group / use, group / "memory.stat"
+    if not all(file.is_file() for file in files):
+        return
+    allowed, used, stat = (file.read_text() for file in files)
+    if allowed.strip() != "max":
+        counters = dict(line.split() for line in stat.splitlines())
+        yield max(0, int(allowed) - int(used) + int(counters.get(inactive, 0)))
