@@ -118,6 +118,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0
+    if kind == "BudgetExceededError":
+        kind = "rate_limit_exceeded"
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
     if status == 404:  # the adapter was removed since the server looked
