@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.openai.bodies import end_parser
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
 from megatron_runtime.tokenization import Tokenizer
@@ -126,6 +127,7 @@ class FrontEnd:
             self._client.stop()
             self._listener.close()
             await asyncio.to_thread(end_idle_renderers)
+            await asyncio.to_thread(end_parser)
 
     def _start_replica(self) -> subprocess.Popen[bytes]:
         """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""

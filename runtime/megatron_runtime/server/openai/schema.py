@@ -7,7 +7,7 @@ Every list and map has a maximum length, and validation stops at its first wrong
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -116,9 +116,18 @@ class Body(BaseModel):
 
 
 class ModelRequest(Body):
-    """The body of a request to the model. model: None takes the one that is served."""
+    """The body of a request to the model. model: None takes the one that is served.
+
+    token_field: field that may have a long list, of token ids.
+    """
+
+    token_field: ClassVar[str | None] = None
 
     model: Name | None = None
+
+    def prepared(self) -> Self:
+        """Return the request in the form that its route reads. Called where the body was parsed."""
+        return self
 
 
 class StreamOptions(Body):
@@ -239,6 +248,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions. With echo max_tokens may be 0, for the prompt and its log-probabilities alone."""
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    token_field = "prompt"
 
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     prompt: (
@@ -491,5 +501,7 @@ class TokenizeRequest(ModelRequest):
 
 class DetokenizeRequest(ModelRequest):
     """POST /v1/detokenize."""
+
+    token_field = "tokens"
 
     tokens: TokenIds
