@@ -168,21 +168,32 @@ class Service:
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        chunks, size = [], 0
-        try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                request.state.body_bytes = size
-                if size > limit:
-                    raise too_large
+        chunks: list[bytes] = []
+        size, rejection = 0, None
+        async for chunk in request.stream():
+            size += len(chunk)
+            request.state.body_bytes = size
+            if size > limit:
+                raise too_large
+            if rejection is not None:
+                continue  # a client that has sent all of its body reads the answer
+            try:
                 lease.add(len(chunk))
                 scan.feed(chunk)
                 if scan.longest_list:
                     tokens, most = scan.longest_list, scan.long_list
                     raise context_length_error(prompt_length=tokens, limit=most, param=token_field, is_bound=True)
                 chunks.append(chunk)
-        except JsonLimitError as error:
-            raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
+            except JsonLimitError as error:
+                message = f"The request body is too complex: {error}."
+                rejection = ApiError(400, message, code="body_too_complex")
+            except ApiError as error:
+                rejection = error
+            if rejection is not None:
+                chunks.clear()
+                lease.release()
+        if rejection is not None:
+            raise rejection
         return b"".join(chunks)
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
