@@ -116,9 +116,10 @@ class Stack:
             return False
 
     def hostile_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {HOSTILE_KEY}"}
-        )
+        return self.client(HOSTILE_KEY)
+
+    def client(self, key: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {key}"})
 
     @property
     def processes(self) -> dict[str, Process]:
