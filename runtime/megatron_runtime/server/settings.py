@@ -89,7 +89,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
-    max_bodies_bytes: int = 256 * 1024 * 1024
+    max_bodies_bytes: int = 384 * 1024 * 1024
     max_open_requests: int = 10_000
     keep_alive_seconds: float = 15.0
     coordinator_wait_seconds: float = 30.0

@@ -12,7 +12,10 @@ from eventually import LONG_SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_runtime.engine.output_stage import error_map
 from megatron_runtime.process.fair_lanes import FREE_SECONDS, Budget, BudgetExceededError, FairLanes, FairQueue
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.server.errors import from_reply_error
 
 
 def order(queue: FairQueue[str], *, count: int) -> list[str]:
@@ -177,3 +180,18 @@ async def test_lanes_share_a_budget_and_no_threads() -> None:
     with pytest.raises(ValueError, match="of the work"):
         await lanes.run("one", "b", fails)
     lanes.close()
+
+
+def test_the_error_of_a_reply_says_when_to_try_again() -> None:
+    error = BudgetExceededError("Compiling grammars took too long", retry_after_seconds=12.5)
+    reply = error_map(ErrorCode.QUEUE_FULL, error)
+    assert reply == {
+        "code": 429,
+        "type": "BudgetExceededError",
+        "message": "Compiling grammars took too long",
+        "request_id": None,
+        "is_transient": True,
+        "retry_after_seconds": 12.5,
+    }
+    answer = from_reply_error(reply, field_names={})
+    assert (answer.status, answer.code, answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "13")
