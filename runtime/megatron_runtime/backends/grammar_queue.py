@@ -45,7 +45,8 @@ class GrammarQueue:
         params = request.sampling_params
         # Looking up a description beyond the limits takes long, and begin_grammar() rejects it at once.
         is_known = request.params_bytes > 2 * MAX_GRAMMAR_BYTES or self._text.is_grammar_known(params)
-        call = partial(self._text.begin_grammar, params, request.generated_tokens.tolist())
+        generated = request.generated_tokens.tolist()
+        call = partial(self._text.begin_grammar, params, generated, tenant=request.tenant)
         async with asyncio.timeout(request.deadline_seconds):
             lane = "known" if is_known else "new"
             return await self._lanes.run(lane, request.tenant, call, is_metered=request.has_tenant and not is_known)

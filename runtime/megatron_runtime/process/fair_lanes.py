@@ -1,7 +1,7 @@
 """Work that waits for a few threads, shared fairly between keys: round robin, with a budget of seconds per minute.
 
 `FairQueue` and `Budget` are the discipline, without clock and threads. `FairLanes` runs it on an event loop, in named
-lanes of threads. A key is the tenant that the work is for.
+lanes of threads, and `FairThreads` without an event loop and budget. A key is the tenant that the work is for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +109,45 @@ class FairQueue(Generic[_Job]):
             del self._running[key]
         if not self._waiting:
             self._next_turn = {other: turn for other, turn in self._next_turn.items() if turn > self._turn}
+
+
+class FairThreads:
+    """Threads that run jobs in the order of a FairQueue. Thread-safe."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._queue = FairQueue[tuple[Future[Any], Callable[[], Any]]](workers=threads)
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(threads, name)
+
+    def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
+        """Return the future result of `call`, which a thread runs when it is the turn of `key`."""
+        future: Future[_T] = Future()
+        with self._lock:
+            self._queue.add(key, (future, call))
+            self._begin()
+        return future
+
+    def close(self) -> None:
+        """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
+        self._threads.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        while (taken := self._queue.take()) is not None:
+            key, (future, call) = taken
+            try:
+                self._threads.submit(self._perform, key, future, call)
+            except RuntimeError as error:  # it was closed
+                self._queue.release(key)
+                future.set_exception(error)
+
+    def _perform(self, key: str, future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        with self._lock:
+            self._queue.release(key)
+            self._begin()
 
 
 @dataclass(eq=False, slots=True)

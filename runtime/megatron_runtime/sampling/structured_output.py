@@ -15,14 +15,16 @@ import json
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Protocol
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.process.fair_lanes import FairThreads
 from megatron_runtime.process.sacrificial_process import ProcessLostError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_compiler import (
@@ -65,8 +67,9 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. For one thread; a thread of `masks` computes the mask of the next token.
+    """The state of one answer in its grammar. For one thread; another one computes the mask of the next token.
 
+    masks:   runs a function in a thread.
     failure: why the grammar failed: it exceeded a limit, or a forced token does not match it. Else None.
     after:   tokens that precede the text which the grammar describes. Until they have come, any token is allowed.
     """
@@ -78,7 +81,7 @@ class GrammarState:
         *,
         generated: Sequence[int] = (),
         after: Sequence[int] = (),
-        masks: Executor,
+        masks: Callable[[Callable[[], Mask | None]], Future[Mask | None]],
     ) -> None:
         self.failure: str | None = None
         self._matcher = matcher  # used only by the thread that computes a mask, until the mask is complete
@@ -101,7 +104,7 @@ class GrammarState:
         self._consume(token)
         if not self.is_complete:
             self._fresh = True
-            self._mask = self._masks.submit(self._compute)
+            self._mask = self._masks(self._compute)
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for the mask of the next token. Return whether it is complete."""
@@ -180,17 +183,18 @@ class GrammarCompiler:
         )
         self._tokenizer = table.tokenizer()
         self._process = trial_process(table)
-        self._masks = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-mask")
+        self._masks = FairThreads(_MASK_THREADS, "grammar-mask")
         self._compiler = _thread_with_stack(ENGINE_STACK_BYTES)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         """The cause, and the end of its validity by time.monotonic(): the process may have died for another cause."""
 
-    def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = ()) -> GrammarState:
+    def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state of an answer after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output.
+        tenant:    the masks of tenants are computed round robin.
 
         Raises:
             InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
@@ -200,7 +204,8 @@ class GrammarCompiler:
         key = _key(structure)
         matcher = self._known(structure, key) or self._compiler.submit(self._compile, structure, key).result()
         after = structure.get("after", ())
-        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=self._masks)
+        masks = partial(self._masks.submit, tenant)
+        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
         """Return whether begin() compiles nothing for `structure`."""
@@ -214,7 +219,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the trial process and the threads. A begin() in progress raises an error."""
         self._process.close()
-        self._masks.shutdown(wait=False)
+        self._masks.close()
         self._compiler.shutdown(wait=False)
 
     def _known(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher | None:

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.output_stage import error_map
-from megatron_runtime.process.fair_lanes import FREE_SECONDS, Budget, BudgetExceededError, FairLanes, FairQueue
+from megatron_runtime.process.fair_lanes import (
+    FREE_SECONDS,
+    Budget,
+    BudgetExceededError,
+    FairLanes,
+    FairQueue,
+    FairThreads,
+)
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.server.errors import from_reply_error
 
@@ -155,6 +162,21 @@ async def test_a_key_beyond_its_budget_is_rejected_with_the_time_to_try_again() 
     assert await asyncio.gather(*(lanes.run("one", "", job, is_metered=False) for _ in range(10))) == ["done"] * 10
     assert await lanes.run("one", "a", job) == "done", "its budget is back"
     lanes.close()
+
+
+def test_threads_take_the_jobs_of_keys_in_turns() -> None:
+    threads, begun, hold = FairThreads(1, "test"), list[str](), threading.Event()
+    held = threads.submit("a", lambda: hold.wait(LONG_SECONDS))
+    jobs = [threads.submit(name[0], lambda name=name: begun.append(name)) for name in ("a1", "a2", "b1", "a3", "b2")]
+    failing = threads.submit("c", lambda: 1 / 0)
+    hold.set()
+    assert held.result(LONG_SECONDS)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(LONG_SECONDS)
+    for job in jobs:
+        job.result(LONG_SECONDS)
+    assert begun == ["b1", "a1", "b2", "a2", "a3"]
+    threads.close()
 
 
 async def test_lanes_share_a_budget_and_no_threads() -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,17 +168,17 @@ def cpu_seconds(pid: int) -> float:
 # --- an engine stepped by hand ----------------------------------------------------------------------------------------
 
 
-class HeldMasks(Executor):
+class HeldMasks:
     """Computes masks on a thread once they are released."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
         self._thread = ThreadPoolExecutor(1)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, tenant: str, call: Callable[[], Any]) -> Future[Any]:
         def held() -> Any:
             self.released.wait(LONG_SECONDS)
-            return fn(*args, **kwargs)
+            return call()
 
         return self._thread.submit(held)
 
@@ -428,7 +428,9 @@ class HeldText(ModelText):
         self.begun: list[str] = []
         self.compiling, self.release = threading.Event(), threading.Event()
 
-    def begin_grammar(self, params: SamplingParams, generated: Sequence[int] = ()) -> GrammarState | None:
+    def begin_grammar(
+        self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""
+    ) -> GrammarState | None:
         name = params.structured_output["value"]
         self.begun.append(name)
         self.compiling.set()
