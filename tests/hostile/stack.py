@@ -121,7 +121,10 @@ class Stack:
         except httpx.TransportError:
             return False
 
-    def hostile_client(self, key: str = HOSTILE_KEY) -> httpx.AsyncClient:
+    def hostile_client(self) -> httpx.AsyncClient:
+        return self.client(HOSTILE_KEY)
+
+    def client(self, key: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {key}"})
 
     @property

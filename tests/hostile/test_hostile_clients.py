@@ -19,12 +19,13 @@ import pytest
 import pytest_asyncio
 import zmq
 from eventually import LONG_SECONDS
+from machine import scaled
 from soak import size
 
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
 
-from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, Attack, Stack, Streams
+from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, WELL_BEHAVED_KEY, Attack, Stack, Streams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,6 +35,10 @@ MEMORY_BOUNDS = {"coordinator": 256 * MIB, "server": 768 * MIB, **dict.fromkeys(
 UNDISTURBED_SECONDS = 4.0
 LONGEST_WAIT_MULTIPLE = 20
 """Multiple of the longest undisturbed wait so far, which is at least two steps: 0.8 s on an idle machine."""
+OTHER_SCHEMA_SECONDS = 5.0
+"""Time in which a schema of another key is answered, scaled as timeouts are."""
+ENGINES_TO_REACH = 4
+"""Requests that reach each of the two engines."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -97,6 +102,61 @@ async def slow_grammars(stack: Stack) -> None:
             assert response.status_code in (200, 400), response.text[:500]
 
         await asyncio.gather(*(one(number) for number in range(12)))
+
+
+async def thirty_grammars_before_a_schema_of_another_key(stack: Stack) -> None:
+    """Each takes as long to compile as a grammar may. The other key's schema is the next but one."""
+    properties = {f"p{number}": {"type": "integer", "multipleOf": 9973 - 2 * number} for number in range(300)}
+    async with stack.hostile_client() as http, stack.client(WELL_BEHAVED_KEY) as other:
+
+        async def one(number: int) -> int:
+            schema = {"type": "object", "properties": {"n": {"const": number}, **properties}}
+            notation = (
+                {"guided_json": schema} if number % 2 else {"guided_grammar": f"start: %json {json.dumps(schema)}"}
+            )
+            response = await _post(http, "/v1/completions", _completion(**notation))
+            _must_be_openai_error(response, 400, 429)
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) > 0
+            return response.status_code
+
+        tasks = [asyncio.create_task(one(number)) for number in range(30)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for number in range(ENGINES_TO_REACH):
+            schema = {"type": "object", "properties": {"name": {"enum": [f"a{number}", "b"]}}, "required": ["name"]}
+            async with asyncio.timeout(scaled(OTHER_SCHEMA_SECONDS)):
+                response = await _post(other, "/v1/completions", _completion(guided_json=schema, max_tokens=30))
+            assert response.status_code == 200, response.text
+        statuses = await asyncio.gather(*tasks)
+        assert 400 in statuses, "some were compiled"
+
+
+async def megabytes_for_tokenization(stack: Stack) -> None:
+    """More bodies than the server may hold, whose values and answers take much more memory than their text."""
+    tokens = [f"{number}" for number in range(10_000, 40_000)]
+    bodies = [
+        ("/v1/detokenize", b'{"tokens": [%b]}' % ",".join(tokens * 22).encode()),
+        ("/v1/tokenize", json.dumps({"prompt": "word " * 800_000, "return_token_strs": True}).encode()),
+        ("/v1/tokenize", json.dumps({"prompt": " \U0001f999" * 260_000}).encode()),
+        ("/v1/detokenize", b'{"tokens": [%b]}' % ",".join(tokens[:4000]).encode()),
+    ]
+    async with stack.hostile_client() as http:
+        for response in await asyncio.gather(*(_post(http, *bodies[number % 4]) for number in range(92))):
+            if response.status_code != 200:
+                _must_be_openai_error(response, 400, 413, 429, 503)
+
+
+async def rejected_bodies_of_megabytes(stack: Stack) -> None:
+    """Bodies that take longest to parse, and are then rejected."""
+    lists = b",".join([b"[%b]" % b",".join([b"30001"] * 680)] * 1020)
+    blocks = json.dumps([{"role": "user", "content": [{"type": "text", "text": "x" * 240}] * 15}] * 900).encode()
+    bodies = [
+        ("/v1/completions", b'{"prompt": [%b], "temperature": 9}' % lists),
+        ("/v1/messages", b'{"messages": %b, "max_tokens": 1, "temperature": 9}' % blocks),
+    ]
+    async with stack.hostile_client() as http:
+        for response in await asyncio.gather(*(_post(http, *bodies[number % 2]) for number in range(64))):
+            assert response.status_code in (400, 429, 503), response.text[:500]
 
 
 async def many_stop_tokens(stack: Stack) -> None:
@@ -265,7 +325,7 @@ async def connections_that_never_read(stack: Stack) -> None:
 
 async def aborted_requests_beyond_a_limit(stack: Stack) -> None:
     """A key with a limit of tokens sends more than the limit accepts, and aborts every request that is accepted."""
-    async with stack.hostile_client(LIMITED_KEY) as http:
+    async with stack.client(LIMITED_KEY) as http:
 
         async def abort_early() -> int:
             body = _completion(max_tokens=2000, stream=True, ignore_eos=True)
@@ -328,6 +388,9 @@ ATTACKS: tuple[Attack, ...] = (
     chained_grammar_rules,
     chained_schema_definitions,
     slow_grammars,
+    thirty_grammars_before_a_schema_of_another_key,
+    megabytes_for_tokenization,
+    rejected_bodies_of_megabytes,
     many_stop_tokens,
     longest_lists_allowed,
     megabytes_of_prompt,

@@ -3,6 +3,7 @@ output of SamplingParams."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 Structure = dict[str, Any]
@@ -53,6 +54,40 @@ def ambiguous(count: int) -> Structure:
     return {"type": "grammar", "value": f'start: ("x" s "\\n")+\ns: {sequences} | /(.|\\n)/'}
 
 
+def lark(text: str) -> Structure:
+    return {"type": "grammar", "value": text}
+
+
+def schema_in_lark(structure: Structure) -> Structure:
+    """The same JSON schema, written as a part of a grammar."""
+    return lark(f"start: %json {json.dumps(structure['value'])}")
+
+
+def chained_properties(count: int) -> Structure:
+    """References to places other than definitions."""
+    properties: dict[str, Any] = {
+        f"p{n}": {"$ref": f"#/properties/p%{ord(str(n + 1)[0]):x}{str(n + 1)[1:]}"} for n in range(count)
+    }
+    return {"type": "json_schema", "value": {"properties": {**properties, f"p{count}": {"type": "integer"}}}}
+
+
+def chained_names(count: int, keyword: str) -> Structure:
+    """References to schemas by a name of their own. keyword: $anchor or $id."""
+    mark = "#" if keyword == "$anchor" else ""
+    definitions = {f"d{number}": {keyword: f"x{number}", "$ref": f"{mark}x{(number + 1)}"} for number in range(count)}
+    definitions[f"d{count}"] = {keyword: f"x{count}", "type": "integer"}
+    return {"type": "json_schema", "value": {"$ref": f"{mark}x0", "$defs": definitions}}
+
+
+def nested_chains(count: int, levels: int) -> Structure:
+    """A chain of `count` rules, whose last is a grammar with such a chain, `levels` times."""
+    text = 'start: "x"'
+    for _ in range(levels):
+        rules = [f"r{number}: r{number + 1}" for number in range(count)]
+        text = "\n".join(["start: r0", *rules, f"r{count}: %lark {{", text, "}"])
+    return lark(text)
+
+
 REJECTED_BY_TEXT: dict[str, Structure] = {
     "2800 chained rules": chained_rules(2800),
     "150 chained rules": chained_rules(150),
@@ -69,6 +104,27 @@ REJECTED_BY_TEXT: dict[str, Structure] = {
     "many choices": {"type": "choice", "value": [f"c{number}" for number in range(5000)]},
     "large multiple": {"type": "json_schema", "value": {"type": "integer", "multipleOf": 1_000_003}},
     "long text": {"type": "regex", "value": "a" * 100_000},
+    "large multiple with a point": {"type": "json_schema", "value": {"type": "number", "multipleOf": 9999.9999}},
+    "repetitions in the name of a property": {
+        "type": "json_schema",
+        "value": {"type": "object", "patternProperties": {"^a{1,20000}$": {"type": "integer"}}},
+    },
+    "200 chained properties": chained_properties(200),
+    "200 chained anchors": chained_names(200, "$anchor"),
+    "200 chained ids": chained_names(200, "$id"),
+    "large multiple in Lark": lark('start: A %json {"type": "integer", "multipleOf": 1000003}\nA: "a"'),
+    "pattern in Lark": lark('start: %json{"type": "string", "pattern": "a{1,20000}"}'),
+    "100 chained references in Lark": schema_in_lark(chained_references(100)),
+    "arrays nested 100 deep in Lark": schema_in_lark(nested_arrays(100)),
+    "arrays nested 5000 deep in Lark": lark("start: %json " + "[" * 5000 + "]" * 5000),
+    "large multiple in Lark in Lark": lark('start: %lark {\nstart: %json {"multipleOf": 1000003}\n}'),
+    "chain over Lark in Lark": nested_chains(60, 2),
+    "schema in JSON of several grammars": lark(' {"grammars": [{"json_schema": {"multipleOf": 1000003}}]}'),
+    "repetitions between slashes": lark('start: A\nA: /"/ /x{1,20000}/ /"/'),
+    "repetitions after a comment": lark('start: A // "\nA: /x{1,20000}/ // "'),
+    "repetitions after a tilde": lark('start: "x"~20000'),
+    "repetitions up to, after a tilde": lark('start: A\nA: "x" ~ 1..20000'),
+    "repetitions in braces of Lark": lark('start: "x"{ 1, 20000 }'),
 }
 """Grammars that exceed a limit of grammar_limits."""
 

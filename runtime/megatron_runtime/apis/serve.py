@@ -16,6 +16,7 @@ from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.openai.bodies import end_parser
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen, url_of
 from megatron_runtime.tokenization import Tokenizer
@@ -130,6 +131,7 @@ class FrontEnd:
             self._client.stop()
             self._listener.close()
             await off_loop(end_idle_renderers)
+            await off_loop(end_parser)
 
     async def fail(self, cause: str) -> None:
         """Answer open requests of this process with status 503, and stop: there is no coordinator any more."""

@@ -76,15 +76,19 @@ class ModelText:
         """Return a new incremental decoder."""
         return self.tokenizer.detokenizer()
 
-    def begin_grammar(self, params: SamplingParams, generated: Sequence[int] = ()) -> GrammarState | None:
+    def begin_grammar(
+        self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""
+    ) -> GrammarState | None:
         """Return the grammar state after the tokens `generated` of an answer; None without structured output.
+
+        tenant: the masks of tenants are computed round robin.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
         """
         if params.structured_output is None:
             return None
-        return self._grammar_compiler().begin(params.structured_output, generated)
+        return self._grammar_compiler().begin(params.structured_output, generated, tenant=tenant)
 
     def is_grammar_known(self, params: SamplingParams) -> bool:
         """Return whether begin_grammar() needs to compile nothing."""

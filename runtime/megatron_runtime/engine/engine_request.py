@@ -35,6 +35,7 @@ class EngineRequest:
     seed:             determines, with the index of a token, the random number that the token is sampled with.
     deadline_seconds: time left, running or waiting; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
+    has_tenant:       the client named the tenant. Else it stands for the client's connection, and has no budgets.
     adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
@@ -48,6 +49,7 @@ class EngineRequest:
     seed: int = 0
     deadline_seconds: float | None = None
     tenant: str = ""
+    has_tenant: bool = False
     adapter: str = ""
     params_bytes: int = 0
     client_request_id: str = ""
@@ -76,6 +78,7 @@ class EngineRequest:
             seed=meta.seed,
             deadline_seconds=None if meta.deadline_ms is None else meta.deadline_ms / 1000,
             tenant=meta.tenant or f"client {dispatch.route}",
+            has_tenant=bool(meta.tenant),
             adapter=adapter.key if adapter is not None else "",
             params_bytes=len(dispatch.params),
             client_request_id=meta.request_id,

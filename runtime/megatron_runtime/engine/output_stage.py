@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
 from megatron_runtime.process import tracing
+from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.protocol.headers import ErrorCode
@@ -147,7 +148,7 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """Return the `error` map of a reply, with the name of the invalid parameter if there is one."""
+    """Return the `error` map of a reply, with the invalid parameter or the time to try again if it has one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
@@ -155,6 +156,8 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
         described["is_transient"] = False
     if isinstance(error, InvalidSamplingParamsError):
         described["field"] = error.field
+    if isinstance(error, BudgetExceededError):
+        described["retry_after_seconds"] = error.retry_after_seconds
     return described
 
 

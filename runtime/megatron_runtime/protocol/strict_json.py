@@ -38,6 +38,11 @@ def loads(text: str | bytes | bytearray) -> Any:
     return json.loads(text, parse_constant=_reject, parse_float=_finite_float)
 
 
+def raw_decode(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, and where it ends. Raises as loads()."""
+    return json.JSONDecoder(parse_constant=_reject, parse_float=_finite_float).raw_decode(text, start)
+
+
 def loads_python(text: str | bytes | bytearray) -> Any:
     """Return the value of a text as Python's json writes it, with NaN and Infinity.
 

@@ -8,9 +8,12 @@ most hostile grammars early. They are no proof: a grammar within them is first c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
@@ -24,8 +27,8 @@ MAX_REFERENCE_CHAIN = 50  # `$ref` of a JSON schema that lead to each other in a
 MAX_ALTERNATIVES = 4096  # choices, alternatives of a grammar or regular expression, and entries of an `enum`
 MAX_SUBSCHEMAS = 256
 MAX_PROPERTIES = 1000
-MAX_REPETITIONS = 10_000  # highest bound in braces of a regular expression or grammar
-MAX_MULTIPLE_OF = 10_000  # the compiler creates as many states
+MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expression or grammar
+MAX_MULTIPLE_OF = 10_000  # without its decimal point: the compiler creates as many states
 
 # Limits of the entries in one list or object of a JSON schema, by keyword.
 _MAX_ENTRIES = {
@@ -36,11 +39,24 @@ _MAX_ENTRIES = {
 _SHORTEN = "bytes of description: shorten it"
 _OPENING, _CLOSING = "([{", ")]}"
 # Hostile text is matched: no pattern may backtrack further than a few hundred characters.
-_RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w{0,99})(?!\w)[^:\n]{0,100}:", re.MULTILINE)
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _BRACES = re.compile(r"\{([\d, ~]{1,60})\}")
 _NUMBER = re.compile(r"\d+")
-_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?')
+# The lexemes of llguidance's dialect of Lark.
+_LEXEME = re.compile(
+    r"""
+    (?P<skip>       [ \t]+ | (?:\#|//)[^\n]* )
+  | (?P<newline>    (?:\r?\n)+ )
+  | (?P<json>       %(?:json|regex|llguidance) )
+  | (?P<string>     "(?:[^"\\\x00-\x1f\x7f]|\\.)*"i? )
+  | (?P<expression> /(?:\\.|[^/\\])+/[imslux]* )
+  | (?P<hexadecimal> 0[xX][0-9a-fA-F]+ )
+  | (?P<number>     [+-]?[0-9]+ )
+  | (?P<name>       !?[_?]?[a-z][_a-z0-9-]* | _?[A-Z][_A-Z0-9-]* )
+  | (?P<other>      %[a-z]+ | <[^<>\s]+> | @[a-zA-Z0-9_-]+ | -> | :: | \.\. | [][(){}:,.~|&=_+*?] )
+    """,
+    re.VERBOSE,
+)
+_Node = TypeVar("_Node", int, str)
 
 
 def check_structure(structure: Mapping[str, Any]) -> None:
@@ -87,17 +103,92 @@ def _check_expression(kind: str, text: str) -> None:
             _at_most(kind, bound, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
 
 
+class _Lexeme(NamedTuple):
+    """A lexeme of a grammar, and the value of the JSON text behind %json and the like."""
+
+    kind: str
+    text: str
+    value: Any = None
+
+
+def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
+    """Yield the lexemes as the compiler splits the text. Raises InvalidSamplingParamsError where it splits none."""
+    at = 0
+    while at < len(text):
+        match = _LEXEME.match(text, at)
+        if match is None:
+            allowed = f"a valid {kind}: no lexeme of Lark begins at character {at}, {text[at : at + 10]!r}"
+            raise InvalidSamplingParamsError("structured_output", kind, allowed)
+        at, name, value = match.end(), match.lastgroup or "", None
+        if name == "json":
+            start = len(text) - len(text[at:].lstrip(" \t\r\n"))
+            try:
+                value, at = json.raw_decode(text, start)
+            except (ValueError, RecursionError) as error:
+                allowed = f"a valid {kind}: {match[0]} needs a JSON value: {error}"
+                raise InvalidSamplingParamsError("structured_output", kind, allowed) from error
+        if name != "skip":
+            yield _Lexeme(name, match[0], value)
+
+
 def _check_rules(kind: str, text: str) -> None:
-    _check_expression(kind, _LITERAL.sub('""', text))
-    found = list(_RULE.finditer(text))
-    _at_most(kind, len(found), MAX_RULES, "rules and terminals: use fewer")
-    ends = [*(match.start() for match in found[1:]), len(text)]
-    bodies = {match[1]: text[match.end() : end] for match, end in zip(found, ends, strict=False)}
-    names = {
-        name: [other for other in dict.fromkeys(_NAME.findall(_LITERAL.sub("", body))) if other in bodies]
-        for name, body in bodies.items()
-    }
-    _at_most(kind, _longest_chain(names), MAX_RULE_CHAIN, "rules that refer to each other in a chain: merge rules")
+    """Check a grammar with all that it contains: expressions, JSON schemas, and grammars after %lark."""
+    _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
+    if text.lstrip().startswith("{"):
+        # The compiler would read several grammars from it, in a notation that this module does not check.
+        raise InvalidSamplingParamsError("structured_output", kind, "a Lark grammar: give a JSON schema as json_schema")
+    depth, deepest, alternatives, rules, before = 0, 0, 1, 0, ""
+    scope = current = "0 "
+    outer: list[tuple[int, str, str]] = []
+    """Depth, scope and rule around each open %lark."""
+    names: list[str] = []
+    """Names that were not assigned to a rule yet."""
+    bodies: dict[str, list[str]] = {}
+    for lexeme in _lexemes(kind, text):
+        match lexeme:
+            case _Lexeme("newline"):
+                bodies.setdefault(current, []).extend(names)
+                names = []
+            case _Lexeme("name"):
+                names.append(scope + lexeme.text.lstrip("!?"))
+            case _Lexeme("other", ":"):  # the first name of the line is defined here
+                bodies.setdefault(current, []).extend(names[1:])
+                rules, current, names = rules + 1, (names or [current])[0], []
+            case _Lexeme("other", "(" | "[" | "{"):
+                depth += 1
+                deepest = max(deepest, depth)
+                if before == "%lark":
+                    outer.append((depth, scope, current))
+                    scope = f"{rules} "
+                    bodies.setdefault(current, []).extend([*names, f"{scope}start"])
+                    current, names = scope, []
+            case _Lexeme("other", ")" | "]" | "}"):
+                if outer and outer[-1][0] == depth:
+                    bodies.setdefault(current, []).extend(names)
+                    _, scope, current = outer.pop()
+                    names = []
+                depth = max(0, depth - 1)
+            case _Lexeme("other", "|"):
+                alternatives += 1
+            case _Lexeme("number") if before != "=":  # attributes such as max_tokens=100000 create no states
+                bound = int(lexeme.text) if len(lexeme.text) < 10 else MAX_REPETITIONS + 1
+                _at_most(kind, bound, MAX_REPETITIONS, "repetitions: use a lower bound")
+            case _Lexeme("expression"):
+                _check_expression(kind, lexeme.text)
+                alternatives += lexeme.text.count("|")
+            case _Lexeme("json"):
+                _check_values(kind, lexeme.value)
+                _check_references(kind, lexeme.value)
+        before = lexeme.text
+    for count, limit, remedy in (
+        (deepest, MAX_NESTING, "brackets inside each other: nest less deeply"),
+        (alternatives, MAX_ALTERNATIVES, "alternatives: use fewer"),
+        (rules, MAX_RULES, "rules and terminals: use fewer"),
+    ):
+        _at_most(kind, count, limit, remedy)
+    bodies.setdefault(current, []).extend(names)
+    edges = {name: [other for other in dict.fromkeys(body) if other in bodies] for name, body in bodies.items()}
+    _at_most(kind, _longest_chain(edges), MAX_RULE_CHAIN, "rules that refer to each other in a chain: merge rules")
 
 
 def _nesting(text: str) -> int:
@@ -126,12 +217,23 @@ def _check_values(kind: str, root: Any) -> None:
                 _at_most(kind, len(inner), _MAX_ENTRIES[name], f"entries in {name}: use fewer")
             elif name in ("$defs", "definitions") and isinstance(inner, dict):
                 definitions += len(inner)
-            elif name == "multipleOf" and isinstance(inner, int | float) and inner > MAX_MULTIPLE_OF:
-                allowed = f"multipleOf of at most {MAX_MULTIPLE_OF}: leave it out or lower it"
+            elif name == "multipleOf" and isinstance(inner, int | float) and _states(inner) > MAX_MULTIPLE_OF:
+                allowed = f"multipleOf of at most {MAX_MULTIPLE_OF} without its decimal point: leave it out or lower it"
                 raise InvalidSamplingParamsError("structured_output", kind, allowed)
             elif name == "pattern" and isinstance(inner, str):
                 _check_expression(kind, inner)
+            if name == "patternProperties" and isinstance(inner, dict):
+                for pattern in inner:
+                    _check_expression(kind, str(pattern))
     _at_most(kind, definitions, MAX_DEFINITIONS, "definitions in $defs: use fewer")
+
+
+def _states(multiple: float) -> Decimal:
+    """Return a number without its decimal point: 9999 for 99.99."""
+    if not math.isfinite(multiple):
+        return Decimal(0)  # JSON cannot express it
+    exponent = Decimal(repr(multiple)).normalize().as_tuple().exponent
+    return Decimal(repr(multiple)).scaleb(-min(0, int(exponent)))
 
 
 def _values(root: Any) -> Iterator[tuple[Any, int]]:
@@ -147,27 +249,62 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Check the longest chain of definitions, each of which has a `$ref` to the next."""
-    nodes = {"#": schema}
-    for name in ("$defs", "definitions"):
-        inner = schema.get(name) if isinstance(schema, dict) else None
-        if isinstance(inner, dict):
-            nodes |= {f"#/{name}/{key}": value for key, value in inner.items()}
-    edges = {
-        name: [reference for reference in dict.fromkeys(_references(node)) if reference in nodes]
-        for name, node in nodes.items()
-    }
-    length = _longest_chain(edges)
+    """Check the longest chain of schemas, each of which contains the next or has a `$ref` to it.
+
+    The schemas of a chain are those that a `$ref` leads to, wherever they are in the root.
+    """
+    references: set[str] = set()
+    named: dict[str, Any] = {"#": schema}
+    for value, _ in _values(schema):
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                references.add(value["$ref"])
+            if isinstance(value.get("$anchor"), str):
+                named[f"#{value['$anchor']}"] = value
+            if isinstance(value.get("$id"), str):
+                named[value["$id"]] = named[value["$id"].rpartition("/")[2]] = value
+    targets = {reference: id(_target(schema, reference, named)) for reference in references}
+    starts = {id(schema), *targets.values()}
+    edges: dict[int, list[int]] = {start: [] for start in starts}
+    waiting = [(schema, id(schema))]
+    while waiting:
+        value, start = waiting.pop()
+        if id(value) in starts and id(value) != start:
+            edges[start].append(id(value))
+            start = id(value)
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                edges[start].append(targets[value["$ref"]])
+            waiting += [(inner, start) for inner in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(inner, start) for inner in value]
+    length = _longest_chain({start: list(dict.fromkeys(others)) for start, others in edges.items()})
     _at_most(kind, length, MAX_REFERENCE_CHAIN, "$ref that lead to each other in a chain: write definitions in place")
 
 
-def _references(node: Any) -> Iterator[str]:
-    for value, _ in _values(node):
-        if isinstance(value, dict) and isinstance(value.get("$ref"), str):
-            yield value["$ref"]
+def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
+    """Return the schema that a `$ref` leads to: by $anchor, by $id, by a JSON pointer (RFC 6901), or None.
+
+    An $id is found by its last segment, because it may be relative to others.
+    """
+    if reference in named:
+        return named[reference]
+    place, _, pointer = reference.partition("#")
+    if pointer and not pointer.startswith("/"):
+        return named.get(f"#{pointer}")
+    value = named.get(place, named.get(place.rpartition("/")[2])) if place else root
+    for part in unquote(pointer).split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and len(part) < 10 and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
 
 
-def _longest_chain(edges: Mapping[str, Sequence[str]]) -> int:
+def _longest_chain(edges: Mapping[_Node, Sequence[_Node]]) -> int:
     """Return the length of the longest path of a depth-first walk, as the compiler recurses. A cycle ends a path."""
     longest, length = 0, dict.fromkeys(edges, 0)
     for start in edges:

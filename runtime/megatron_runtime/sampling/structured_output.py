@@ -14,15 +14,17 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.process.fair_lanes import FairThreads
 from megatron_runtime.process.sacrificial_process import ProcessLostError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
@@ -66,8 +68,9 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. For one thread; a thread of `masks` computes the mask of the next token.
+    """The state of one answer in its grammar. For one thread; another one computes the mask of the next token.
 
+    masks:   runs a function in a thread.
     failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
              error. Else None. No method raises: a grammar fails alone, and its answer with it.
     after:   tokens that precede the text which the grammar describes. Until they have come, any token is allowed.
@@ -80,7 +83,7 @@ class GrammarState:
         *,
         generated: Sequence[int] = (),
         after: Sequence[int] = (),
-        masks: Executor,
+        masks: Callable[[Callable[[], Mask | None]], Future[Mask | None]],
     ) -> None:
         self.failure: str | None = None
         self._matcher = matcher  # used only by the thread that computes a mask, until the mask is complete
@@ -103,10 +106,7 @@ class GrammarState:
         self._consume(token)
         if not self.is_complete:
             self._fresh = True
-            try:
-                self._mask = self._masks.submit(self._compute)
-            except RuntimeError as error:  # no thread can be started, or none is left at the end of the engine
-                self.failure = f"its mask cannot be computed: {error}"
+            self._mask = self._masks(self._compute)
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for the mask of the next token. Return whether it is complete."""
@@ -124,7 +124,11 @@ class GrammarState:
 
     def allowed(self) -> Mask | None:
         """Return a bit for each allowed token, uint32 [ceil(V / 32)]; None if all are allowed. Waits for the mask."""
-        return self._mask.result()
+        try:
+            return self._mask.result()
+        except RuntimeError as error:  # no thread can be started, or none is left at the end of the engine
+            self.failure = f"its mask cannot be computed: {error}"
+            return None
 
     @property
     def is_complete(self) -> bool:
@@ -198,17 +202,18 @@ class GrammarCompiler:
         )
         self._tokenizer = table.tokenizer()
         self._process = trial_process(table)
-        self._masks = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-mask")
+        self._masks = FairThreads(_MASK_THREADS, "grammar-mask")
         self._compiler = _thread_with_stack(ENGINE_STACK_BYTES)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         """The cause, and the end of its validity by time.monotonic(): the process may have died for another cause."""
 
-    def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = ()) -> GrammarState:
+    def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state of an answer after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output.
+        tenant:    the masks of tenants are computed round robin.
 
         Raises:
             InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
@@ -218,7 +223,8 @@ class GrammarCompiler:
         key = _key(structure)
         matcher = self._known(structure, key) or self._compiler.submit(self._compile, structure, key).result()
         after = structure.get("after", ())
-        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=self._masks)
+        masks = partial(self._masks.submit, tenant)
+        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
         """Return whether begin() compiles nothing for `structure`."""
@@ -232,7 +238,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the trial process and the threads. A begin() in progress raises an error."""
         self._process.close()
-        self._masks.shutdown(wait=False)
+        self._masks.close()
         self._compiler.shutdown(wait=False)
 
     def _known(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher | None:

@@ -296,7 +296,12 @@ def _add_post_route(
     async def endpoint(request: Request) -> Response:
         service.identify(request)
         await service.take_request(request.state.key)
-        return await handler(service, request)
+        try:
+            return await handler(service, request)
+        except ApiError as error:
+            if error.status < 500 and error.code != "rate_limit_exceeded":
+                service.charge_rejected_body(request.state.key, getattr(request.state, "body_bytes", 0))
+            raise
 
     app.add_api_route(
         f"/v1/{path}", endpoint, methods=["POST"], operation_id=handler.__name__, openapi_extra=_request_body(body)

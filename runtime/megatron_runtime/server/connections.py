@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -21,18 +23,56 @@ from megatron_runtime.server.settings import ConnectionLimits
 MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
-_PARSE_SECONDS = 0.01
+_PARSE_SECONDS = 0.0005
+"""For the bytes of one connection, then others are next."""
+_TURN_SECONDS = 0.01
+"""For the bytes of all connections that wait to be parsed, in one iteration of the event loop."""
 _LINGER_SECONDS = 2.0
 """After an answer that ends the connection early, the server reads and drops what the client still sends. If it closed
 the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
-class Connection(HttpProtocol):
-    """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading."""
+class ParseQueue:
+    """Connections with received bytes whose parsing takes long. They continue in turn, and however many they are, the
+    event loop runs everything else in between.
+    """
 
-    def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+
+    def add(self, parse: Callable[[], None]) -> None:
+        """Call `parse` in a later iteration of the event loop."""
+        self._waiting.append(parse)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_scheduled = False
+        ends = time.perf_counter() + _TURN_SECONDS
+        try:
+            for _ in range(len(self._waiting)):
+                self._waiting.popleft()()
+                if time.perf_counter() > ends:
+                    break
+        finally:
+            self._schedule()
+
+
+class Connection(HttpProtocol):
+    """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading.
+
+    parse_queue: shared by all connections of a server.
+    """
+
+    def __init__(self, *, limits: ConnectionLimits, parse_queue: ParseQueue, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._parse_queue = parse_queue
         self._since = self._heard = self.loop.time()
         self._stalled_since: float | None = None
         self._rejected_at: float | None = None
@@ -82,7 +122,7 @@ class Connection(HttpProtocol):
             if self._backlog and time.perf_counter() - began > _PARSE_SECONDS and not self.transport.is_closing():
                 self._is_parsing_later = True
                 self.transport.pause_reading()
-                self.loop.call_soon(self._parse)
+                self._parse_queue.add(self._parse)
                 return
         self._backlog.clear()
         if not self.flow.read_paused and not self.transport.is_closing():

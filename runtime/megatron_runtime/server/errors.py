@@ -76,7 +76,7 @@ def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> Ap
     return ApiError(status, message, code=code, retry_after_seconds=seconds)
 
 
-def context_length_error(*, prompt_length: int, limit: int, param: str, is_bound: bool = False) -> ApiError:
+def context_length_error(*, prompt_length: int, limit: int, param: str | None, is_bound: bool = False) -> ApiError:
     """Return 400 for a prompt that leaves no tokens for an answer.
 
     is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
@@ -118,6 +118,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0
+    if kind == "BudgetExceededError":
+        kind = "rate_limit_exceeded"
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
     if kind == "NotFiniteError":

@@ -28,6 +28,9 @@ MAX_ELEMENTS = 1 << 20
 """Of values that a comma follows. Token ids of a prompt are the only legitimate use of so many."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
+_CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
+"""Of a validated object or array, a member of an object, and an element: a number with its place in a list."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)
 _CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)
@@ -85,14 +88,26 @@ class NotJsonError(ValueError):
 
 
 class JsonScan:
-    """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits."""
+    """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits.
 
-    def __init__(self) -> None:
+    long_list: `longest_list` counts longer lists only, which costs less.
+    """
+
+    def __init__(self, *, long_list: int = MAX_ELEMENTS) -> None:
+        self.longest_list = 0
+        """Elements of the longest list of numbers or texts so far, if they are more than `long_list`; else 0."""
+        self.long_list = long_list
+        self._run = 0
+        """Commas since the last bracket that separate no members of an object."""
+        self._bytes = 0
+        self._is_ascii = True
         self._containers = self._members = self._elements = self._depth = 0
         self._in_string = self._after_backslash = False
 
     def feed(self, chunk: bytes) -> None:
         """Count the next bytes. Raises JsonLimitError, NotJsonError. Other malformed JSON is left to the parser."""
+        self._bytes += len(chunk)
+        self._is_ascii = self._is_ascii and chunk.isascii() and b"\\u" not in chunk
         if self._after_backslash and chunk:
             chunk, self._after_backslash = chunk[1:], False
         if b"\\" in chunk:
@@ -106,7 +121,7 @@ class JsonScan:
 
     def text(self, text: str) -> None:
         """Count the JSON text in a string of the body. Raises JsonLimitError, NotJsonError."""
-        self._depth, self._in_string, self._after_backslash = 0, False, False
+        self._depth, self._run, self._in_string, self._after_backslash = 0, 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
 
     def _count(self, outside: bytes) -> None:
@@ -118,7 +133,9 @@ class JsonScan:
         brackets = outside.translate(_STEPS, _OTHER)
         self._containers += len(brackets)  # two brackets are one container
         self._members += outside.count(b":")
-        self._elements += outside.count(b",")
+        commas = outside.count(b",")
+        self._elements += commas
+        self._count_runs(outside, commas, has_brackets=bool(brackets))
         if max(self._containers // 2, self._members) > MAX_CONTAINERS:
             raise JsonLimitError(f"it has more than {MAX_CONTAINERS} objects and arrays, or members: send less at once")
         if self._elements > MAX_ELEMENTS:
@@ -127,6 +144,32 @@ class JsonScan:
         self._depth = depths[-1]
         if max(depths) > MAX_DEPTH:
             raise JsonLimitError(f"it is nested deeper than {MAX_DEPTH} levels: flatten it")
+
+    def _count_runs(self, outside: bytes, commas: int, *, has_brackets: bool) -> None:
+        """Count the commas between two brackets, if they can be those of a long list."""
+        if not has_brackets:
+            self._run += _separators(outside)
+        elif self._run + commas < self.long_list:
+            self._run = _separators(outside[max(outside.rfind(bracket) for bracket in b"[]{}") :])
+        else:
+            first, *others = map(_separators, outside.translate(_ONE_BRACKET).split(b"["))
+            longest = max(self._run + first, *others)
+            if longest >= self.long_list:
+                self.longest_list = max(self.longest_list, longest + 1)
+            self._run = others[-1]
+        if self._run >= self.long_list:
+            self.longest_list = max(self.longest_list, self._run + 1)
+
+    @property
+    def parsed_bytes(self) -> int:
+        """The memory that the values of the body take, at most. Text that is not ASCII takes four bytes a character."""
+        characters = self._bytes if self._is_ascii else 4 * self._bytes
+        structure = _CONTAINER_BYTES * self._containers // 2 + _MEMBER_BYTES * self._members
+        return characters + structure + _ELEMENT_BYTES * self._elements
+
+
+def _separators(outside: bytes) -> int:
+    return outside.count(b",") - outside.count(b":")
 
 
 def load_json(text: str, *, scan: JsonScan | None = None) -> Any:

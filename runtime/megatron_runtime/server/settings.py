@@ -59,7 +59,7 @@ class ServerSettings:
                         chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
-    max_bodies_bytes:   of all incomplete bodies together; beyond that 429.
+    max_bodies_bytes:   of what requests hold until they are answered: bodies, prompts, whole answers; beyond that 429.
     max_open_requests:  choices that are generated or wait at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
@@ -91,7 +91,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
-    max_bodies_bytes: int = 256 * 1024 * 1024
+    max_bodies_bytes: int = 384 * 1024 * 1024
     max_open_requests: int = 10_000
     keep_alive_seconds: float = 15.0
     coordinator_wait_seconds: float = 30.0

@@ -7,8 +7,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from soak import SOAK, size
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.backends.native.backend import GrammarQueue
+from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.inference_client import InferenceClient
@@ -167,17 +168,17 @@ def cpu_seconds(pid: int) -> float:
 # --- an engine stepped by hand ----------------------------------------------------------------------------------------
 
 
-class HeldMasks(Executor):
+class HeldMasks:
     """Computes masks on a thread once they are released."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
         self._thread = ThreadPoolExecutor(1)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, tenant: str, call: Callable[[], Any]) -> Future[Any]:
         def held() -> Any:
             self.released.wait(LONG_SECONDS)
-            return fn(*args, **kwargs)
+            return call()
 
         return self._thread.submit(held)
 
@@ -419,26 +420,44 @@ def test_random_grammars_give_masks_or_an_error(
 # --- waiting for a grammar --------------------------------------------------------------------------------------------
 
 
+class HeldText(ModelText):
+    """Compiles no grammar, but waits in `first` until it is released. Known grammars are those called "known"."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: load_tokenizer("builtin:smollm2-135m", renders_chat=False))
+        self.begun: list[str] = []
+        self.compiling, self.release = threading.Event(), threading.Event()
+
+    def begin_grammar(
+        self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""
+    ) -> GrammarState | None:
+        name = params.structured_output["value"]
+        self.begun.append(name)
+        self.compiling.set()
+        if name == "first":
+            self.release.wait(LONG_SECONDS)
+        return None
+
+    def is_grammar_known(self, params: SamplingParams) -> bool:
+        return params.structured_output["value"] == "known"
+
+
+def constrained(request_id: int, value: str, *, tenant: str = "", deadline: float | None = None) -> EngineRequest:
+    nothing = np.empty(0, np.int32)
+    params = SamplingParams(structured_output={"type": "regex", "value": value})
+    return EngineRequest(
+        request_id, nothing, nothing, params, tenant=tenant, has_tenant=bool(tenant), deadline_seconds=deadline
+    )
+
+
 async def test_requests_that_wait_for_a_grammar_can_be_dropped_and_meet_their_deadlines() -> None:
-    queue = GrammarQueue()
-    compiling, release = threading.Event(), threading.Event()
-    begun: list[str] = []
+    text = HeldText()
+    queue = GrammarQueue(text)
     done: dict[str, BaseException | None] = {}
 
-    def add(name: str, *, is_known: bool = False, deadline_seconds: float | None = None) -> None:
-        def begin() -> None:
-            begun.append(name)
-            compiling.set()
-            if name == "first":
-                release.wait(LONG_SECONDS)
-
-        queue.add(
-            hash(name),
-            begin,
-            is_known=is_known,
-            deadline_seconds=deadline_seconds,
-            on_done=lambda task: done.update({name: task.exception()}),
-        )
+    def add(name: str, *, deadline: float | None = None) -> None:
+        request = constrained(hash(name), name, deadline=deadline)
+        queue.add(request, on_done=lambda task: done.update({name: task.exception()}))
 
     def are_done(*names: str) -> Callable[[], Any]:
         async def check() -> bool:
@@ -447,19 +466,36 @@ async def test_requests_that_wait_for_a_grammar_can_be_dropped_and_meet_their_de
         return check
 
     add("first")
-    await asyncio.to_thread(compiling.wait, LONG_SECONDS)
+    await asyncio.to_thread(text.compiling.wait, LONG_SECONDS)
     add("second")
     add("dropped")
-    add("overdue", deadline_seconds=0.01)
-    add("known", is_known=True)
+    add("overdue", deadline=0.01)
+    add("known")
+    await asyncio.sleep(0)
     queue.drop(hash("dropped"))
     await eventually(are_done("overdue", "known"), what="what need not wait", look_seconds=0.01)
     assert isinstance(done["overdue"], TimeoutError)
-    assert begun == ["first", "known"]
-    release.set()
+    assert text.begun == ["first", "known"]
+    text.release.set()
     await eventually(are_done("first", "second"), what="the rest", look_seconds=0.01)
-    assert begun == ["first", "known", "second"]
+    assert text.begun == ["first", "known", "second"]
     assert done == {"first": None, "second": None, "overdue": done["overdue"], "known": None}
+    queue.close()
+
+
+async def test_grammars_of_tenants_are_compiled_round_robin() -> None:
+    """Thirty grammars of one tenant wait; each of the others is the next but one. Clients without a tenant share."""
+    text = HeldText()
+    queue = GrammarQueue(text)
+    first = asyncio.create_task(queue.begin(constrained(0, "first", tenant="a")))
+    await asyncio.to_thread(text.compiling.wait, LONG_SECONDS)
+    tasks = [asyncio.create_task(queue.begin(constrained(n, f"a{n}", tenant="a"))) for n in range(1, 30)]
+    tasks += [asyncio.create_task(queue.begin(constrained(n, f"b{n}", tenant="b"))) for n in range(30, 32)]
+    tasks.append(asyncio.create_task(queue.begin(constrained(32, "c32"))))
+    await asyncio.sleep(0)
+    text.release.set()
+    await asyncio.gather(first, *tasks)
+    assert text.begun[:8] == ["first", "b30", "c32", "a1", "b31", "a2", "a3", "a4"]
     queue.close()
 
 

@@ -1,6 +1,7 @@
 """Limits of grammars, checked on their text: errors name the exceeded limit, and usual grammars pass."""
 
 import contextlib
+import json
 import math
 import time
 from typing import Any
@@ -9,10 +10,14 @@ import pytest
 from hostile_grammars import (
     REJECTED_BY_TEXT,
     REJECTED_BY_TRIAL,
+    chained_names,
+    chained_properties,
     chained_references,
     chained_rules,
     cyclic_references,
     nested_arrays,
+    nested_chains,
+    schema_in_lark,
 )
 
 from megatron_runtime.sampling import grammar_limits
@@ -31,6 +36,19 @@ NAME: /[A-Za-z_][A-Za-z0-9_]{0,30}/
 NUMBER: /[0-9]{1,9}/
 %ignore /[ \t\n]+/
 """
+LARK = r"""
+%llguidance {"no_forcing": true}
+%import common.NUMBER
+%ignore /[ \t]+/ // "blanks"
+start: "{" part~1..9 "}" (<|endoftext|> | <[5-9]>)? # "end"
+?part: long | A{2,} | %json {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": true}} -> name
+    | %lark {
+start: %regex {"substring_chars": "}"} | A
+A: /[}"\/]{1,9}/i
+}
+long[capture, max_tokens=100000]: /[a-z]+/
+A: "\"}é"i | "a".."z" | NUMBER
+"""
 TREE = {
     "$ref": "#/$defs/node",
     "$defs": {
@@ -47,7 +65,10 @@ TREE = {
 
 @pytest.mark.parametrize("name", REJECTED_BY_TEXT)
 def test_structure_beyond_a_limit_is_rejected_with_limit_and_remedy(name: str) -> None:
-    with pytest.raises(InvalidSamplingParamsError, match=r"structured_output=.*at most [0-9]+|multipleOf of at most"):
+    with pytest.raises(
+        InvalidSamplingParamsError,
+        match=r"structured_output=.*(at most [0-9]+|multipleOf of at most|give a JSON schema|JSON value)",
+    ):
         check_structure(REJECTED_BY_TEXT[name])
 
 
@@ -64,6 +85,13 @@ def test_structure_beyond_a_limit_is_rejected_with_limit_and_remedy(name: str) -
         chained_references(40),
         cyclic_references(40),
         nested_arrays(40),
+        chained_properties(40),
+        chained_names(40, "$anchor"),
+        chained_names(40, "$id"),
+        nested_chains(45, 2),
+        schema_in_lark({"value": TREE}),
+        {"type": "json_schema", "value": {"type": "number", "multipleOf": 0.00001}},
+        {"type": "grammar", "value": LARK},
         *(structure for structure, _ in REJECTED_BY_TRIAL.values()),
     ],
 )
@@ -112,11 +140,18 @@ LONG = grammar_limits.MAX_GRAMMAR_BYTES - 2
         ("grammar", ("a" * 99 + " " * 99 + "\n") * (LONG // 199)),
         ("grammar", "\n".join(f"r{n}: " + " ".join(f"r{m}" for m in range(99)) for n in range(99))),
         ("grammar", "\n".join(f"r{n}: r{n}" for n in range(999))),
+        ("grammar", "start: " + "/" * LONG),
+        ("grammar", "start: %json " + '{"a":' * (LONG // 5)),
+        ("grammar", "start: " + "%json 1 " * (LONG // 8)),
+        ("grammar", "start: " + "%lark {" * (LONG // 7)),
+        ("json_schema", '{"a": [%s {"$ref": "#/a"}]}' % ('{"$ref": "#/a/0"},' * (LONG // 20))),
+        ("json_schema", json.dumps({"a": [{"$ref": f"#/a/{n}"} for n in range(LONG // 22)]})),
     ],
 )
 def test_hostile_text_is_checked_in_linear_time(kind: str, text: str) -> None:
     """Some milliseconds of CPU time. A pattern that backtracks over the whole text would take minutes."""
+    value = json.loads(text) if kind == "json_schema" else text
     started = time.thread_time()
     with contextlib.suppress(InvalidSamplingParamsError):
-        check_structure({"type": kind, "value": text})
+        check_structure({"type": kind, "value": value})
     assert time.thread_time() - started < 5

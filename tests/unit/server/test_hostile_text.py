@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ import pytest
 from eventually import LONG_SECONDS, eventually
 from machine import scaled
 
+from megatron_runtime.process.fair_lanes import FREE_SECONDS
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.openai.prompts import TextWork
+from megatron_runtime.server.openai import prompts
+from megatron_runtime.server.openai.bodies import BodyBudget, Lease
+from megatron_runtime.server.openai.prompts import TextLanes
 from megatron_runtime.tokenization import Tokenizer, chat_template
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -250,73 +254,63 @@ async def test_many_short_prompts_do_not_block_the_event_loop(running: Any) -> N
 
 
 async def test_a_long_list_of_tokens_is_decoded(running: Any, tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("naïve 🦙 river ") * 4000
+    tokens = (tokenizer.encode("naïve 🦙 river ") * 4000)[:8000]
     reply = await running.post("/v1/detokenize", {"tokens": tokens})
     assert reply.json()["prompt"] == tokenizer.decode(tokens, skip_special=False)
 
 
-class TestTextWork:
+class TestTextLanes:
     async def test_short_texts_do_not_wait_for_long_ones(self) -> None:
-        work, gate = TextWork(), asyncio.Event()
-        loop = asyncio.get_running_loop()
+        lanes, release = TextLanes(), threading.Event()
+        long = [asyncio.create_task(lanes.run("long", lease(), lambda: release.wait(LONG_SECONDS))) for _ in range(5)]
+        assert await lanes.run("medium", lease(), lambda: "medium") == "medium"
+        assert await lanes.run("render", lease(), lambda: "rendered") == "rendered"
+        release.set()
+        assert await asyncio.gather(*long) == [True] * 5
+        lanes.close()
 
-        def blocked() -> str:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
-            return "long"
+    async def test_tenants_take_turns_and_cancelled_work_is_removed(self) -> None:
+        lanes, release = TextLanes(), threading.Event()
+        done: list[str] = []
+        held = asyncio.create_task(lanes.run("long", lease("a"), lambda: release.wait(LONG_SECONDS)))
+        names = ["a1", "a2", "a3", "b1", "b2"]
+        tasks = [asyncio.create_task(lanes.run("long", lease(n[0]), lambda n=n: done.append(n))) for n in names]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        release.set()
+        await asyncio.gather(held, *tasks, return_exceptions=True)
+        assert done == ["b1", "a1", "b2", "a3"]
+        lanes.close()
 
-        long = [asyncio.create_task(work.run("long", 1, blocked)) for _ in range(5)]
-        assert await work.run("medium", 1, lambda: "medium") == "medium"
-        assert await work.run("render", 1, lambda: "rendered") == "rendered"
-        gate.set()
-        assert await asyncio.gather(*long) == ["long"] * 5
-        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
-        work.close()
-
-    async def test_waiting_work_is_bounded_and_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("megatron_runtime.server.openai.prompts.MAX_HELD_BYTES", 100)
-        work, gate = TextWork(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        done: list[int] = []
-
-        def first() -> None:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
-
-        tasks = [asyncio.create_task(work.run("long", 40, first))]
-        tasks += [asyncio.create_task(work.run("long", 20, lambda n=n: done.append(n))) for n in range(3)]
-        await eventually(_holds(work, 100), what="all of it is held", look_seconds=0.01)
+    async def test_a_tenant_beyond_its_time_is_rejected_until_it_has_some_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prompts, "TEXT_SECONDS_PER_MINUTE", 1e-9)
+        lanes = TextLanes()
+        for tenant in ("", "other", "hostile"):
+            await lanes.run("long", lease(tenant), lambda: time.sleep(2 * FREE_SECONDS))
+        await lanes.run("render", lease(), lambda: None)
         with pytest.raises(ApiError) as raised:
-            await work.run("medium", 1, lambda: None)
-        assert (raised.value.status, raised.value.code) == (503, "too_much_text")
-        tasks[2].cancel()
-        await eventually(_holds(work, 80), what="the cancelled caller holds nothing", look_seconds=0.01)
-        gate.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert done == [0, 2]
-        # A text above the limit is accepted if no other is held.
-        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
-        assert await work.run("long", 1000, lambda: "alone") == "alone"
-        work.close()
+            await lanes.run("render", lease("hostile"), lambda: None)
+        assert (raised.value.status, raised.value.code) == (429, "rate_limit_exceeded")
+        assert int(raised.value.headers["Retry-After"]) > 0
+        lanes.close()
 
     async def test_work_that_waits_too_long_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("megatron_runtime.server.openai.prompts.MAX_WAIT_SECONDS", 0.05)
-        work, gate = TextWork(), asyncio.Event()
-        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(prompts, "MAX_WAIT_SECONDS", 0.05)
+        lanes, release = TextLanes(), threading.Event()
 
-        def blocked() -> None:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        def work() -> None:
+            release.wait(LONG_SECONDS)
 
-        first = asyncio.create_task(work.run("long", 1, blocked))
-        for waiting in (first, asyncio.create_task(work.run("long", 1, blocked))):
+        first = asyncio.create_task(lanes.run("long", lease(), work))
+        for waiting in (first, asyncio.create_task(lanes.run("long", lease(), work))):
             with pytest.raises(ApiError) as raised:
                 await waiting
             assert (raised.value.status, raised.value.retry_after_seconds) == (503, 1)
-        gate.set()
-        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
-        work.close()
+        release.set()
+        lanes.close()
 
 
-def _holds(work: TextWork, size: int) -> Any:
-    async def holds() -> bool:
-        return work.held_bytes == size
-
-    return holds
+def lease(tenant: str = "") -> Lease:
+    return Lease(BodyBudget(1), tenant)

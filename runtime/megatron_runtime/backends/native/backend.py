@@ -8,10 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.engine.backend import (
@@ -23,11 +24,11 @@ from megatron_runtime.engine.backend import (
     RankResults,
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
+from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
-from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
@@ -64,58 +65,6 @@ class Ranks:
         """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
 
 
-class GrammarQueue:
-    """Compiles the grammars of requests off the event loop: one new grammar at a time, in order of arrival.
-
-    A grammar that was compiled before does not wait for new ones. All methods run on the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._threads = {is_known: ThreadPoolExecutor(1, thread_name_prefix="grammar") for is_known in (False, True)}
-        self._tasks: dict[int, asyncio.Task[GrammarState | None]] = {}
-
-    def add(
-        self,
-        request_id: int,
-        begin: Callable[[], GrammarState | None],
-        *,
-        is_known: bool,
-        deadline_seconds: float | None,
-        on_done: Callable[[asyncio.Task[GrammarState | None]], None],
-    ) -> None:
-        """Call `begin` on a thread, then `on_done` with the task that has its result.
-
-        is_known:         `begin` compiles nothing.
-        deadline_seconds: from now; after it the task fails with TimeoutError. None means no limit.
-        on_done:          not called for a request that was dropped.
-        """
-
-        async def run() -> GrammarState | None:
-            async with asyncio.timeout(deadline_seconds):
-                return await asyncio.get_running_loop().run_in_executor(self._threads[is_known], begin)
-
-        def done(task: asyncio.Task[GrammarState | None]) -> None:
-            if self._tasks.get(request_id) is task:
-                del self._tasks[request_id]
-            if not task.cancelled():
-                on_done(task)
-
-        task = self._tasks[request_id] = asyncio.create_task(run())
-        task.add_done_callback(done)
-
-    def drop(self, request_id: int) -> None:
-        """Remove a request that was aborted, if it is in the queue."""
-        task = self._tasks.get(request_id)
-        if task is not None:
-            task.cancel()
-
-    def close(self) -> None:
-        for task in list(self._tasks.values()):
-            task.cancel()
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
-
-
 class NativeBackend(EngineBackend):
     """Runs `core` on one thread from start() on. All other code must use the core through call().
 
@@ -147,7 +96,7 @@ class NativeBackend(EngineBackend):
             ranks=self.ranks.count,
             capabilities=ALL_CAPABILITIES - (_OF_TEXT if controller is None else frozenset()),
         )
-        self._grammars = GrammarQueue()
+        self._grammars = GrammarQueue(controller)
         self._staged_epoch = 0
         self._commands: deque[tuple[Callable[[EngineCore], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -252,18 +201,12 @@ class NativeBackend(EngineBackend):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        controller, params = self.controller, request.sampling_params
-        if params.structured_output is None or controller is None:
+        if request.sampling_params.structured_output is None or self.controller is None:
             self._add(request, None)
             return
         received = time.monotonic()
         self._grammars.add(
-            request.request_id,
-            lambda: controller.begin_grammar(params, request.generated_tokens.tolist()),
-            # Looking up a description beyond the limits takes long, and begin_grammar() rejects it at once.
-            is_known=request.params_bytes > 2 * MAX_GRAMMAR_BYTES or controller.is_grammar_known(params),
-            deadline_seconds=request.deadline_seconds,
-            on_done=lambda begun: self._add_begun(request, begun, waited=time.monotonic() - received),
+            request, on_done=lambda begun: self._add_begun(request, begun, waited=time.monotonic() - received)
         )
 
     def abort(self, request_id: int) -> asyncio.Future[Any]:
@@ -294,7 +237,7 @@ class NativeBackend(EngineBackend):
             logger.info("request %d arrived after the engine stopped", request.request_id, extra=extra)
             return
         code, reason = ErrorCode.ENGINE_FAILED, error if isinstance(error, Exception) else str(error)
-        if isinstance(error, RequestOverflowError):
+        if isinstance(error, RequestOverflowError | BudgetExceededError):
             code = ErrorCode.QUEUE_FULL
         elif isinstance(error, ValueError):
             code = ErrorCode.INVALID_REQUEST

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
@@ -39,6 +40,7 @@ from megatron_runtime.engine.engine_request import (
     with_epoch,
 )
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEvent
@@ -134,6 +136,7 @@ class VllmBackend(EngineBackend):
         self._process: VllmProcess | None = VllmProcess(settings)
         started = self._process.started
         self._text = ModelText.of_model(settings.model)
+        self._grammars = GrammarQueue(self._text)
         self.info = BackendInfo(
             name="vllm",
             vocab_size=started["vocab_size"],
@@ -223,6 +226,7 @@ class VllmBackend(EngineBackend):
         await self._end_process()
         if self._followers is not None:
             await self._followers.close()
+        self._grammars.close()
         await asyncio.to_thread(self._text.close_grammars)
 
     async def _end_process(self) -> None:
@@ -297,8 +301,10 @@ class VllmBackend(EngineBackend):
     async def _check_grammar(self, opened: OpenRequest) -> None:
         """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
         try:
-            params = opened.request.sampling_params
-            await asyncio.to_thread(self._text.begin_grammar, params, list(opened.tokens))
+            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.deadline is its timer
+        except BudgetExceededError as error:
+            self._deliver([self._failed_output(opened, ErrorCode.QUEUE_FULL, error)])
+            return
         except ValueError as error:
             self._deliver([self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)])
             return

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.openai.answer import Piece, TokenLogProb, chat_log_probs, finite_log_prob
+from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, NamedTool, Tool
@@ -85,11 +86,12 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, parser=service.tool_parser)
     variables = _template_variables(service, body)
-    work = service.prompts.encode_chat(body.messages, tools=body.offered_tools, variables=variables)
+    lease = service.lease(request)
+    work = service.prompts.encode_chat(body.messages, lease=lease, tools=body.offered_tools, variables=variables)
     characters = sum(len(message.content) + len(message.reasoning_content or "") for message in body.messages)
     prompt = await service.while_connected(request, work, characters=characters)
     if body.prevent_retokenization:
-        prompt = await _with_earlier_tokens(service, body, prompt)
+        prompt = await _with_earlier_tokens(service, body, prompt, lease)
     prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
     format_, tokenizer = service.reasoning_format, service.prompts.tokenizer
     reasoning = None if format_ is None else ReasoningUse.of(format_, prompt, tokenizer)
@@ -199,7 +201,7 @@ def _moved(schema: Any, *, to: str) -> Any:
     return moved
 
 
-async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int]) -> list[int]:
+async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
     """Return the prompt with the tokens that the last answer carries, in place of the tokens of its text.
 
     The text of an answer, tokenized again, may give other tokens than the model generated. Training needs the same
@@ -215,7 +217,9 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
     param = f"messages[{last}].generation_token_ids"
     earlier = [*(messages[last].prompt_token_ids or ()), *(messages[last].generation_token_ids or ())]
     variables = {**_template_variables(service, request), "add_generation_prompt": False}
-    upto = await service.prompts.encode_chat(messages[: last + 1], tools=request.offered_tools, variables=variables)
+    upto = await service.prompts.encode_chat(
+        messages[: last + 1], lease=lease, tools=request.offered_tools, variables=variables
+    )
     ends = [at for at, token in enumerate(upto) if token in eos_ids]
     # Special tokens are never merged with text, so both have the same tokens up to the end of the answer.
     if not ends or prompt[: ends[-1] + 1] != upto[: ends[-1] + 1]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
-from megatron_runtime.server.json_text import JsonResponse
+from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece, completion_log_probs
+from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
@@ -20,7 +21,9 @@ from megatron_runtime.server.openai.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 _TEXTS_AT_ONCE = 1024
-"""Tokens that are decoded before other requests run."""
+"""Tokens that are written as JSON before other requests run."""
+_LISTS_AT_ONCE = 8
+"""Lists of token ids that are checked before other requests run."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -51,23 +54,29 @@ async def create_completion(service: Service, request: Request) -> Response:
 async def tokenized_prompts(service: Service, request: Request, body: CompletionRequest) -> list[Prompt]:
     """Return the prompts of a request. Raises ApiError 400 for one that is too long."""
     characters = sum(len(item) for item in body.prompt if isinstance(item, str))
-    return await service.while_connected(request, _prompts(service, body, characters), characters=characters)
+    work = _prompts(service, body, characters, service.lease(request))
+    return await service.while_connected(request, work, characters=characters)
 
 
-async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:
+async def _prompts(service: Service, body: CompletionRequest, characters: int, lease: Lease) -> list[Prompt]:
     """characters: of all texts together. If they are few, the texts are tokenized on the event loop."""
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
     found = []
     given: Sequence[str | list[int]] = body.prompt
     for place, item in enumerate(given):
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{place}]"
-        tokens = await prompts.encode(item, param=param, in_place=in_place) if isinstance(item, str) else item
+        if isinstance(item, str):
+            tokens = await prompts.encode(item, lease=lease, param=param, in_place=in_place)
+        else:
+            tokens = item
+            if place % _LISTS_AT_ONCE == _LISTS_AT_ONCE - 1:
+                await asyncio.sleep(0)
         if limit is not None and len(tokens) > limit:
             raise context_length_error(prompt_length=len(tokens), limit=limit, param=param)
         tokens = prompts.checked(tokens, param=param, add_bos=body.add_BOS)
         echoed = None
         if body.echo:
-            echoed = item if isinstance(item, str) else await prompts.decode(item)
+            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease)
         found.append(Prompt(tokens, param=param, echoed=echoed))
     return found
 
@@ -75,31 +84,46 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int) -
 async def tokenize(service: Service, request: Request) -> Response:
     """Answer with the token ids that a prompt of a text or of a conversation has."""
     body = await service.read(request, TokenizeRequest)
-    prompts = service.prompts
+    prompts, lease = service.prompts, service.lease(request)
     if body.prompt is not None:
         characters = len(body.prompt)
-        work = prompts.encode(body.prompt, param="prompt", add_special=body.add_special_tokens is not False)
+        add_special = body.add_special_tokens is not False
+        work = prompts.encode(body.prompt, lease=lease, param="prompt", add_special=add_special)
     else:
         messages, variables = body.messages or [], dict(body.chat_template_kwargs or {})
         if body.add_generation_prompt is not None:
             variables["add_generation_prompt"] = body.add_generation_prompt
         characters = sum(len(message.content) for message in messages)
-        work = prompts.encode_chat(messages, tools=body.tools or (), variables=variables)
+        work = prompts.encode_chat(messages, lease=lease, tools=body.tools or (), variables=variables)
     tokens = await service.while_connected(request, work, characters=characters)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": prompts.sequence_limit, "tokens": tokens}
+    fields = {"count": len(tokens), "max_model_len": prompts.sequence_limit}
+    ids = await _json_list(tokens, lambda token: token, lease)
+    parts = [to_json(fields)[:-1], b',"tokens":[', ids, b"]"]
     if body.return_token_strs:
-        texts: list[str] = []
-        for start in range(0, len(tokens), _TEXTS_AT_ONCE):
-            batch = tokens[start : start + _TEXTS_AT_ONCE]
-            texts += [prompts.tokenizer.token_bytes(token).decode(errors="replace") for token in batch]
-            await asyncio.sleep(0)
-        answer["token_strs"] = texts
-    return JsonResponse(answer)
+        text_of = prompts.tokenizer.token_bytes
+        texts = await _json_list(tokens, lambda token: text_of(token).decode(errors="replace"), lease)
+        parts += [b',"token_strs":[', texts, b"]"]
+    return service.answer(request, b"".join([*parts, b"}"]))
+
+
+async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], lease: Lease) -> bytes:
+    """Return values of tokens as the inner part of a JSON list, which the request then holds. Other requests run in
+    between. Raises ApiError 429 if the server holds too much.
+    """
+    parts = []
+    for start in range(0, len(tokens), _TEXTS_AT_ONCE):
+        parts.append(to_json([value_of(token) for token in tokens[start : start + _TEXTS_AT_ONCE]])[1:-1])
+        lease.add(len(parts[-1]) + 1)
+        await asyncio.sleep(0)
+    return b",".join(parts)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of token ids, special tokens written out."""
     body = await service.read(request, DetokenizeRequest)
-    check_vocabulary(body.tokens, service.prompts.tokenizer, param="tokens")
-    text = await service.prompts.decode(body.tokens, skip_special=False)
-    return JsonResponse({"prompt": text})
+    tokens, prompts = body.tokens, service.prompts
+    if prompts.sequence_limit is not None and len(tokens) > prompts.sequence_limit:
+        raise context_length_error(prompt_length=len(tokens), limit=prompts.sequence_limit, param="tokens")
+    check_vocabulary(tokens, prompts.tokenizer, param="tokens")
+    text = await prompts.decode(tokens, lease=service.lease(request), skip_special=False)
+    return service.answer(request, to_json({"prompt": text}))

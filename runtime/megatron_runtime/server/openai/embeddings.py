@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.json_text import JsonResponse
+from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
 from megatron_runtime.server.openai.generation import generation_of
@@ -34,6 +34,8 @@ _FIELD = "return_hidden_state"
 class EmbeddingRequest(ModelRequest):
     """POST /v1/embeddings."""
 
+    token_field = "input"
+
     input: (
         str
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -44,16 +46,30 @@ class EmbeddingRequest(ModelRequest):
     dimensions: Annotated[Any, FREE_JSON, only()] = None
     user: Discarded = None
 
+    _completion: CompletionRequest | None = PrivateAttr(None)
+
+    @property
+    def completion(self) -> CompletionRequest:
+        """Return the completion whose prompts are embedded, of a request that was prepared()."""
+        assert self._completion is not None
+        return self._completion
+
+    def prepared(self) -> Self:
+        """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
+        try:
+            self._completion = CompletionRequest(model=self.model, prompt=self.input, temperature=0)  # type: ignore[arg-type]
+        except ValueError as error:
+            message = "Invalid value for input: give a text, token ids, or a list of texts or of lists of token ids."
+            raise ApiError(400, message, param="input", code="invalid_value") from error
+        self.input = ""
+        return self
+
 
 async def create_embedding(service: Service, request: Request) -> Response:
     """Answer with one vector for each text. Raises ApiError 501 if the engines return no hidden states."""
     body = await service.read(request, EmbeddingRequest)
     service.check_in_flight(tenant=request.state.tenant)
-    try:
-        completion = CompletionRequest(model=body.model, prompt=body.input, temperature=0)  # type: ignore[arg-type]
-    except ValueError as error:
-        message = "Invalid value for input: give a text, token ids, or a list of texts or of lists of token ids."
-        raise ApiError(400, message, param="input", code="invalid_value") from error
+    completion = body.completion
     service.check_choices(len(completion.prompt), tenant=request.state.tenant)
     prompts = await tokenized_prompts(service, request, completion)
     options = Options(max_tokens=0, log_probs=None, hidden_state=True)
@@ -79,7 +95,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
         "model": generation.adapter or service.settings.served_name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return JsonResponse(answer)
+    return service.answer(request, to_json(answer))
 
 
 def _vector(piece: Piece) -> Any:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.client.inference_client import RequestOptions
+from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
 from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
@@ -72,7 +73,7 @@ async def respond(
         encoded.append(to_json(choice(piece)))
         await asyncio.sleep(0)  # other requests run between the choices
     content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
-    return Response(content, media_type="application/json")
+    return service.answer(request, content)
 
 
 def generation_of(
@@ -104,6 +105,8 @@ def generation_of(
     if key.tokens_per_minute is not None:
         for job in jobs:
             job.params.streaming_interval = min(job.params.streaming_interval, COUNTED_TOKENS) if body.stream else 1
+    request.state.body_bytes = 0  # the prompt is charged: an error that follows does not charge the body too
+    service.lease(request).add(sum(TOKEN_BYTES * len(job.prompt.tokens) for job in jobs))  # as they are sent
     adapter = service.adapter_of(body.model)
     span: Span | None = getattr(request.state, "span", None)
     if span is not None:

@@ -9,16 +9,25 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.guards import load_json
-from megatron_runtime.server.json_text import JsonResponse
+from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
@@ -178,6 +187,27 @@ class CountTokensRequest(ModelRequest):
     user_profile_id: Discarded = None
     workspace_id: Discarded = None
 
+    _chat: ChatRequest | None = PrivateAttr(None)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """Return the chat request, of a request that was prepared()."""
+        assert self._chat is not None
+        return self._chat
+
+    def prepared(self) -> Self:
+        """Return the request with the conversation in its chat request alone. Raises ApiError 400 for what chat
+        requests do not allow.
+        """
+        try:
+            self._chat = ChatRequest.model_validate(self.as_chat())
+        except ValidationError as error:
+            found = from_validation(error.errors(include_url=False, include_context=False))
+            message = f"Invalid value for messages: as a chat request, {found.message}"
+            raise ApiError(400, message, param="messages") from error
+        self.messages, self.system, self.tools = [], [], None
+        return self
+
     def as_chat(self) -> dict[str, Any]:
         """Return the body of the chat request."""
         messages = [message for turn in self.messages for message in turn.as_chat()]
@@ -242,7 +272,7 @@ class MessagesRequest(CountTokensRequest):
 async def create_message(service: Service, request: Request) -> Response:
     """Answer a conversation with content blocks."""
     body = await service.read(request, MessagesRequest)
-    chat = _chat_of(body)
+    chat = body.chat
     conversation = await conversation_of(service, request, chat)
     generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
     model = generation.adapter or service.settings.served_name
@@ -255,25 +285,14 @@ async def create_message(service: Service, request: Request) -> Response:
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass
-    return JsonResponse(answer.message())
+    return service.answer(request, to_json(answer.message()))
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
     """Answer with the number of tokens of the prompt that a conversation has."""
     body = await service.read(request, CountTokensRequest)
-    conversation = await conversation_of(service, request, _chat_of(body))
+    conversation = await conversation_of(service, request, body.chat)
     return JsonResponse({"input_tokens": len(conversation.prompt.tokens)})
-
-
-def _chat_of(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat request of a body. Raises ApiError 400 for what chat requests do not allow."""
-    try:
-        return ChatRequest.model_validate(body.as_chat())
-    except ValidationError as error:
-        found = from_validation(error.errors(include_url=False, include_context=False))
-        raise ApiError(
-            400, f"Invalid value for messages: as a chat request, {found.message}", param="messages"
-        ) from error
 
 
 async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:

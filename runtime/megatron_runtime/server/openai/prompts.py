@@ -1,19 +1,19 @@
-"""Tokenization of prompts and rendering of conversations, off the event loop and with bounded queues.
+"""Tokenization of prompts and rendering of conversations, off the event loop and fair between tenants.
 
-The work runs in three thread pools ("lanes"), first in, first out: rendering of conversations, tokenization of texts up
-to MAX_MEDIUM_BYTES, and tokenization of longer texts. So a text of a few kilobytes never waits for megabytes.
+The work runs in lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and tokenization of
+longer texts. So a text of a few kilobytes never waits for megabytes. What waits is bounded by the budget of bodies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from megatron_runtime.process.fair_lanes import BudgetExceededError, FairLanes
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
+from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.schema import ChatMessage, Tool
 from megatron_runtime.server.tool_prompts import without_tool_roles
@@ -21,58 +21,50 @@ from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusabl
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
 TEXT_TOKENIZED_IN_PLACE = 4096
-"""Characters. Longer texts are tokenized in a thread of `TextWork`, while the event loop serves other requests."""
+"""Characters. Longer texts are tokenized in a thread of `TextLanes`, while the event loop serves other requests."""
 MAX_MEDIUM_BYTES = 64 * 1024
 """A text of this length is tokenized in about 50 ms."""
-MAX_HELD_BYTES = 64 * 1024 * 1024
-"""Text of a server process that is tokenized or rendered now, or waits for it; beyond that 503."""
 MAX_WAIT_SECONDS = 30.0
 """A request that has not been tokenized after this time is answered with 503."""
+TEXT_SECONDS_PER_MINUTE = 60.0
+"""Time of each tenant for parsing, rendering and tokenization in a server process. Ordinary requests are not charged.
+"""
 _DECODED_AT_ONCE = 256
 """Tokens that are decoded before other requests run."""
 
 _T = TypeVar("_T")
 
 
-Lane: TypeAlias = Literal["render", "medium", "long"]
-_THREADS: Mapping[Lane, int] = {"render": RENDERERS, "medium": 3, "long": 1}
+Lane: TypeAlias = Literal["parse", "render", "medium", "long"]
+_THREADS: Mapping[str, int] = {"parse": 1, "render": RENDERERS, "medium": 3, "long": 1}
 
 
-class TextWork:
+class TextLanes:
     """The lanes of one server process. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.held_bytes = 0
-        self._threads = {lane: ThreadPoolExecutor(threads, f"text-{lane}") for lane, threads in _THREADS.items()}
+        self._lanes = FairLanes(
+            _THREADS, what="Parsing, rendering and tokenization", seconds_per_minute=TEXT_SECONDS_PER_MINUTE
+        )
 
-    async def run(self, lane: Lane, size: int, work: Callable[[], _T]) -> _T:
+    async def run(self, lane: Lane, lease: Lease, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, called in a thread of `lane`. A cancelled caller removes work that waits.
 
-        size: bytes of text that it holds.
-        Raises ApiError 503 if too much text is held already or the wait was too long, and what `work` raises.
+        lease: of the request; its tenant has a fair share of the lane. Requests without a tenant have no budget.
+        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and what `work` raises.
         """
-        with self._lock:
-            if self.held_bytes and self.held_bytes + size > MAX_HELD_BYTES:
-                message = f"This server has {MAX_HELD_BYTES} bytes of text to tokenize already: try again."
-                raise try_again(503, message, code="too_much_text")
-            self.held_bytes += size
-        future = self._threads[lane].submit(work)
-        future.add_done_callback(lambda _: self._release(size))
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                return await asyncio.wrap_future(future)
+                return await self._lanes.run(lane, lease.tenant, work, is_metered=bool(lease.tenant))
+        except BudgetExceededError as error:
+            seconds = error.retry_after_seconds
+            raise ApiError(429, f"{error}.", code="rate_limit_exceeded", retry_after_seconds=seconds) from error
         except TimeoutError as error:
             message = f"The text was not tokenized within {MAX_WAIT_SECONDS:g} s: try again, or shorten it."
             raise try_again(503, message, code="too_much_text") from error
 
     def close(self) -> None:
-        for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def _release(self, size: int) -> None:
-        with self._lock:
-            self.held_bytes -= size
+        self._lanes.close()
 
 
 class Prompts:
@@ -85,26 +77,35 @@ class Prompts:
         self.tokenizer = tokenizer
         limits = [limit for limit in (max_sequence_length, tokenizer.context_length) if limit is not None]
         self.sequence_limit = min(limits, default=None)
-        self._work = TextWork()
+        self.lanes = TextLanes()
 
     async def encode(
-        self, text: str, *, param: str, add_special: bool = True, in_place: bool | None = None
+        self, text: str, *, lease: Lease, param: str, add_special: bool = True, in_place: bool | None = None
     ) -> list[int]:
         """Return the tokens of a text.
 
+        lease:    of the request, which then holds the tokens.
         param:    the request field that has it, for errors.
         in_place: tokenize on the event loop; None means if the text is short.
         Raises ApiError 400 for a text that cannot be tokenized or whose least number of tokens exceeds the sequence
-        limit, and 503 if too much text waits to be tokenized.
+        limit, what TextLanes.run() raises, and 429 if the server holds too much.
         """
         encode = partial(self._encode, text, param=param, add_special=add_special)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
-            return encode()
-        size = _bytes_at_most(text)
-        return await self._work.run("medium" if size <= MAX_MEDIUM_BYTES else "long", size, encode)
+            tokens = encode()
+        else:
+            lane: Lane = "medium" if _bytes_at_most(text) <= MAX_MEDIUM_BYTES else "long"
+            tokens = await self.lanes.run(lane, lease, encode)
+        lease.add(TOKEN_BYTES * len(tokens))
+        return tokens
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        lease: Lease,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation, with the tools described in it.
 
@@ -116,23 +117,27 @@ class Prompts:
         if template is not None and "tools" not in template.variables:
             rendered, described = without_tool_roles(rendered, described), None
         render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
-        size = sum(
-            _bytes_at_most(text) for message in messages for text in (message.content, message.reasoning_content or "")
-        )
         try:
-            text = await self._work.run("render", size, render)
+            text = await self.lanes.run("render", lease, render)
         except ChatTemplateUnusableError as error:
             raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
         except ChatTemplateError as error:
             raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
-        return await self.encode(text, param="messages", add_special=False)
+        size = _bytes_at_most(text)
+        lease.add(size)
+        tokens = await self.encode(text, lease=lease, param="messages", add_special=False)
+        lease.add(-size)
+        return tokens
 
-    async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of tokens. Other requests run in between, however many tokens there are."""
+    async def decode(self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True) -> str:
+        """Return the text of tokens, which the request then holds. Other requests run in between, however many tokens
+        there are. Raises ApiError 429 if the server holds too much.
+        """
         detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
         parts = []
         for start in range(0, len(tokens), _DECODED_AT_ONCE):
             parts.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
+            lease.add(_bytes_at_most(parts[-1]))
             await asyncio.sleep(0)
         return "".join([*parts, detokenizer.finish()])
 
@@ -150,7 +155,7 @@ class Prompts:
         return tokens
 
     def close(self) -> None:
-        self._work.close()
+        self.lanes.close()
 
     def _encode(self, text: str, *, param: str, add_special: bool) -> list[int]:
         limit = self.sequence_limit

@@ -9,14 +9,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictBool, StrictStr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, from_validation
-from megatron_runtime.server.json_text import JsonResponse
+from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
@@ -137,6 +137,27 @@ class ResponsesRequest(ModelRequest):
                 raise ValueError(f"item {place} has type {str(kind)[:40]!r}: use {', '.join(_ITEM_KINDS)}")
         return value
 
+    _chat: ChatRequest | None = PrivateAttr(None)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """Return the chat request, of a request that was prepared()."""
+        assert self._chat is not None
+        return self._chat
+
+    def prepared(self) -> Self:
+        """Return the request with its input in its chat request alone. Raises ApiError 400 for what chat requests do
+        not allow.
+        """
+        try:
+            self._chat = ChatRequest.model_validate(self.as_chat())
+        except ValidationError as error:
+            found = from_validation(error.errors(include_url=False, include_context=False))
+            message = f"Invalid value for input: as a chat request, {found.message}"
+            raise ApiError(400, message, param="input") from error
+        self.input = ""
+        return self
+
     def as_chat(self) -> dict[str, Any]:
         """Return the body of the chat request."""
         choice, tools, text = self.tool_choice, self.tools, self.text
@@ -208,11 +229,7 @@ def _text_of(content: Any) -> Any:
 async def create_response(service: Service, request: Request) -> Response:
     """Answer a conversation with output items."""
     body = await service.read(request, ResponsesRequest)
-    try:
-        chat = ChatRequest.model_validate(body.as_chat())
-    except ValidationError as error:
-        found = from_validation(error.errors(include_url=False, include_context=False))
-        raise ApiError(400, f"Invalid value for input: as a chat request, {found.message}", param="input") from error
+    chat = body.chat
     conversation = await conversation_of(service, request, chat)
     generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
     model = generation.adapter or service.settings.served_name
@@ -224,7 +241,7 @@ async def create_response(service: Service, request: Request) -> Response:
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass
-    return JsonResponse(answer.response())
+    return service.answer(request, to_json(answer.response()))
 
 
 async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -150,9 +150,18 @@ class Body(BaseModel):
 
 
 class ModelRequest(Body):
-    """The body of a request to the model. model: None takes the one that is served."""
+    """The body of a request to the model. model: None takes the one that is served.
+
+    token_field: field that may have a long list, of token ids.
+    """
+
+    token_field: ClassVar[str | None] = None
 
     model: Name | None = None
+
+    def prepared(self) -> Self:
+        """Return the request in the form that its route reads. Called where the body was parsed."""
+        return self
 
 
 class StreamOptions(Body):
@@ -273,6 +282,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions. With echo max_tokens may be 0, for the prompt and its log-probabilities alone."""
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    token_field = "prompt"
 
     max_tokens: Annotated[StrictInt, within("num_tokens_to_generate", minimum=0, maximum=math.inf)] | None = None
     prompt: (
@@ -525,5 +535,7 @@ class TokenizeRequest(ModelRequest):
 
 class DetokenizeRequest(ModelRequest):
     """POST /v1/detokenize."""
+
+    token_field = "tokens"
 
     tokens: TokenIds

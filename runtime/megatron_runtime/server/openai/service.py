@@ -9,25 +9,28 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.process.tracing import Tracer
+from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
-from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
-from megatron_runtime.server.guards import JsonLimitError, JsonScan, NotJsonError, check_content_type
+from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
+from megatron_runtime.server.guards import MAX_ELEMENTS, JsonLimitError, JsonScan, NotJsonError, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
+from megatron_runtime.server.openai.bodies import PARSED_IN_PLACE_BYTES, BodyBudget, Lease, parse, parse_in_child
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
 from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.streaming import until_disconnect
+from megatron_runtime.server.streaming import JsonAnswer, until_disconnect
 from megatron_runtime.server.tools import ToolParser
 
 _Model = TypeVar("_Model", bound=ModelRequest)
@@ -35,6 +38,8 @@ _T = TypeVar("_T")
 
 UNNAMED_MODEL = "EMPTY"
 """Megatron-Core's clients send this name: it means the model of the server."""
+BYTES_PER_TOKEN = 4
+"""Of a rejected body, whose tokens are not known."""
 _NAMED_MODELS = 8
 """Adapters that the error for an unknown model names."""
 
@@ -63,8 +68,8 @@ class Service:
     """Open HTTP requests of routes that check the API key."""
     last_request: float = -math.inf
     """Time on the monotonic clock when the last request with a valid API key began."""
-    body_bytes: int = 0
-    """Of incomplete request bodies."""
+    bodies: BodyBudget = field(init=False)
+    """The bytes that requests hold until they are answered."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: requests that are still open are answered with an error."""
     rate_limits: RateLimits = field(init=False)
@@ -76,6 +81,7 @@ class Service:
             reserved_tokens=self.settings.reserve_tokens,
             wait_seconds=self.settings.coordinator_wait_seconds,
         )
+        self.bodies = BodyBudget(self.settings.max_bodies_bytes)
 
     def missing(self) -> list[str]:
         """Return the reasons why this server is not ready, one phrase each."""
@@ -113,18 +119,33 @@ class Service:
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body. Raises ApiError 400, 403 for a model that the key may not use, 404 for another
-        model, 413 or 415.
+        """Return the validated body, which counts as held until the request is answered.
+
+        Raises ApiError 400, 403 for a model that the key may not use, 404 for another model, 413, 415, 429 if the
+        server holds too much or the tenant has used its time for large bodies.
         """
         check_content_type(request.headers)
-        scan = JsonScan()
-        body = await self._body(request, scan)
-        try:
-            validated = model.model_validate_json(body, context=scan)
-        except ValidationError as error:
-            raise from_validation(error.errors(include_url=False, include_context=False)) from error
+        # The lists of a request are tokens of one prompt, or have limits of their own below this one.
+        longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
+        scan, lease = JsonScan(long_list=longest), self.lease(request)
+        body = await self._body(request, scan, lease, token_field=model.token_field)
+        lease.add(scan.parsed_bytes)
+        if len(body) <= PARSED_IN_PLACE_BYTES:
+            validated = parse(model, body, scan)
+        else:
+            work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, body, scan))
+            validated = await until_disconnect(request.receive, work, expired=self.expired)
+        lease.add(-len(body))
         self.check_model(request.state.key, validated.model)
         return validated
+
+    def lease(self, request: Request) -> Lease:
+        """Return the lease of a request, which is released when it is answered."""
+        state = request.scope["state"]
+        if "lease" not in state:
+            state["lease"] = Lease(self.bodies, request.state.tenant)
+        lease: Lease = state["lease"]
+        return lease
 
     def check_model(self, key: ApiKey, model: str | None) -> str:
         """Return the adapter of a model. Raises ApiError 403 if the key may not use it, 404 if it is not served."""
@@ -137,31 +158,49 @@ class Service:
             raise ApiError(403, message, param="model", code="model_not_allowed")
         return adapter
 
-    async def _body(self, request: Request, scan: JsonScan) -> bytes:
-        """Return the body. While bodies arrive, the total size of all of them is limited."""
+    def answer(self, request: Request, content: bytes) -> Response:
+        """Return the whole answer of a request, which holds it until the client has read it. content: JSON."""
+        self.lease(request).force(len(content))
+        return JsonAnswer(content)
+
+    async def _body(self, request: Request, scan: JsonScan, lease: Lease, *, token_field: str | None) -> bytes:
+        """Return the body, and write its size into the state of the request for charge_rejected_body().
+
+        token_field: the field with a list that is longer than a prompt may be.
+        """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        chunks, size = [], 0
-        try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                self.body_bytes += len(chunk)
-                if size > limit:
-                    raise too_large
-                if self.body_bytes > self.settings.max_bodies_bytes:
-                    message = "This server receives too many large request bodies at once: try again."
-                    raise try_again(429, message, code="too_many_requests")
+        chunks: list[bytes] = []
+        size, rejection = 0, None
+        async for chunk in request.stream():
+            size += len(chunk)
+            request.state.body_bytes = size
+            if size > limit:
+                raise too_large
+            if rejection is not None:
+                continue  # a client that has sent all of its body reads the answer
+            try:
+                lease.add(len(chunk))
                 scan.feed(chunk)
+                if scan.longest_list:
+                    tokens, most = scan.longest_list, scan.long_list
+                    raise context_length_error(prompt_length=tokens, limit=most, param=token_field, is_bound=True)
                 chunks.append(chunk)
-        except JsonLimitError as error:
-            raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
-        except NotJsonError as error:
-            raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-        finally:
-            self.body_bytes -= size
+            except JsonLimitError as error:
+                message = f"The request body is too complex: {error}."
+                rejection = ApiError(400, message, code="body_too_complex")
+            except NotJsonError as error:
+                rejection = ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json")
+            except ApiError as error:
+                rejection = error
+            if rejection is not None:
+                chunks.clear()
+                lease.release()
+        if rejection is not None:
+            raise rejection
         return b"".join(chunks)
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
@@ -184,6 +223,8 @@ class Service:
             self.in_flight -= 1
             if self.in_flight == 0:
                 self._idle.set()
+            if (lease := state.get("lease")) is not None:
+                lease.release()
             if (tenant := state.get("tenant")) is not None:
                 self.in_flight_by_tenant[tenant] -= 1
                 if not self.in_flight_by_tenant[tenant]:
@@ -221,6 +262,10 @@ class Service:
             return None
         with self._rejections(key):
             return await self.rate_limits.reserve(key, prompt=prompt, choices=choices)
+
+    def charge_rejected_body(self, key: ApiKey, num_bytes: int) -> None:
+        """Count a body that was rejected against the tokens of its key, one token for 4 bytes."""
+        self.add_tokens(key, num_bytes // BYTES_PER_TOKEN)
 
     @contextmanager
     def _rejections(self, key: ApiKey) -> Iterator[None]:

@@ -1,0 +1,253 @@
+"""Work that waits for a few threads, shared fairly between keys: round robin, with a budget of seconds per minute.
+
+`FairQueue` and `Budget` are the discipline, without clock and threads. `FairLanes` runs it on an event loop, in named
+lanes of threads, and `FairThreads` without an event loop and budget. A key is the tenant that the work is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+FREE_SECONDS = 0.05
+"""Time of each job that is not charged. Ordinary jobs take less, so a budget limits expensive jobs alone."""
+
+_T = TypeVar("_T")
+_Job = TypeVar("_Job")
+
+
+class BudgetExceededError(Exception):
+    """A key has used its budget. retry_after_seconds: until it may begin another job."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Budget:
+    """The seconds of work that each key may use per minute: a bucket for each key, which drains at a constant rate.
+
+    A key may exceed its budget by the jobs that run: how long a job takes is known when it ends.
+    """
+
+    def __init__(self, seconds_per_minute: float) -> None:
+        self.seconds_per_minute = seconds_per_minute
+        self._empty_at: dict[str, float] = {}
+        """When the bucket of each key will be empty. Keys with an empty bucket are removed."""
+
+    def charge(self, key: str, seconds: float, *, now: float) -> None:
+        """Count a job of `key` that took `seconds`."""
+        self._empty_at = {other: at for other, at in self._empty_at.items() if at > now}
+        if seconds > FREE_SECONDS:
+            drains_in = (seconds - FREE_SECONDS) * 60 / self.seconds_per_minute
+            self._empty_at[key] = self._empty_at.get(key, now) + drains_in
+
+    def wait(self, key: str, *, now: float) -> float:
+        """Return the seconds until the key may begin a job; 0 if it may begin one now."""
+        return max(0.0, self._empty_at.get(key, now) - now - 60)
+
+
+class FairQueue(Generic[_Job]):
+    """The order of jobs for a number of workers: round robin over keys.
+
+    Each job has a turn: the one after the last turn of its key, but at least the current one. The next job is of the
+    key with the fewest running jobs, and among these of the lowest turn. So a key has one job at a time while another
+    key waits, and waits for at most one further job of each other key. The jobs of a key keep their order.
+    """
+
+    def __init__(self, *, workers: int) -> None:
+        self._workers = workers
+        self._waiting: dict[str, deque[_Job]] = {}
+        self._running: Counter[str] = Counter()
+        self._turn = 0
+        self._next_turn: dict[str, int] = {}
+        """Turn of the next job of each key that has waiting jobs, or has had this turn already."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, key: str, job: _Job) -> None:
+        if key not in self._waiting:
+            self._waiting[key] = deque()
+            self._next_turn[key] = max(self._turn, self._next_turn.get(key, 0))
+        self._waiting[key].append(job)
+
+    def remove(self, key: str, job: _Job) -> None:
+        """Remove a job if it waits."""
+        jobs = self._waiting.get(key, deque())
+        with contextlib.suppress(ValueError):
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[key]
+
+    def take(self) -> tuple[str, _Job] | None:
+        """Return the next job and its key; None if none waits or no worker is free. It runs until release()."""
+        if not self._waiting or self._running.total() >= self._workers:
+            return None
+        key = min(self._waiting, key=lambda key: (self._running[key], self._next_turn[key]))
+        jobs = self._waiting.pop(key)
+        job = jobs.popleft()
+        if jobs:
+            self._waiting[key] = jobs  # behind other keys of the same turn
+        self._running[key] += 1
+        self._turn = max(self._turn, self._next_turn[key])
+        self._next_turn[key] += 1
+        return key, job
+
+    def release(self, key: str) -> None:
+        """End a job that runs."""
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]
+        if not self._waiting:
+            self._next_turn = {other: turn for other, turn in self._next_turn.items() if turn > self._turn}
+
+
+class FairThreads:
+    """Threads that run jobs in the order of a FairQueue. Thread-safe."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._queue = FairQueue[tuple[Future[Any], Callable[[], Any]]](workers=threads)
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(threads, name)
+
+    def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
+        """Return the future result of `call`, which a thread runs when it is the turn of `key`."""
+        future: Future[_T] = Future()
+        with self._lock:
+            self._queue.add(key, (future, call))
+            self._begin()
+        return future
+
+    def close(self) -> None:
+        """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
+        self._threads.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        while (taken := self._queue.take()) is not None:
+            key, (future, call) = taken
+            try:
+                self._threads.submit(self._perform, key, future, call)
+            except RuntimeError as error:  # it was closed
+                self._queue.release(key)
+                future.set_exception(error)
+
+    def _perform(self, key: str, future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        with self._lock:
+            self._queue.release(key)
+            self._begin()
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    call: Callable[[], Any]
+    result: asyncio.Future[Any]
+    is_metered: bool
+
+
+class FairLanes:
+    """Runs work in threads. All methods are called on one event loop.
+
+    lanes:              number of threads by lane.
+    what:               the work, for the error of a key that has used its budget.
+    seconds_per_minute: budget of each key over all lanes.
+    clock:              returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, int],
+        *,
+        what: str,
+        seconds_per_minute: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what = what
+        self._budget = Budget(seconds_per_minute)
+        self._clock = clock
+        self._is_closed = False
+        self._queues = {lane: FairQueue[_Work](workers=threads) for lane, threads in lanes.items()}
+        self._threads = {lane: ThreadPoolExecutor(threads, f"lane-{lane}") for lane, threads in lanes.items()}
+
+    async def run(self, lane: str, key: str, call: Callable[[], _T], *, is_metered: bool = True) -> _T:
+        """Return the result of `call`, called in a thread of `lane`.
+
+        If the caller is cancelled, work that waits is removed. Work that runs goes on, and its result is dropped.
+
+        is_metered: the work counts against the budget of its key.
+
+        Raises BudgetExceededError, and what `call` raises.
+        """
+        work = _Work(call, asyncio.get_running_loop().create_future(), is_metered)
+        queue = self._queues[lane]
+        queue.add(key, work)
+        self._begin(lane)
+        try:
+            result: _T = await work.result
+        except asyncio.CancelledError:
+            queue.remove(key, work)
+            raise
+        return result
+
+    def close(self) -> None:
+        """Drop the work that waits, and end the threads when their work has ended."""
+        self._is_closed = True
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, lane: str) -> None:
+        """Begin or reject the jobs that are next."""
+        queue, loop = self._queues[lane], asyncio.get_running_loop()
+        while (taken := queue.take()) is not None:
+            key, work = taken
+            wait = self._budget.wait(key, now=self._clock()) if work.is_metered else 0.0
+            if wait:
+                queue.release(key)
+                if not work.result.done():
+                    work.result.set_exception(self._exceeded(wait))
+                continue
+            self._threads[lane].submit(self._perform, lane, key, work, loop)
+
+    def _perform(self, lane: str, key: str, work: _Work, loop: asyncio.AbstractEventLoop) -> None:
+        """Run a job in a thread."""
+        began, result, error = self._clock(), None, None
+        try:
+            result = work.call()
+        except BaseException as raised:
+            error = raised
+        seconds = self._clock() - began
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(self._end, lane, key, work, result, error, seconds)
+
+    def _end(
+        self, lane: str, key: str, work: _Work, result: object, error: BaseException | None, seconds: float
+    ) -> None:
+        self._queues[lane].release(key)
+        if work.is_metered:
+            self._budget.charge(key, seconds, now=self._clock())
+        if not work.result.done():
+            if error is None:
+                work.result.set_result(result)
+            else:
+                work.result.set_exception(error)
+        if not self._is_closed:
+            self._begin(lane)
+
+    def _exceeded(self, wait: float) -> BudgetExceededError:
+        return BudgetExceededError(
+            f"{self._what} of this client took more than {self._budget.seconds_per_minute:g} s in a minute, the most "
+            f"allowed: try again in {math.ceil(wait)} s, with less of it",
+            retry_after_seconds=wait,
+        )

@@ -1,0 +1,144 @@
+"""Request bodies: the memory that they hold until they are answered, and the process that parses large ones.
+
+pydantic holds the global interpreter lock while it parses, so a thread would stall all streams of the server. A body
+of up to PARSED_IN_PLACE_BYTES takes a few milliseconds at most. Larger ones are parsed by a child process, whose
+result is unpickled in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+from collections import Counter
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.server.errors import ApiError, from_validation, try_again
+from megatron_runtime.server.guards import JsonScan
+from megatron_runtime.server.openai.schema import ModelRequest
+
+PARSED_IN_PLACE_BYTES = 64 * 1024
+PARSE_SECONDS = 10.0
+"""For one body. The most complex ones take 0.2 s."""
+PARSE_MEMORY_BYTES = 1 << 30
+"""Address space of the child process for a body and its result."""
+TOKEN_BYTES = 40
+"""Of a token in a list: the list's pointer, and the integer."""
+
+_MAX_REPLY_BYTES = 256 << 20
+_PARSER = "megatron_runtime.server.openai.body_parser"
+
+_Model = TypeVar("_Model", bound=ModelRequest)
+
+
+class BodyBudget:
+    """The bytes that the requests of a server hold for their bodies, by tenant.
+
+    A full server still accepts bodies of a tenant that holds less than its fair share of the limit. So no tenant blocks
+    others, and at most twice the limit is held.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held: Counter[str] = Counter()
+        self.total = 0
+
+    def add(self, tenant: str, size: int) -> None:
+        """Count `size` bytes, which may be negative. Raises ApiError 429 if they are too many."""
+        if size > 0 and self.total + size > self.limit:
+            share = self.limit // len({*self.held, tenant})
+            if self.held[tenant] + size > share:
+                message = (
+                    f"Requests of this server hold {self.limit} bytes of bodies, prompts and answers, or would with "
+                    "this one: try again."
+                )
+                raise try_again(429, message, code="too_many_requests")
+        self.force(tenant, size)
+
+    def force(self, tenant: str, size: int) -> None:
+        """Count `size` bytes, also beyond the limit."""
+        self.total += size
+        self.held[tenant] += size
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+class Lease:
+    """The bytes that one request holds, until release()."""
+
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self.tenant = tenant
+        self.size = 0
+        self._budget = budget
+
+    def add(self, size: int) -> None:
+        """Count `size` bytes more, or less if it is negative. Raises ApiError 429 if the server holds too many."""
+        self._budget.add(self.tenant, size)
+        self.size += size
+
+    def force(self, size: int) -> None:
+        """Count bytes that are held already."""
+        self._budget.force(self.tenant, size)
+        self.size += size
+
+    def release(self) -> None:
+        self._budget.force(self.tenant, -self.size)
+        self.size = 0
+
+
+def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
+    """Return the validated body. Raises ApiError 400.
+
+    scan: the structure of the body, which counts JSON in its strings too.
+    """
+    try:
+        return model.model_validate_json(body, context=scan).prepared()
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_context=False)) from error
+
+
+def parse_in_child(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
+    """Return the same as parse(), from the child process. Blocks; other threads run meanwhile.
+
+    Raises what parse() raises, ApiError 400 for a body that takes the child too much time or memory, and 503 if it does
+    not start.
+    """
+    try:
+        reply = _child.call(pickle.dumps((model, body, scan), 5), timeout_seconds=PARSE_SECONDS)
+    except ProcessLostError as error:
+        message = f"The request body is too complex: the process that parses it is limited, and {error}."
+        raise ApiError(400, message, code="body_too_complex") from error
+    except ProcessStartError as error:
+        raise try_again(503, f"No process can parse the request body: {error}.", code="internal_error") from error
+    parsed, rejection = pickle.loads(reply)
+    if rejection is not None:
+        raise ApiError(**rejection)
+    result: _Model = parsed
+    return result
+
+
+def _new_child() -> SacrificialProcess:
+    return SacrificialProcess(_PARSER, memory_bytes=PARSE_MEMORY_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)
+
+
+_child = _new_child()
+
+
+def end_parser() -> None:
+    """End the child process, for a program that stops serving. A later body starts it again."""
+    global _child
+    before, _child = _child, _new_child()
+    before.close()
+
+
+def _start_over() -> None:
+    """A forked process must not share the connection of its parent."""
+    global _child
+    _child = _new_child()
+
+
+os.register_at_fork(after_in_child=_start_over)
+atexit.register(lambda: _child.close())

@@ -1,0 +1,34 @@
+"""The child process that parses large request bodies; bodies.py starts it. Requests and replies are pickled."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from megatron_runtime.process.sacrificial_process import serve
+from megatron_runtime.server.errors import ApiError
+
+# The models of all bodies: nothing can be imported when the thread that handles requests has begun.
+from megatron_runtime.server.openai import embeddings, messages, responses, schema
+from megatron_runtime.server.openai.bodies import parse
+
+__all__ = ["embeddings", "messages", "responses", "schema"]
+
+
+def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
+    def handle(request: bytes) -> bytes:
+        """Return the result of parse(), and the fields of the error that it raised. request: its arguments."""
+        parsed: Any = None
+        rejection = None
+        try:
+            parsed = parse(*pickle.loads(request))
+        except ApiError as error:
+            rejection = {name: getattr(error, name) for name in ("status", "message", "param", "code")}
+        return pickle.dumps((parsed, rejection), 5)
+
+    return handle
+
+
+if __name__ == "__main__":
+    serve(_prepare)
