@@ -49,8 +49,8 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 @click.option(
     "--socket-dir",
     type=DIRECTORY,
-    help="Listen on Unix sockets in this directory, client, engine and admin, instead of the ports. Every process that "
-    "may enter it is trusted.",
+    help="Listen on Unix sockets in this directory, client, engine and admin, instead of the ports. Only processes of "
+    "this user may connect.",
 )
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--other-host", help="Host of the other coordinator of a pair, with the same ports; absent: none.")

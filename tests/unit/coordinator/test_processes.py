@@ -22,6 +22,7 @@ from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import Error, decode, pack, unpack
 
@@ -328,3 +329,22 @@ async def test_a_stopped_engine_of_a_resource_idles_until_sigterm(processes) -> 
     assert engine.returncode is None
     engine.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(engine.wait(), LONG_SECONDS) == 0
+
+
+async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_opens_no_port(
+    processes: Processes,
+) -> None:
+    with private_folder() as folder:
+        options = ("coordinator", "--socket-dir", str(folder), "--health-port", "off")
+        address = f"ipc://{folder}/client"
+        for _ in range(2):
+            coordinator = await processes.start(*options)
+            client = InferenceClient(address, deserialize=False, libzmq=False)
+            await client.start(connect_timeout_seconds=LONG_SECONDS)
+            assert (await client.status()).engines == []
+            client.stop()
+            listeners = psutil.Process(coordinator.pid).net_connections(kind="inet")
+            assert listeners == []
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+            coordinator.kill()
+            await coordinator.wait()

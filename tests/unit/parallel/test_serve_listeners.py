@@ -94,6 +94,7 @@ def check_listeners(pid: int, url: str) -> set[str]:
     assert internet_listeners(pid) == {int(url.rsplit(":", 1)[1])}
     paths = unix_listeners(pid)
     for path in paths:
+        assert Path(path).name.startswith(("rank-", "tensor-")) or stat.S_IMODE(Path(path).stat().st_mode) == 0o600
         folder = Path(path).parent.stat()
         assert (folder.st_uid, stat.S_IMODE(folder.st_mode)) == (os.geteuid(), 0o700), path
         if os.geteuid() == 0:

@@ -42,8 +42,8 @@ class CoordinatorSettings:
 
     listen:          address to bind; "::" is every address of the host.
     client_port, engine_port, admin_port: 0 picks a free port.
-    socket_dir:      folder of Unix sockets `client`, `engine` and `admin` instead of the ports. Every process that may
-                     enter it is trusted.
+    socket_dir:      folder of Unix sockets `client`, `engine` and `admin` instead of the ports. Every process of this
+                     user is trusted.
     single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
     health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
     other_host:      host of the other coordinator of a pair, which has the same ports; None: there is no other.

@@ -87,9 +87,10 @@ class Router:
         return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
 
     def bind_path(self, path: Path) -> str:
-        """Listen on a Unix socket, and return the address. Raises OSError."""
+        """Listen on a Unix socket, to which only this user may connect. Return the address. Raises OSError."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
+        path.chmod(0o600)
         listener.listen(_BACKLOG)
         server = self._loop.create_unix_server(self._connection, sock=listener)
         return self._listen(listener, f"ipc://{path}", server)
