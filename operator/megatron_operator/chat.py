@@ -16,6 +16,7 @@ from megatron_operator.cluster.kinds import SECRET, SERVICE
 from megatron_operator.kubectl_proxy import ClusterError, rejection
 from megatron_operator.resource_client import ResourceClient
 from megatron_operator.resource_view import Object
+from megatron_runtime.process.secrets import HEADER, SecretError
 from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
@@ -62,7 +63,10 @@ def api_key(client: ResourceClient, resource: Mapping[str, Any], *, model: str) 
     found = first_key(content, model=model)
     if found is None:
         raise ClusterError(f"{about}: key {key} has no API key for model {model}; give --api-key")
-    return found
+    try:
+        return HEADER.check(f"{about}: the API key of key {key}", found)
+    except SecretError as error:
+        raise ClusterError(str(error)) from None
 
 
 @dataclass
