@@ -204,8 +204,8 @@ class _CoordinatorRuntime:
         self._failed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._failing: asyncio.Task[None] | None = None
-        self._answered = 0
-        """Prompts of answer() that were answered."""
+        self._answered = self._submitted = 0
+        """Prompts of answer() that were answered, and those that are submitted now."""
         self._place_count = places
         self._places = asyncio.Semaphore(places)
         self._engine = engine
@@ -365,19 +365,24 @@ class _CoordinatorRuntime:
                 client, answered = self.client, self._answered
                 if client is None:
                     raise UnavailableError(ErrorCode.UNAVAILABLE, SHUT_DOWN)
+                self._submitted += 1
                 try:
                     reply: dict[str, Any] = await client.add_request(tokens, params)
                     self._answered += 1
                     return reply
                 except (QueueFullError, DeadlineExceededError) as error:
-                    # Others are answered, so this one will be.
-                    if self._answered == answered and not client.completion_futures:
+                    # If others are answered, or will be, this one will be answered later.
+                    if self._answered == answered and (
+                        self._submitted == 1 or isinstance(error, DeadlineExceededError)
+                    ):
                         raise
                     seconds = error.retry_after_seconds or RETRY_SECONDS
                 except RequestRejectedError as error:
                     if error.is_transient:
                         raise
                     return failed_reply(error_map(ErrorCode(error.code), str(error)))
+                finally:
+                    self._submitted -= 1
             await asyncio.sleep(seconds)
 
     async def teardown(self) -> None:
