@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -103,14 +104,15 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
         raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
 
-def parse_in_child(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
+def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
     """Return the same as parse(), from the child process. Blocks; other threads run meanwhile.
 
+    parts: of the body.
     Raises what parse() raises, ApiError 400 for a body that takes the child too much time or memory, and 503 if it does
     not start.
     """
     try:
-        reply = _child.call(pickle.dumps((model, body, scan), 5), timeout_seconds=PARSE_SECONDS)
+        reply = _child.call(pickle.dumps((model, b"".join(parts), scan), 5), timeout_seconds=PARSE_SECONDS)
     except ProcessLostError as error:
         message = f"The request body is too complex: the process that parses it is limited, and {error}."
         raise ApiError(400, message, code="body_too_complex") from error
