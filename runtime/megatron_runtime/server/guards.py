@@ -150,7 +150,8 @@ class JsonScan:
         if not has_brackets:
             self._run += _separators(outside)
         elif self._run + commas < self.long_list:
-            self._run = _separators(outside[max(outside.rfind(bracket) for bracket in b"[]{}") :])
+            last = max(outside.rfind(b"]"), outside.rfind(b"}"), outside.rfind(b"["), outside.rfind(b"{"))
+            self._run = _separators(outside[last:])
         else:
             first, *others = map(_separators, outside.translate(_ONE_BRACKET).split(b"["))
             longest = max(self._run + first, *others)

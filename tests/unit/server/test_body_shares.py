@@ -232,8 +232,8 @@ async def test_large_bodies_of_keys_are_parsed_in_turns(
     running = await start(api_keys_file=keys)
     release, begun = threading.Event(), list[str]()
 
-    def held(model: type[CompletionRequest], body: bytes, scan: Any) -> CompletionRequest:
-        parsed = bodies.parse(model, body, scan)
+    def held(model: type[CompletionRequest], parts: list[bytes], scan: Any) -> CompletionRequest:
+        parsed = bodies.parse(model, b"".join(parts), scan)
         begun.append(str(parsed.prompt[0]))
         release.wait(LONG_SECONDS)
         return parsed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-from collections import Counter
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -43,14 +43,14 @@ class BodyBudget:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held: Counter[str] = Counter()
+        self.held: dict[str, int] = {}
         self.total = 0
 
     def add(self, tenant: str, size: int) -> None:
         """Count `size` bytes, which may be negative. Raises ApiError 429 if they are too many."""
         if size > 0 and self.total + size > self.limit:
             share = self.limit // len({*self.held, tenant})
-            if self.held[tenant] + size > share:
+            if self.held.get(tenant, 0) + size > share:
                 message = (
                     f"Requests of this server hold {self.limit} bytes of bodies, prompts and answers, or would with "
                     "this one: try again."
@@ -61,7 +61,11 @@ class BodyBudget:
     def force(self, tenant: str, size: int) -> None:
         """Count `size` bytes, also beyond the limit."""
         self.total += size
-        self.held[tenant] += size
+        self.held[tenant] = self.held.get(tenant, 0) + size
+
+    def release(self, tenant: str, size: int) -> None:
+        """End the count of `size` bytes."""
+        self.force(tenant, -size)
         if not self.held[tenant]:
             del self.held[tenant]
 
@@ -85,7 +89,7 @@ class Lease:
         self.size += size
 
     def release(self) -> None:
-        self._budget.force(self.tenant, -self.size)
+        self._budget.release(self.tenant, self.size)
         self.size = 0
 
 
@@ -100,14 +104,15 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
         raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
 
-def parse_in_child(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
+def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
     """Return the same as parse(), from the child process. Blocks; other threads run meanwhile.
 
+    parts: of the body.
     Raises what parse() raises, ApiError 400 for a body that takes the child too much time or memory, and 503 if it does
     not start.
     """
     try:
-        reply = _child.call(pickle.dumps((model, body, scan), 5), timeout_seconds=PARSE_SECONDS)
+        reply = _child.call(pickle.dumps((model, b"".join(parts), scan), 5), timeout_seconds=PARSE_SECONDS)
     except ProcessLostError as error:
         message = f"The request body is too complex: the process that parses it is limited, and {error}."
         raise ApiError(400, message, code="body_too_complex") from error

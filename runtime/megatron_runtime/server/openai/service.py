@@ -128,14 +128,15 @@ class Service:
         # The lists of a request are tokens of one prompt, or have limits of their own below this one.
         longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
         scan, lease = JsonScan(long_list=longest), self.lease(request)
-        body = await self._body(request, scan, lease, token_field=model.token_field)
+        parts = await self._body(request, scan, lease, token_field=model.token_field)
+        size: int = request.state.body_bytes
         lease.add(scan.parsed_bytes)
-        if len(body) <= PARSED_IN_PLACE_BYTES:
-            validated = parse(model, body, scan)
+        if size <= PARSED_IN_PLACE_BYTES:
+            validated = parse(model, b"".join(parts), scan)
         else:
-            work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, body, scan))
+            work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, parts, scan))
             validated = await until_disconnect(request.receive, work, expired=self.expired)
-        lease.add(-len(body))
+        lease.add(-size)
         self.check_model(request.state.key, validated.model)
         return validated
 
@@ -163,8 +164,8 @@ class Service:
         self.lease(request).force(len(content))
         return JsonAnswer(content)
 
-    async def _body(self, request: Request, scan: JsonScan, lease: Lease, *, token_field: str | None) -> bytes:
-        """Return the body, and write its size into the state of the request for charge_rejected_body().
+    async def _body(self, request: Request, scan: JsonScan, lease: Lease, *, token_field: str | None) -> list[bytes]:
+        """Return the parts of the body, and write its size into the state of the request for charge_rejected_body().
 
         token_field: the field with a list that is longer than a prompt may be.
         """
@@ -201,7 +202,7 @@ class Service:
                 lease.release()
         if rejection is not None:
             raise rejection
-        return b"".join(chunks)
+        return chunks
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
         """Await tokenization for a request. Tokenization of a long text is cancelled when the client disconnects.
