@@ -335,6 +335,14 @@ def _attributes(module: str, name: str) -> Callable[[], Table]:
     return write
 
 
+def sampling_bounds() -> Table:
+    """The sampling parameters that are or contain numbers, and what each may be."""
+    from megatron_runtime.requests.sampling_params import RULES
+
+    rows = [(f"`{name}`", rule.allowed) for name, rule in RULES.items() if rule.bounds is not None]
+    return _table("field", "allowed", rows=rows)
+
+
 def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
     """Signatures and docstrings of public methods and properties."""
 
@@ -478,6 +486,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "serve-config": _attributes("apis/serve.py", "ServeConfig"),
     "generation-chunk": _attributes("apis/_streams.py", "GenerationChunk"),
     "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
+    "sampling-bounds": sampling_bounds,
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),
     "client-methods": _methods(("client/inference_client.py", "InferenceClient")),
     "errors": errors,

@@ -188,6 +188,19 @@ async def test_an_invalid_request_is_rejected_with_class_and_field(served: Serve
     assert (error["code"], error["field"]) == (400, "num_tokens_total")
 
 
+async def test_an_error_while_a_request_is_read_ends_only_this_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(data: object) -> None:
+        raise RecursionError("too deep")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module.SamplingParams, "deserialize", fail)
+        error = (await served.generate([1, 2, 3], 5))["error"]
+    assert (error["code"], error["type"]) == (500, "RecursionError")
+    assert (await served.generate([1, 2, 3], 5))["status"] == "COMPLETED"
+
+
 def test_the_termination_message_has_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     write_termination_message(OSError("device lost"), log)
