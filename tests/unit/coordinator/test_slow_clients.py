@@ -157,10 +157,13 @@ def test_what_a_stuck_client_is_owed_costs_nothing_and_comes_when_there_is_room(
         assert operations["unpack"] <= STREAMS * len(steps), "each stream's own log-probs are unpacked once"
     size_sent = STREAMS * TOKENS * (4 + 9 * has_log_probs)
     assert rounds <= 2 + size_sent // CATCH_UP_BYTES
-    if not is_plain:
-        following = streams.partial()
-        operations.clear()
-        scene.driver.receive(FIRST, following)
+    following = streams.partial()
+    operations.clear()
+    scene.driver.receive(FIRST, following)
+    if is_plain:
+        assert operations["values_of_map"] == has_log_probs
+        assert streams.received()[2] == STREAMS
+    else:
         assert operations.total() == 0, "a message for a client that has caught up is forwarded unchanged"
         assert scene.take() == [(CLIENT, decode(following))]
 

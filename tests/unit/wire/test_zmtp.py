@@ -132,7 +132,7 @@ async def test_a_connection_that_takes_the_name_of_a_full_one_reports_room(eithe
     first.setsockopt(zmq.RCVHWM, 1)
     await first.send(b"hello")
     peer, _ = await either.next()
-    while either.send(peer, bytes(4000)):  # noqa: ASYNC110 - until the connection is full
+    while either.send(peer, bytes(4000)):  # noqa: ASYNC110 - until it is full
         await asyncio.sleep(0)
     assert either.room.empty()
     second = either.dealer(routing_id=b"name")

@@ -89,13 +89,13 @@ class Replies:
                 entry.forwarded = len(entry.generated) // TOKEN_BYTES
         else:
             for entry in accepted:
-                owner = entry.client
-                if owner.blocked:
-                    owner.behind = True
-                    self.catch_up(owner)
-                else:
-                    _index_details([entry])
-                    self._send_owed(entry)
+                if entry.client.blocked:
+                    entry.client.behind = True
+                    self.catch_up(entry.client)
+            unsent = [entry for entry in accepted if not entry.client.blocked and entry.forwarded < entry.tokens_so_far]
+            _index_details(unsent)
+            for entry in unsent:
+                self._send_owed(entry)
         if engine.reserved:
             self._dispatcher.check_trial(engine)
 
@@ -147,7 +147,8 @@ class Replies:
             # The last tokens may have been lost with the connection, and a client cannot request them after the final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-            _index_details([entry, *client.open.values()])
+            if entry.num_indexed < len(entry.details):
+                _index_details([entry, *client.open.values()])
             self._context.answer(client, _owed(entry))
         self._context.answer(client, frames, uid=entry.uid)
 
