@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from counted_operations import CountedModules
 from soak import size
 
 from megatron_runtime.engine.engine_request import RequestOutput
@@ -23,6 +22,7 @@ from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.reasoning import FORMATS
 from megatron_runtime.server.tools import PARSERS
 
+from .counted_operations import CountedModules
 from .test_reasoning import CASES as REASONING_CASES
 from .test_tool_parsers import CASES as TOOL_CASES
 

@@ -213,6 +213,54 @@ def test_any_text_becomes_text_or_calls_and_never_an_error(text: str, parser: st
         assert whole[0] == start + text
 
 
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "</tool_c",
+        "<function=f>",
+        "<function=",
+        "<parameter=a>",
+        "<parameter=</tool_call>",
+    ),
+    *("</parameter>", "</para", "<parameter=", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|channel|>"),
+    *(
+        "analysis",
+        "final",
+        " to=functions.f",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        '{"name": "f", "arguments": {"a": 1}}',
+    ),
+    *(
+        '{"arguments": {"z": [1, "x"]}, "name": "f"}',
+        '{"name": "f", "parameters": ',
+        "[f(a='x'), ",
+        "f(",
+        ")",
+        "]",
+        "}",
+    ),
+    *("a", "f", "1", "\n", " ", "\t" * 70, ";", ",", '"', "'", "\\", "=", ">"),
+]
+
+
+@settings(max_examples=300)
+@given(
+    parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
+    name=st.sampled_from([*sorted(PARSERS), "required", "named"]),
+    seed=st.integers(),
+)
+def test_however_markers_are_divided_the_calls_are_the_same(parts: list[str], name: str, seed: int) -> None:
+    forced = {"required": lambda: RequiredParser(NAMES), "named": lambda: NamedParser("f")}
+    make = forced.get(name) or (lambda: PARSERS[name](NAMES))
+    answer = "".join(parts)
+    whole = read(make(), [answer])
+    assert read(make(), list(answer)) == whole
+    assert read(make(), pieces_of(answer, random.Random(seed))) == whole
+
+
 class ValueReader(ToolParser):
     """Reads one JSON value. end: where it ends; None for text without a complete value."""
 
