@@ -1,4 +1,4 @@
-"""Clients and engines that do not read: what they are owed costs the coordinator nothing, and nobody else waits."""
+"""Clients and engines that do not read: what they are owed costs the coordinator nothing, and no other peer waits."""
 
 from __future__ import annotations
 
