@@ -23,12 +23,16 @@ class CoordinatorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         coordinator = self._core()
         counters = coordinator.counters
-        journal = coordinator.dispatcher.journal
+        journal, clients = coordinator.dispatcher.journal, list(coordinator.clients)
+        stuck = sum(client.stuck_since is not None for client in clients)
+        unread = sum(client.outbox_bytes for client in clients)
         for name, text, value in (
             ("queued_requests", "Requests that wait for an engine.", coordinator.dispatcher.waiting),
             ("open_requests", "Requests without a final answer.", len(journal)),
             ("journal_bytes", "Memory held for open requests.", journal.bytes),
-            ("clients", "Clients registered.", len(coordinator.clients)),
+            ("clients", "Clients registered.", len(clients)),
+            ("stuck_clients", "Clients whose connection accepts no more.", stuck),
+            ("unread_bytes", "Memory held for answers to clients that do not read.", unread),
             ("quota_windows", "Minutes of API keys with limits, of requests or tokens.", len(coordinator.quotas)),
             ("epoch", "Generation epoch.", coordinator.verbs.epoch),
             ("active", "1 if it serves; 0 if it is the standby of another coordinator.", coordinator.context.active),

@@ -14,6 +14,7 @@ from soak import size
 from megatron_runtime.coordinator.core import plain_protocol, records, replies
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.replies import CATCH_UP_BYTES
+from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.protocol import messages
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import (
@@ -218,6 +219,9 @@ def test_unread_answers_of_all_clients_have_a_limit_and_the_client_with_the_most
     kept = scene.core.clients.at(other)
     assert kept is not None
     assert (len(kept.outbox), kept.outbox_bytes) == (3, pytest.approx(3 * 20_000, rel=0.01))
+    metrics = {metric.name: metric.samples[0].value for metric in CoordinatorMetrics(lambda: scene.core).collect()}
+    assert metrics["megatron_coordinator_stuck_clients"] == 1
+    assert metrics["megatron_coordinator_unread_bytes"] == kept.outbox_bytes
     scene.full.clear()
     scene.driver.report_room()
     assert kept.outbox_bytes == 0
