@@ -23,7 +23,9 @@ from machine import scaled
 from soak import size
 
 from megatron_runtime.protocol.headers import Header, Role
-from megatron_runtime.protocol.messages import Hello
+from megatron_runtime.protocol.messages import Hello, Submit, pack, tokens_to_bytes
+from megatron_runtime.protocol.request_meta import RequestMeta
+from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, WELL_BEHAVED_KEY, Attack, Stack, Streams
 
@@ -384,6 +386,30 @@ async def hundreds_of_scrapes(stack: Stack) -> None:
             await _probe(stack)
 
 
+async def client_of_the_coordinator_that_never_reads(stack: Stack) -> None:
+    """300 streams of 3,000 tokens on one connection whose client reads nothing, not even the answer to its HELLO."""
+    context = zmq.Context()
+    attacker = context.socket(zmq.DEALER)
+    attacker.setsockopt(zmq.LINGER, 0)
+    attacker.setsockopt(zmq.RCVHWM, 1)
+    attacker.setsockopt(zmq.RCVBUF, 4096)
+    stack.fleet.keys(Role.CLIENT).apply(attacker)
+    try:
+        attacker.connect(f"tcp://127.0.0.1:{stack.fleet.client_port}")
+        attacker.send_multipart(Hello(role=Role.CLIENT, name="never-reads", incarnation=1).to_frames())
+        params = pack({"num_tokens_to_generate": 3000, "streaming": True, "termination_id": IGNORE_EOS, "seed": 1})
+        for number in range(300):
+            meta = RequestMeta(streaming=True, seed=1, tenant="never-reads")
+            submit = Submit(number.to_bytes(16, "big"), meta, tokens_to_bytes([1, 2, 3]), b"", params)
+            attacker.send_multipart(submit.to_frames())
+        # Long enough for more tokens than the buffers of both ends take.
+        await asyncio.sleep(size(6, soak=60))
+        async with stack.client(WELL_BEHAVED_KEY) as http:
+            assert (await _post(http, "/v1/completions", _completion())).status_code == 200
+    finally:
+        context.destroy(linger=0)
+
+
 ATTACKS: tuple[Attack, ...] = (
     chained_grammar_rules,
     chained_schema_definitions,
@@ -402,6 +428,7 @@ ATTACKS: tuple[Attack, ...] = (
     message_bombs,
     hundreds_of_long_requests,
     connections_that_never_read,
+    client_of_the_coordinator_that_never_reads,
     aborted_requests_beyond_a_limit,
     connections_to_the_health_port,
     hundreds_of_scrapes,
