@@ -41,6 +41,10 @@ class ParseQueue:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_scheduled = False
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting)
+
     def add(self, parse: Callable[[], None]) -> None:
         """Call `parse` in a later iteration of the event loop."""
         self._waiting.append(parse)
@@ -103,8 +107,15 @@ class Connection(HttpProtocol):
         self._backlog += data
         if self._is_parsing_later:
             self.transport.pause_reading()  # uvicorn may have resumed it
+        elif self._parse_queue.is_busy and self.conn.their_state is h11.SEND_BODY:
+            self._parse_later()
         else:
             self._parse()
+
+    def _parse_later(self) -> None:
+        self._is_parsing_later = True
+        self.transport.pause_reading()
+        self._parse_queue.add(self._parse)
 
     def _parse(self) -> None:
         """Parse the received bytes. Other connections run in between, because a body in small chunks takes long.
@@ -120,9 +131,7 @@ class Connection(HttpProtocol):
             del self._backlog[:_SLICE_BYTES]
             super().data_received(part)
             if self._backlog and time.perf_counter() - began > _PARSE_SECONDS and not self.transport.is_closing():
-                self._is_parsing_later = True
-                self.transport.pause_reading()
-                self._parse_queue.add(self._parse)
+                self._parse_later()
                 return
         self._backlog.clear()
         if not self.flow.read_paused and not self.transport.is_closing():
