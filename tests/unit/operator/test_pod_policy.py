@@ -879,7 +879,8 @@ def test_every_switch_is_a_value_of_the_chart_that_is_off_and_reaches_the_operat
         section, name = path.split(".")
         assert name in schema[section]["properties"]
         assert not values[section][name] or path == "podPolicy.profile"
-        assert f".{name} }}}}\n            - {flag}\n" in deployment
+        condition = f'{{{{- if eq (toString .{name}) "trusted" }}}}' if path == "podPolicy.profile" else f".{name} }}}}"
+        assert f"{condition}\n            - {flag}\n" in deployment
 
 
 def test_the_priority_class_of_a_coordinator_is_not_one_of_the_system() -> None:
