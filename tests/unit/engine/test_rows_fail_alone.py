@@ -179,7 +179,7 @@ def test_a_grammar_that_fails_ends_its_answer_alone(model: str, device: str, fau
     engine = Engine(executor, CONFIG)
     expected = run(engine, {1: [5, 6]})
     with ThreadPoolExecutor(1) as masks:
-        grammar = GrammarState(Matcher(fault, tokens), 160, masks=masks)  # type: ignore[arg-type]
+        grammar = GrammarState(Matcher(fault, tokens), 160, masks=masks.submit)  # type: ignore[arg-type]
         params = params_of(structured_output={"type": "json_object"}, num_tokens_to_generate=20)
         engine.add_request(EngineRequest(0, np.array([8], np.int32), NOTHING, params), grammar=grammar)
         found = run(engine, {1: [5, 6]})
