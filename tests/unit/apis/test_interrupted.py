@@ -457,7 +457,7 @@ def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
         llm.engine.coordinator.process.kill()
         assert asked.result(SECONDS) == 503
     with contextlib.suppress(httpx.TransportError):  # the server ends, too
-        assert ask() == 503
+        assert ask() >= 500
     with pytest.raises(CoordinatorFailedError):
         in_time(llm.wait_for_shutdown)
 
