@@ -457,7 +457,7 @@ def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
         llm.engine.coordinator.process.kill()
         assert asked.result(SECONDS) == 503
     with contextlib.suppress(httpx.TransportError):  # the server ends, too
-        assert ask() == 503
+        assert ask() >= 500
     with pytest.raises(CoordinatorFailedError):
         in_time(llm.wait_for_shutdown)
 
@@ -542,10 +542,13 @@ def test_a_closed_object_says_what_to_do(build: Any, use_coordinator: bool) -> N
     llm = build(use_coordinator=use_coordinator)
     stream, unread = llm.generate_stream(PROMPT, LONG), llm.generate_stream(PROMPT, LONG)
     next(stream)
+    if use_coordinator:
+        llm.pause()
     llm.shutdown()
-    with pytest.raises((UnavailableError, CallsClosedError), match=r"shut down|stopped"):
-        for _ in stream:
-            pass
+    error = in_time(partial(failure_of, lambda: list(stream)))
+    if use_coordinator or error is not None:  # a direct stream may have ended before
+        assert isinstance(error, UnavailableError | CallsClosedError), error
+        assert "shut down" in str(error) or "stopped" in str(error)
     stream.close()
     if use_coordinator:
         for call in (lambda: llm.generate(PROMPT), lambda: next(unread), llm.pause, lambda: llm.serve(blocking=False)):
