@@ -429,7 +429,7 @@ def check_environment() -> list[str]:
 
 def pod_variables() -> Table:
     """The variables that a podTemplate may set, from the operator's pod policy."""
-    from megatron_operator.render.pod_policy import ENVIRONMENT, PROTECTED, SECRETS
+    from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
 
     rows = [
         (title, group.reason, _names(group.names) + (f"; values: `{group.value}`" if group.value else ""))
@@ -442,7 +442,8 @@ def pod_variables() -> Table:
 
 def pod_keys() -> Table:
     """The labels and annotations that an author may set, from the operator's pod policy."""
-    from megatron_operator.render.pod_policy import ANNOTATIONS, LABELS, OWN_KEYS
+    from megatron_operator.render.allowed_names import ANNOTATIONS, LABELS
+    from megatron_operator.render.pod_policy import OWN_KEYS
 
     rows = [
         (

@@ -122,6 +122,9 @@ class RateLimits:
         left = self._left.get((key.tenant, "tokens"))
         if left is not None:
             left.amount = min(max(0, left.amount - tokens), limit)
+            now = time.monotonic()
+            if left.amount < limit and left.full_at <= now:
+                left.full_at = now + 60  # these tokens begin a window
 
     async def refresh(self, key: ApiKey) -> None:
         """Ask for what is left, for the headers of an answer that counts nothing."""

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig, _llm_base
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase, default_config
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.config import InferenceConfig
@@ -65,7 +65,7 @@ class TestConstruction:
 
     @pytest.mark.parametrize(("free_gb", "cache_gb"), [(4, 1), (1000, 20)])
     def test_the_default_configuration_fits_the_host(self, monkeypatch, free_gb, cache_gb) -> None:
-        monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=free_gb << 30))
+        monkeypatch.setattr(_llm_base, "available_bytes", lambda: free_gb << 30)
         assert default_config().buffer_size_gb == cache_gb
 
     def test_a_decoder_model_is_accepted(self, make, greedy) -> None:

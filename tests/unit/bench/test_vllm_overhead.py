@@ -11,7 +11,7 @@ from vllm_overhead import Sizes, first_token, our_command, throughput, vllm_comm
 
 from megatron_runtime.cli.serve import serve  # noqa: E402
 
-SIZES = Sizes("float32", arguments={"enforce_eager": True, "block_size": 16, "rope": {"a": 1}})
+SIZES = Sizes("float32", arguments={"enforce_eager": True, "block_size": 16, "kv_cache_dtype": "fp8"})
 
 
 def test_both_servers_have_the_same_engine_arguments() -> None:
@@ -30,9 +30,9 @@ def test_both_servers_have_the_same_engine_arguments() -> None:
         "port": "port",
     }
     assert {name: str(options[name]) for name in same} == {name: values[f"--{flag}"] for name, flag in same.items()}
-    assert options["vllm_arguments"] == {"enforce_eager": True, "block_size": 16, "rope": {"a": 1}}
+    assert options["vllm_arguments"] == {"enforce_eager": True, "block_size": 16, "kv_cache_dtype": "fp8"}
     assert "--enforce-eager" in theirs
-    assert (values["--block-size"], values["--rope"]) == ("16", '{"a": 1}')
+    assert (values["--block-size"], values["--kv-cache-dtype"]) == ("16", "fp8")
 
 
 def test_throughput_is_compared_within_a_round() -> None:

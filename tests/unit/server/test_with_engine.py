@@ -468,7 +468,7 @@ async def start_limited(start_stack: StartStack, start: Any, tmp_path: Path) -> 
 
     async def start_one(*, step_seconds: float = 0.002, reserve_tokens: int = 1024, **limits: int) -> Limited:
         file = tmp_path / "keys"
-        file.write_text("keys:\n- " + json.dumps({"name": "team", "key": "secret", **limits}))
+        file.write_text("keys:\n- " + json.dumps({"name": "team", "key": "secret", "metrics": True, **limits}))
         settings = {"api_keys_file": file, "reserve_tokens": reserve_tokens}
         stack = await start_stack(step_seconds=step_seconds, server=settings)
         clients.append(InferenceClient(stack.coordinator.transport.addresses[Role.CLIENT], deserialize=False))
