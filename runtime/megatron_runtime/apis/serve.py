@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.client.rejection import UnavailableError
-from megatron_runtime.process.parent import PARENT_VARIABLE
+from megatron_runtime.process.children import END_SIGNAL, child_environment, module_command
 from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.server.app import create_app
@@ -119,7 +117,7 @@ class FrontEnd:
             return
         processes, self._processes = self._processes, []
         for process in processes:
-            process.terminate()
+            process.send_signal(END_SIGNAL)
         try:
             await asyncio.gather(
                 *(off_loop(partial(_wait_or_kill, process)) for process in processes),
@@ -142,7 +140,7 @@ class FrontEnd:
         """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""
         settings, descriptor = self._settings, self._listener.fileno()
         command = [
-            *(sys.executable, "-P", "-m", "megatron_runtime.cli", "server"),
+            *module_command("megatron_runtime.cli", "server"),
             *("--coordinator", settings.coordinator.removeprefix("tcp://")),
             *("--model", settings.model, "--model-name", settings.served_name),
             *("--host", settings.host, "--listen-fd", str(descriptor)),
@@ -158,7 +156,7 @@ class FrontEnd:
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=(descriptor,),
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            env=child_environment(ends_with_parent=True),
             start_new_session=True,
         )
 

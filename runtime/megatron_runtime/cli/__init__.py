@@ -6,8 +6,8 @@ import click
 
 import megatron_runtime
 from megatron_runtime.cli.options import LazyGroup
+from megatron_runtime.process.children import end_with_parent
 from megatron_runtime.process.environment import prepare_process
-from megatron_runtime.process.parent import end_with_parent
 
 
 @click.group(

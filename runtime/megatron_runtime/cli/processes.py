@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_runtime.distributed.shard import FOLDER_VARIABLE, RENDEZVOUS_PORT, NodeIdentity
+from megatron_runtime.process.children import END_SIGNAL, child_environment, end_signals, module_command
 from megatron_runtime.process.listening import private_folder
-from megatron_runtime.process.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -117,13 +116,13 @@ class Supervisor:
         self._watchers.append(asyncio.create_task(self._watch(child, process)))
 
     async def stop(self, *, grace_seconds: float) -> None:
-        """End the children in reverse order, each with SIGTERM and, after the grace time, SIGKILL."""
+        """End the children in reverse order, each with END_SIGNAL and, after the grace time, SIGKILL."""
         self._stopping = True
         for child in reversed(self._children):
             process = child.process
             if process is None or process.returncode is not None:
                 continue
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(END_SIGNAL)
             try:
                 async with asyncio.timeout(grace_seconds):
                     await process.wait()
@@ -142,11 +141,11 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         child.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "megatron_runtime.cli", *child.arguments),
+            *module_command("megatron_runtime.cli", *child.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **child.variables, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env=child_environment({**child.variables, "PYTHONUNBUFFERED": "1"}, ends_with_parent=True),
             pass_fds=child.pass_fds,
             start_new_session=True,
         )
@@ -195,19 +194,19 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
     The ranks of a single node, and the agent's store, use files and Unix sockets in a private folder.
-    Returns when all ranks have ended normally. SIGTERM and SIGINT are forwarded to the ranks; rank 0 ends the engine.
+    Returns when all ranks have ended normally. Its end signals are forwarded to the ranks; rank 0 ends the engine.
     If a rank fails, the others are ended. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    def forward(number: int, _frame: object) -> None:
+    def forward(_number: int, _frame: object) -> None:
         for child in psutil.Process().children():
-            child.send_signal(number)
+            child.send_signal(END_SIGNAL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         signal.signal(number, forward)
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ.update(child_environment(ends_with_parent=True))
     threading.Thread(target=_kill_survivors, args=(node.ranks_per_node,), name="survivors", daemon=True).start()
     with ExitStack() as stack:
         if node.nodes == 1:
@@ -232,8 +231,9 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
             monitor_interval=0.1,
             signals_to_handle=_UNUSED_SIGNAL,
         )
+        command = module_command("megatron_runtime.cli", *arguments)
         try:
-            elastic_launch(config, sys.executable)("-u", "-P", "-m", "megatron_runtime.cli", *arguments)
+            elastic_launch(config, command[0])("-u", *command[1:])
         except ChildFailedError as error:
             rank, first = cause(error.failures)
             message = f"rank {rank} ended with {_exit_status(first.exitcode)}, and the engine with it"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -15,7 +13,7 @@ from megatron_runtime.cli.options import PASSED_ON, cached_references, config_op
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.cli.serve import serve
 from megatron_runtime.cli.terminal import chat, chat_options
-from megatron_runtime.process.parent import PARENT_VARIABLE
+from megatron_runtime.process.children import END_SIGNAL, child_environment, module_command
 
 _READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
 """The line that `serve` prints when it is ready."""
@@ -39,12 +37,12 @@ def run(context: click.Context, reference: str, **conversation: Any) -> None:
             configured += values
     arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "megatron_runtime.cli", *arguments],
+        module_command("megatron_runtime.cli", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        env=child_environment(ends_with_parent=True),
         start_new_session=True,
     ) as server:
         try:
@@ -58,4 +56,4 @@ def run(context: click.Context, reference: str, **conversation: Any) -> None:
             threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
             context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
-            server.terminate()
+            server.send_signal(END_SIGNAL)

@@ -12,7 +12,6 @@ import importlib
 import logging
 import math
 import random
-import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
@@ -28,6 +27,7 @@ from megatron_runtime.coordinator.core.text_prompts import Tokenizer
 from megatron_runtime.coordinator.pair import Pair
 from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
 from megatron_runtime.process import tracing
+from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
@@ -484,7 +484,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         if tracer is not None:
             stack.callback(tracer.close)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, leave)
             stack.callback(loop.remove_signal_handler, number)
         coordinator.start()

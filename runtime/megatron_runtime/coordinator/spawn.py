@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.service import run
+from megatron_runtime.process.children import END_SIGNAL, be_child, child_environment, module_command
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Role
 
@@ -64,9 +65,9 @@ class CoordinatorProcess:
         return self.process.pid
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
-        """End the process: SIGTERM, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
+        """End the process: END_SIGNAL, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
         with self._lock, self.process:  # the process closes its pipes and is waited for
-            self.process.terminate()
+            self.process.send_signal(END_SIGNAL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_seconds)
             self.process.kill()
@@ -100,7 +101,8 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
     errors, child_errors = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.spawn", str(os.getpid())],
+            module_command(f"{__package__}.spawn", str(os.getpid())),
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=child_errors,
@@ -145,6 +147,7 @@ def _read_line(stream: Any, *, seconds: float) -> bytes:
 
 def main() -> None:
     """The child."""
+    be_child()
     parent = int(sys.argv[1])
     settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())
     # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator ends.
@@ -158,12 +161,12 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Send this process SIGTERM when its parent ends. The pipe may outlive it: other processes may hold copies."""
+    """Send this process END_SIGNAL when its parent ends. The pipe may outlive it: other processes may hold copies."""
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
         loop.remove_reader(descriptor)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), END_SIGNAL)
 
     descriptor = os.pidfd_open(parent) if hasattr(os, "pidfd_open") else sys.stdin.fileno()
     if os.getppid() != parent:

@@ -11,7 +11,6 @@ import gc
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -27,6 +26,7 @@ from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
+from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
@@ -446,7 +446,7 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
     tracer = tracer_from_environment("megatron-engine")
     gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
     worker = EngineWorker(settings, backend, link=link, tracer=tracer)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, worker.on_leave)
     try:
         await worker.run()

@@ -32,6 +32,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from megatron_runtime.process.children import be_child, child_environment, module_command
+
 START_SECONDS = 120.0
 """Time for the interpreter to start and for `prepare`; generous, for a loaded host."""
 
@@ -117,7 +119,8 @@ class SacrificialProcess:
             numbers = (theirs.fileno(), self.memory_bytes, self.stack_bytes or 0)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", self.module, *map(str, numbers)],
+                    module_command(self.module, *map(str, numbers)),
+                    env=child_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -187,6 +190,7 @@ def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
              handler must encode errors for its callers in its result.
     """
     descriptor, memory_bytes, stack_bytes = map(int, sys.argv[1:4])
+    be_child()
     _limit(memory_bytes)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})

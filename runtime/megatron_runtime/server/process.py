@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import resource
-import signal
 import socket
 import time
 from collections.abc import Generator
@@ -18,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.tracing import tracer_from_environment
 from megatron_runtime.protocol.headers import Role
@@ -181,7 +181,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         loop.add_signal_handler(number, on_signal)
     async with contextlib.AsyncExitStack() as stack:
         if tracer is not None:

@@ -12,8 +12,11 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 from click.testing import CliRunner, Result
+from eventually import LONG_SECONDS
 
 from megatron_runtime.checkpoints.hub.objects import MANIFEST_FILE
 from megatron_runtime.cli import main
@@ -163,3 +166,35 @@ async def test_a_server_starts_where_it_cannot_be_listed(cache: Path) -> None:
     _, errors = await process.communicate()
     assert process.returncode == 0
     assert b"'megatron status' does not show this server" in errors
+
+
+async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> None:
+    """A service manager such as systemd sends it to every process of the group at once."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *("--kv-cache-memory", "16Mi", "--engines", "2", "--drain-seconds", str(LONG_SECONDS)),
+        env={**os.environ, "MEGATRON_ENGINE_FAULTS": "slow-step:seconds=0.05,every=1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    while b"ready in" not in (line := await process.stdout.readline()):
+        assert line, "it ended before it was ready"
+    (server,) = running_servers()
+    body = {"prompt": "Hello", "max_tokens": 40, "stream": True, "ignore_eos": True}
+    tree = psutil.Process(process.pid)
+    lines: list[str] = []
+    async with (
+        httpx.AsyncClient(timeout=LONG_SECONDS) as http,
+        http.stream("POST", f"{server.url}/v1/completions", json=body) as answer,
+    ):
+        async for text in answer.aiter_lines():
+            if text and not lines:
+                for member in [*tree.children(recursive=True), tree]:
+                    member.send_signal(signal.SIGTERM)
+            lines += [text] if text else []
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 40
+    _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert errors.decode().splitlines()[-1] == "megatron: stopping (Ctrl-C again to end at once)"

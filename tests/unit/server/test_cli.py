@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from megatron_runtime.cli import main
 from megatron_runtime.cli.options import MEMORY, model_reference
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
-from megatron_runtime.process.parent import PARENT_VARIABLE
+from megatron_runtime.process.children import PARENT_VARIABLE
 
 MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
 

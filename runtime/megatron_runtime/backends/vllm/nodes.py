@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import AsyncIterator, Callable
 
 from megatron_runtime.backends.vllm.process import OnLost, VllmError, VllmProcess, VllmRejectedError
 from megatron_runtime.distributed.errors import RankError, RankLostError, RendezvousError
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, NodeIdentity, node_identity
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ async def follow(settings: EngineSettings) -> None:
         leaving.set()
         writer.write(LEAVE)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, leave)
     failures: list[VllmError] = []
 

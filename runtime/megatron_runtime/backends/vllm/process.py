@@ -27,6 +27,7 @@ from typing import Any
 from megatron_runtime.backends.vllm.channel import Channel, OnMessage, frame, receive
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.children import child_environment, module_command
 
 PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
@@ -124,7 +125,8 @@ class VllmProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
+                module_command(PROGRAM, str(theirs.fileno())),
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -36,6 +36,7 @@ from megatron_runtime.distributed.watch import WARM_UP_SECONDS, StepProgress
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
+from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer, serve_on_thread
 from megatron_runtime.protocol.headers import Header
 
@@ -405,7 +406,7 @@ def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenMod
         serve_on_thread(HealthServer(missing=lambda: missing, port=settings.health_port))
     follower = join(settings, identity, open_model, make_part)
     missing.clear()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         signal.signal(number, lambda _number, _frame: follower.channel.leave())
     follower.run()
 
