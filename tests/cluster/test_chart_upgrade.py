@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 REPOSITORY = Path(__file__).parents[2]
 CHART = "charts/megatron-inference"
 GUIDE = REPOSITORY / "docs/guides/upgrade.md"
-TRIAL = "app.kubernetes.io/instance=trial"
+LIMITED = "app.kubernetes.io/instance=limited"
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +44,9 @@ async def test_upgrade_and_uninstall_do_not_interrupt_serving(
     # The chart's operator pods never start on a control plane: the test's operator process, which is the current one,
     # reconciles with the current CRD. The release has another name than the test's operator, so uninstalling it does
     # not delete that operator's account.
-    release = ("trial", "--take-ownership", "--set", "operator.image.tag=test")
-    limited = ("--set", f"operator.namespaces={{{resource.namespace}}}")
-    earlier = (str(earlier_chart), *release[1:], *limited, "--set", "crd.install=false")
+    release = ("limited", "--take-ownership", "--set", "operator.image.tag=test")
+    namespaces = ("--set", f"operator.namespaces={{{resource.namespace}}}")
+    earlier = (str(earlier_chart), *release[1:], *namespaces, "--set", "crd.install=false")
     await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], *earlier)
     await resource.create(replicas=2)
     await resource.settled("Running")
@@ -56,20 +56,22 @@ async def test_upgrade_and_uninstall_do_not_interrupt_serving(
     keeps = [part for part in documented.split() if part.endswith("-values")]
     settings = (*keeps, *release[1:], "--set", "crd.install=true")
     await asyncio.to_thread(helm, "upgrade", *release[:1], str(REPOSITORY / CHART), *settings)
-    (deployment,) = json.loads(kubectl("get", "deployment", "-l", TRIAL, "-o", "json").stdout)["items"]
+    (deployment,) = json.loads(kubectl("get", "deployment", "-l", LIMITED, "-o", "json").stdout)["items"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["args"][container["args"].index("--namespace") + 1] == resource.namespace
-    assert "secrets" not in kubectl("get", "clusterrole", "-l", TRIAL, "-o", "json").stdout, "values were dropped"
+    roles = json.loads(kubectl("get", "clusterrole", "-l", LIMITED, "-o", "json").stdout)["items"]
+    readers = [role["metadata"]["name"] for role in roles if "secrets" in json.dumps(role["rules"])]
+    assert readers == [], "values were dropped"
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
 
-    await asyncio.to_thread(helm, "uninstall", "trial")
+    await asyncio.to_thread(helm, "uninstall", "limited")
     assert (await resource.get()) is not None, "uninstalling the chart must keep the CRD and its resources"
     await resource.patch(desiredState="Running")
     await resource.settled("Running")
     assert await serving(resource, node) == before
     await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], str(REPOSITORY / CHART), *release[1:])
-    await asyncio.to_thread(helm, "uninstall", "trial")
+    await asyncio.to_thread(helm, "uninstall", "limited")
 
 
 async def serving(resource: Any, node: Any) -> tuple[str, set[str]]:
