@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from localcluster import installation
 from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
+from localcluster.progress import Steps
 from localcluster.walkthrough import STORY, Stream
 
 from .conftest import Deployed, Platform, deploy, own_namespace, printed_when_failed
@@ -57,6 +59,9 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject(platform: Platform) -> Iterator[Subject]:
+    # The operator sets these variables itself, unless an administrator allows them.
+    allowed = f"podPolicy.environment={{{','.join(entry['name'] for entry in ECHO)}}}"
+    installation.install_operator(platform.kube, platform.helm, Steps(), values=[allowed])
     with own_namespace(platform) as kube:
         template = {"containers": [{"name": "engine", "env": ECHO}]}
         engine = {
@@ -66,6 +71,7 @@ def subject(platform: Platform) -> Iterator[Subject]:
         }
         deployed = deploy(kube, replicas=2, engine=engine)
         yield Subject(deployed, deployed.chat.ask(STORY, max_tokens=STORY_TOKENS))
+    installation.install_operator(platform.kube, platform.helm, Steps())
 
 
 @pytest.fixture(autouse=True)
