@@ -47,17 +47,19 @@ class RequestParser(h11.Connection):
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        is_idle = self.their_state is h11.IDLE
-        if is_idle and self.trailing_data[0].startswith(b"\r\n"):
-            self._receive_buffer.maybe_extract_at_most(2)  # section 2.2: one empty line before a request is ignored
-        received = self.trailing_data[0] if is_idle else b""
+        received = b""
+        if self.their_state is h11.IDLE:
+            received, _ = self.trailing_data
+            if received.startswith(b"\r\n"):
+                self._receive_buffer.maybe_extract_at_most(2)  # section 2.2: one empty line before a request is ignored
+                received = received[2:]
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             raise FramingError(_status(error, received)) from error
         if not isinstance(event, h11.Request):
             return event
-        return _checked(event, head=received[: len(received) - len(self.trailing_data[0])])
+        return _checked(event, head=received[: len(received) - len(self._receive_buffer)])
 
 
 class HttpProtocol(H11Protocol):

@@ -215,7 +215,11 @@ class Generation:
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
         """Wait for the coordinator, and reserve tokens until the block ends."""
-        await self._until_connected()
+        if not self.service.client.connected:
+            await self._until_connected()
+        if self.key.tokens_per_minute is None:
+            yield
+            return
         prompt = sum(len(job.prompt.tokens) for job in self.jobs if job.counts_prompt)
         choices = [job.params.num_tokens_to_generate for job in self.jobs]
         self._reservation = await self.service.reserve(self.key, prompt=prompt, choices=choices)
