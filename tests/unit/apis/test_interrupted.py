@@ -462,6 +462,30 @@ def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
         in_time(llm.wait_for_shutdown)
 
 
+def kill_all(pids: set[int]) -> list[psutil.Process]:
+    processes = [psutil.Process(pid) for pid in pids]
+    for process in processes:
+        process.kill()
+    return processes
+
+
+def test_killed_replicas_and_renderers_fail_no_later_request(build: Any) -> None:
+    """The listening socket is shared, so this process answers; it starts another renderer of chat templates."""
+    llm = build(use_coordinator=True, tokenizer="builtin:smollm2-135m")
+    llm.serve(ServeConfig(host="127.0.0.1", port=0, frontend_replicas=2), blocking=False)
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+    def ask() -> int:
+        return httpx.post(f"{llm.url}/v1/chat/completions", json=body, timeout=SECONDS).status_code
+
+    assert ask() == 200
+    killed = Things().children - {llm.engine.coordinator.pid}
+    assert len(killed) >= 2, "a replica and a renderer"
+    psutil.wait_procs(kill_all(killed), timeout=SECONDS)
+    assert [ask() for _ in range(4)] == [200] * 4
+    assert llm.generate(PROMPT, SHORT).generated_length == 2
+
+
 def test_an_interrupted_shutdown_leaves_nothing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build(use_coordinator=True)
     monkeypatch.setattr(llm._coord_runtime, "confirmed", lambda _signal: asyncio.Event().wait())
