@@ -5,16 +5,20 @@ The matrix runs every cheap command in every environment, and the serving comman
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from eventually import LONG_SECONDS
+from soak import SOAK
 
 from megatron_runtime.process.environment import UnusableProxyError, http_client
 
@@ -113,6 +117,33 @@ def test_commands_work_in_every_environment(name: str, api: str) -> None:
         assert done.returncode == 0, (command, done.stderr)
         if name == "no color":
             assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not SOAK, reason="starts a server in each environment: run by make soak")
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_model_is_served_in_every_environment(name: str, tmp_path: Path) -> None:
+    """Or the command ends with one line, as where compiled kernels have no folder."""
+    environment, redirect = ENVIRONMENTS[name]
+    serve = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", MODEL, "--port", "0"]
+    command = ["/bin/sh", "-c", f'exec "$@" 2> {tmp_path}/errors {redirect}', "sh", *serve]
+    variables = {**os.environ, **environment}
+    process = subprocess.Popen(command, env={key: value for key, value in variables.items() if value is not None})
+    url = ""
+    until = time.monotonic() + LONG_SECONDS
+    while process.poll() is None and not url and time.monotonic() < until:
+        listening = [link for link in psutil.Process(process.pid).net_connections() if link.status == "LISTEN"]
+        if listening:
+            url = f"http://127.0.0.1:{listening[0].laddr.port}"
+            with contextlib.suppress(httpx.TransportError):
+                if http_client(httpx.Client, url).get(f"{url}/readyz").status_code == 200:
+                    break
+            url = ""
+        time.sleep(0.2)
+    process.terminate()
+    status = process.wait(LONG_SECONDS)
+    errors = (tmp_path / "errors").read_text() if "2>&-" not in redirect else ""
+    assert "Traceback" not in errors, errors
+    assert (url and status == 0) or "Error: " in errors, errors
 
 
 EXTRAS = {*("aiohttp", "fastapi", "gguf", "httpx", "kopf", "kubernetes", "llguidance", "obstore", "psutil")}
