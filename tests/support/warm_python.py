@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -54,6 +55,9 @@ def warm_context(modules: Sequence[str] = TORCH) -> ForkServerContext:
         environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
     return context
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class WarmProgram:
@@ -145,8 +149,10 @@ class WarmProcess:
 
 def _be_command(command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Connection]) -> None:
     os.environ.clear()
-    # The fork server exits with pytest, and the processes with the fork server.
-    os.environ.update(environment, MEGATRON_PARENT_PID=str(os.getppid()))
+    os.environ.update(environment)
+    # The fork server exits with pytest, and the processes with the fork server. They are no children of a supervisor:
+    # SIGTERM ends them, as it ends the process of a container.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     for number, output in enumerate(outputs, start=1):
         with output:
             os.dup2(output.fileno(), number)
