@@ -35,7 +35,8 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
     ends_with_parent: the child calls end_with_parent(). The kernel takes the thread that starts it for its parent.
     """
     here = os.path.realpath(os.getcwd())
-    path = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]
+    entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    path = [entry for entry in dict.fromkeys(entries) if entry and os.path.realpath(entry) != here]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
