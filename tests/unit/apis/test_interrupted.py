@@ -33,6 +33,7 @@ from megatron_runtime.engines.dynamic_engine import CallsClosedError, EngineFail
 from megatron_runtime.inference_client import UnavailableError
 from megatron_runtime.inference_request import Status
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
 DIRECT, COORDINATOR = "direct", "coordinator"
 MODES = pytest.mark.parametrize("mode", [DIRECT, COORDINATOR], scope="module")
@@ -471,6 +472,8 @@ def kill_all(pids: set[int]) -> list[psutil.Process]:
 
 def test_killed_replicas_and_renderers_fail_no_later_request(build: Any) -> None:
     """The listening socket is shared, so this process answers; it starts another renderer of chat templates."""
+    end_idle_renderers()
+    before = Things().children  # of other tests
     llm = build(use_coordinator=True, tokenizer="builtin:smollm2-135m")
     llm.serve(ServeConfig(host="127.0.0.1", port=0, frontend_replicas=2), blocking=False)
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -479,7 +482,7 @@ def test_killed_replicas_and_renderers_fail_no_later_request(build: Any) -> None
         return httpx.post(f"{llm.url}/v1/chat/completions", json=body, timeout=SECONDS).status_code
 
     assert ask() == 200
-    killed = Things().children - {llm.engine.coordinator.pid}
+    killed = Things().children - before - {llm.engine.coordinator.pid}
     assert len(killed) >= 2, "a replica and a renderer"
     psutil.wait_procs(kill_all(killed), timeout=SECONDS)
     assert [ask() for _ in range(4)] == [200] * 4
