@@ -1,9 +1,11 @@
 """Engines of several ranks from Python: tensor, pipeline and expert parallel, and several engines side by side."""
 
 import json
+import re
+import signal
 import socket
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,37 +111,75 @@ DIRECT_RANK = """
         print(json.dumps(reported), flush=True)
 """
 
+LOST_RANK = """
+    import contextlib, json, os, signal, sys, time
+    from pathlib import Path
+    from megatron_runtime.apis import MegatronLLM, SamplingParams
+    from megatron_runtime.config import InferenceConfig
+
+    if __name__ == "__main__":
+        directory, options = sys.argv[1], json.loads(sys.argv[2])
+        lost, folder = options.pop("lost"), Path(options.pop("folder"))
+        config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.005)
+        llm = MegatronLLM(
+            model=directory, tokenizer="builtin:smollm2-135m", inference_config=config, dtype="float32", threads=1,
+            **options,
+        )
+        rank = int(os.environ["RANK"])
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=6)
+        if not options["use_coordinator"] or llm.is_primary_rank:
+            llm.generate([1, 2, 3], params)
+        (folder / str(rank)).touch()
+        if rank == lost:
+            while len(list(folder.iterdir())) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while llm.is_primary_rank:
+            try:
+                llm.generate([1, 2, 3], params)
+            except RuntimeError as error:
+                print("raised:", error, flush=True)
+                break
+        with contextlib.suppress(RuntimeError):
+            llm.wait_for_shutdown()
+        while True:  # a program that would go on for ever
+            time.sleep(1)
+"""
+
 Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Run the ranks of a program as torchrun would. Return what each reported."""
+def start(tmp_path: Path) -> Iterator[Callable[..., list[WarmProgram]]]:
+    """Start the ranks of a program as torchrun would. Those that still run at the end are killed."""
+    ranks: list[WarmProgram] = []
 
-    def start(directory: Path, world: int, *, program: str = RANK, **sizes: int) -> list[dict[str, Any]]:
+    def start(directory: Path, world: int, *, program: str, **options: Any) -> list[WarmProgram]:
         script = tmp_path / "rank.py"
         script.write_text(textwrap.dedent(program))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        ranks = [
-            WarmProgram(
-                script,
-                str(directory),
-                json.dumps(sizes),
-                environment={key: str(value) for key, value in {**common, "RANK": n, "LOCAL_RANK": n}.items()},
-            )
-            for n in range(world)
-        ]
-        try:
-            outputs = [rank.finish() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.close()
+        for n in range(world):
+            environment = {key: str(value) for key, value in {**common, "RANK": n, "LOCAL_RANK": n}.items()}
+            ranks.append(WarmProgram(script, str(directory), json.dumps(options), environment=environment))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.fixture
+def run(start: Callable[..., list[WarmProgram]]) -> Run:
+    """Run the ranks of a program as torchrun would. Return what each reported."""
+
+    def run(directory: Path, world: int, *, program: str = RANK, **sizes: int) -> list[dict[str, Any]]:
+        outputs = [rank.finish() for rank in start(directory, world, program=program, **sizes)]
         return [json.loads(output.splitlines()[-1]) for output in outputs]
 
-    return start
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +240,22 @@ def test_without_a_coordinator_every_rank_of_an_engine_returns_the_answers(
             assert len(rank["errors"]) == 4
             assert all("use_coordinator=True" in error for error in rank["errors"])
             assert ("make the same calls on all ranks" in rank.get("differs", "")) == (rank["rank"] % 2 == 1)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
+def test_the_ranks_of_a_killed_rank_end_with_the_cause(
+    start: Callable[..., list[WarmProgram]], tiny_directory: Path, tmp_path: Path, use_coordinator: bool, lost: int
+) -> None:
+    """As torchrun ends all ranks: none of them waits for ever in a call or in its own code."""
+    folder = tmp_path / "ready"
+    folder.mkdir()
+    options = {"use_coordinator": use_coordinator, "lost": lost, "folder": str(folder)}
+    ranks = start(tiny_directory, 2, program=LOST_RANK, pipeline_model_parallel_size=2, **options)
+    assert ranks[lost].exit_code() == -signal.SIGKILL
+    other = ranks[1 - lost]
+    assert other.exit_code() == 1
+    output = other.stdout.read()
+    assert f"the engine ends: rank {lost}: its connection ended" in output
+    if lost == 1:
+        assert re.search(r"raised: .*rank 1: its connection ended", output)
