@@ -66,7 +66,7 @@ def read_resource(path: Path) -> ResourceFile:
         ResourceFileError: there is none, more than one, or it is invalid.
     """
     try:
-        documents = [entry for entry in yaml.safe_load_all(path.read_text()) if entry is not None]
+        documents = [entry for entry in yaml.safe_load_all(path.read_bytes()) if entry is not None]
     except (OSError, yaml.YAMLError) as error:
         raise ResourceFileError(f"{path}: cannot be read as YAML: {error}") from error
     found = [entry for entry in documents if isinstance(entry, dict) and entry.get("kind") == KIND]

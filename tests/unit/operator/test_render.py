@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_operator.manifest_file import read_resource
+from megatron_operator.manifest_file import ResourceFileError, read_resource
 from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import Batching, parse_spec
 from megatron_operator.model.settings import Settings
@@ -38,6 +38,20 @@ SETTINGS = Settings(
 def _context(**fields: Any) -> RenderContext:
     spec = {"model": {"source": {"builtin": "smollm2-135m"}}, **fields}
     return RenderContext("demo", "default", "uid", parse_spec(spec), SETTINGS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_file_of_any_editor_is_read(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "resource.yaml"
+    file.write_bytes(SAMPLES[0].read_text().replace("\n", "\r\n").encode(encoding))
+    assert read_resource(file) == read_resource(SAMPLES[0])
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "resource.yaml"
+    file.write_bytes("kind: Größe".encode("latin-1"))
+    with pytest.raises(ResourceFileError, match=r"resource\.yaml: cannot be read as YAML: (?s:.*)invalid"):
+        read_resource(file)
 
 
 def _pods(ctx: RenderContext) -> dict[str, dict[str, Any]]:
