@@ -63,12 +63,14 @@ class StopMatcher:
 
     def feed(self, token: int) -> StopText | None:
         """Append a token. Return the first stop text that it completes."""
-        start = self._length - len(self._tail)
+        searched = len(self._tail)
+        start = self._length - searched
         text = self._append(token)
         if self._num_releasable + len(self._ends) < self._min_tokens:
             return None
-        found = ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0)
-        return min((StopText(start + at, stop) for at, stop in found), default=None)
+        # A stop text that ends within the earlier tokens was passed over: there were fewer than min_tokens.
+        places = ((text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops)
+        return min((StopText(start + at, stop) for at, stop in places if at >= 0), default=None)
 
     def _append(self, token: int) -> str:
         """Return the text of the token, after the tail so far."""

@@ -289,6 +289,8 @@ class DynamicInferenceRequest(InferenceRequest):
         if self.event_add_engine is None:
             self.add_event_add_engine()
         params = copy.copy(self.sampling_params)
+        if params is not None:
+            params.min_tokens = max(0, params.min_tokens - len(self.generated_tokens))
         if params is not None and params.num_tokens_to_generate is not None:
             left = params.num_tokens_to_generate - len(self.generated_tokens)
             if left < 1:

@@ -97,6 +97,22 @@ def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_fir
     assert not any(stop in answer for stop in stops)
 
 
+@settings(max_examples=200)
+@given(texts, st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 8))
+def test_a_stop_text_below_the_minimum_is_passed_over(text: str, stops: list[str], min_tokens: int) -> None:
+    """Whatever the other stop texts are: one of many characters keeps no shorter one in the searched text."""
+    stage = Stage(SamplingParams(stop_words=stops, min_tokens=min_tokens))
+    stage.run(text.encode())
+    assert stage.final is not None
+    ends = [
+        len(text[:end].encode())
+        for end in range(1, len(text) + 1)
+        if any(text[:end].endswith(stop) for stop in stops) and len(text[:end].encode()) >= min_tokens
+    ]
+    assert len(stage.final_tokens) == (ends[0] if ends else len(text.encode()))
+    assert stage.final["finish_reason"] == ("stop" if ends else "length")
+
+
 def test_the_stop_token_is_the_stop_reason() -> None:
     stage = Stage(SamplingParams(stop_words=["x"]))
     stage.stage.step([RequestOutput(1, [97], 3)])

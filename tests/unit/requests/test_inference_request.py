@@ -191,6 +191,15 @@ class TestRecord:
         assert record[2].uid == record[0].uid
         assert record[2].kv_cache_epoch is None
 
+    @pytest.mark.parametrize(("min_tokens", "left"), [(0, 0), (2, 1), (1, 0), (7, 6)])
+    def test_a_checkpoint_continues_with_the_minimum_that_is_left(self, request_factory, min_tokens, left) -> None:
+        request = request_factory(generated_tokens=[4])
+        request.sampling_params.min_tokens = min_tokens
+        record = DynamicInferenceRequestRecord.from_request(request)
+        record.checkpoint()
+        assert record[1].sampling_params.min_tokens == left
+        assert record[0].sampling_params.min_tokens == min_tokens
+
     def test_a_checkpoint_keeps_the_fields_of_the_request(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(
             request_factory(generated_tokens=[4], arrival_time=7.5, stop_word_ids=[[9]], block_size_tokens=2)
