@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from megatron_operator import __version__
-from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND, VERSION
+from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.clock import stamp
 from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
@@ -417,22 +417,6 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
             )
     except (ClusterError, LoginError, OSError) as error:
         fail(error)
-
-
-@main.command()
-@click.option("--context", help="Context of the kubeconfig.")
-def migrate(context: str | None) -> None:
-    """Rewrite all resources of the cluster in the storage version of the API. Nothing restarts."""
-    from megatron_operator.storage_migration import migrate as migrate_storage
-
-    try:
-        found = migrate_storage(context=context)
-    except ClusterError as error:
-        fail(error)
-    if found.needed:
-        say(f"stored versions were {', '.join(found.before)}; {found.rewritten} resources rewritten in {VERSION}")
-    else:
-        say(f"nothing to migrate: the only stored version is {VERSION}")
 
 
 def _verb(verb: str) -> None:

@@ -8,14 +8,8 @@ from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Documented, Reason
 from megatron_operator.model.crd import COLUMNS, structural_schema
-from megatron_operator.model.resource import (
-    API_VERSION,
-    KIND,
-    OLDER_VERSIONS,
-    SHORT_NAME,
-    VERSION,
-    MegatronInferenceSpec,
-)
+from megatron_operator.model.names import API_VERSION, KIND
+from megatron_operator.model.resource import SHORT_NAME, MegatronInferenceSpec
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_runtime.protocol import strict_json as json
 
@@ -79,12 +73,6 @@ def reference_page() -> str:
         f"# {KIND}",
         "",
         f"`{API_VERSION}`, short name `{SHORT_NAME}`. Generated from the types by `make generate`.",
-        "",
-        *textwrap.wrap(
-            f"The API server also serves the deprecated {', '.join(f'`{version}`' for version in OLDER_VERSIONS)} with "
-            f"the same fields, and stores `{VERSION}`.",
-            100,
-        ),
         "",
         *textwrap.wrap(f"Columns of `kubectl get {SHORT_NAME}`: {columns}.", 100),
         "",

@@ -30,7 +30,7 @@ from megatron_operator.dashboard.samples import (
     sample_pods,
 )
 from megatron_operator.explain import causes
-from megatron_operator.model.resource import KIND
+from megatron_operator.model.names import KIND
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.context import LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.resource_view import is_settled, label, summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 GROUP = "inference.megatron.dev"
 VERSION = "v1beta1"
-"""The version that the API server stores, and the only one that the operator and the command line use."""
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"

@@ -15,18 +15,11 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, section
-from megatron_operator.model.names import API_VERSION as API_VERSION
-from megatron_operator.model.names import GROUP, VERSION
-from megatron_operator.model.names import KIND as KIND
-from megatron_operator.model.names import PLURAL as PLURAL
 from megatron_operator.model.server import ServerSpec
 from megatron_operator.model.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.model.states import DesiredState
 from megatron_runtime.protocol import strict_json as json
 
-OLDER_VERSIONS = ("v1alpha1",)
-"""Deprecated versions with the same schema, which the API server also serves."""
-SERVED_API_VERSIONS = tuple(f"{GROUP}/{version}" for version in (VERSION, *OLDER_VERSIONS))
 SHORT_NAME = "mi"
 
 MAX_NAME_LENGTH = 40

@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from in_memory_cluster import Cluster
 
-from megatron_operator.model.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from megatron_operator.model.names import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from megatron_operator.render.context import ANNOTATION_RESTARTED
 
 PASS_SECONDS = 0.15

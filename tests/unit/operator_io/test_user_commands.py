@@ -19,7 +19,7 @@ from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator import cli, kubectl
 from megatron_operator.cluster.projection import project_resource
-from megatron_operator.model.resource import API_VERSION, KIND
+from megatron_operator.model.names import API_VERSION, KIND
 from megatron_operator.plan.clock import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1beta1/namespaces/default/megatroninferences"
