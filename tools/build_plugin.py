@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN = ("operator", "runtime")
 """Folders with packages of this project."""
 PROGRAM = "megatron_operator.kubectl"
-IMPORTED_BY_COMMANDS = ("chat", "explain", "pod_logs", "top")
+IMPORTED_BY_COMMANDS = ("explain", "pod_logs", "top")
 """Modules that the program imports when a command needs them."""
 PACKAGES = {"click": "click", "prometheus_client": "prometheus-client", "yaml": "PyYAML"}
 """Packages that may be in the file, and their distributions. PyYAML works without its compiled module."""
