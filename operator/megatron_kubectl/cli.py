@@ -15,12 +15,12 @@ from typing import Any
 
 import click
 
+from megatron_kubectl.resource_client import ClusterError, ResourceClient, current_context
+from megatron_kubectl.resource_view import age, rollout, summary, table
 from megatron_operator import __version__
 from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
 from megatron_operator.model.states import DesiredState
-from megatron_operator.plan.clock import stamp
-from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
-from megatron_operator.resource_view import age, rollout, summary, table
+from megatron_operator.model.text import stamp
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange
@@ -180,7 +180,7 @@ def logs(
     output: str | None,
 ) -> None:
     """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
-    from megatron_operator.pod_logs import Follower, Selection, merged, selected_pods
+    from megatron_kubectl.pod_logs import Follower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
@@ -214,7 +214,7 @@ def top(
     *, name: str, namespace: str | None, context: str | None, interval: float, once: bool, output: str | None
 ) -> None:
     """Show the load of the engines of NAME, refreshed until it is interrupted. Rates are those of the interval."""
-    from megatron_operator.top import Sampler, lines
+    from megatron_kubectl.top import Sampler, lines
 
     with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
         sampler = Sampler(client, name)
@@ -320,7 +320,7 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
     import asyncio
 
     try:
-        from megatron_operator.dashboard.app import serve
+        from megatron_kubectl.dashboard.app import serve
     except ModuleNotFoundError as error:
         fail(ClusterError(f"{error}: install the dashboard with pip install 'megatron-inference[dashboard]'"))
     from megatron_operator.cluster.auth import LoginError

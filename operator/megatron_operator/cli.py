@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 an error of a resource or the cluster, 2 an error of th
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import sys
 from collections.abc import Callable
@@ -386,12 +387,13 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
         return None
     if against != "cluster":
         return read_resource(Path(against))
-    from megatron_operator.resource_client import ClusterError, ResourceClient
+    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.auth import LoginError
+    from megatron_operator.cluster.read import find_resource
 
     try:
-        with ResourceClient(namespace=new.namespace, context=context) as client:
-            found = client.find(new.name)
-    except ClusterError as error:
+        found = asyncio.run(find_resource(new.name, namespace=new.namespace, context=context))
+    except (LoginError, ApiError) as error:
         raise ResourceFileError(str(error)) from error
     return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
 
@@ -462,14 +464,13 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("--context", help="Context of the kubeconfig.")
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
-    from megatron_operator.explain import causes
-    from megatron_operator.resource_client import ClusterError, ResourceClient
+    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.auth import LoginError
+    from megatron_operator.cluster.read import explain_resource
 
     try:
-        with ResourceClient(namespace=namespace, context=context) as client:
-            resource = client.get(name)
-            lines = causes(resource, client.pods(name), client.operator_problem())
-    except ClusterError as error:
+        lines = asyncio.run(explain_resource(name, namespace=namespace, context=context))
+    except (LookupError, LoginError, ApiError) as error:
         fail(error)
     say_lines(lines)
 
@@ -487,8 +488,6 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
-    import asyncio
-
     from megatron_operator import verify as checks
 
     try:

@@ -29,7 +29,7 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.model.text import stamp_seconds
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
 from megatron_operator.plan.world import (

@@ -21,7 +21,7 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import SignalKind
-from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.model.text import stamp_seconds
 from megatron_operator.plan.world import (
     Action,
     ApplyChild,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.clock import seconds_since
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan.diagnosis import creation_error, diagnose
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import ChildRef, PodView

@@ -7,9 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
-from megatron_operator.model.text import printable, printable_data
+from megatron_operator.model.text import printable, printable_data, stamp_seconds
 from megatron_operator.plan.blockers import component_pods
-from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.incidents import crash_events
 from megatron_operator.plan.losses import lost_in, unknown_in
 from megatron_operator.plan.lost_coordinator import replacement, replacement_in

@@ -22,10 +22,10 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.model.status import VERIFIED_REVISIONS
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan import operation as operations
 from megatron_operator.plan.adapters import AdapterView
 from megatron_operator.plan.budget import engine_budget
-from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.incidents import Restarts, count_restarts
 from megatron_operator.plan.operation import Operation

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from megatron_kubectl.cli import main as kubectl_main
 from megatron_operator.cli import main as operator_main
-from megatron_operator.kubectl import main as kubectl_main
 from megatron_runtime.checkpoints.hub.client import HubApi, HubError, read_token
 from megatron_runtime.checkpoints.hub.objects import ObjectReference, ObjectStoreError, _store
 from megatron_runtime.cli import main as runtime_main

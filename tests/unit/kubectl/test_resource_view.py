@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.resource_view import age, rollout, table
+from megatron_kubectl.resource_view import age, rollout, table
 
 
 def resource(cluster: Cluster) -> dict[str, Any]:

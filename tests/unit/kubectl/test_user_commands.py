@@ -17,10 +17,11 @@ import yaml
 from click.testing import CliRunner
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator import cli, kubectl
+from megatron_kubectl import cli as kubectl
+from megatron_operator import cli
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.model.names import API_VERSION, KIND
-from megatron_operator.plan.clock import parse
+from megatron_operator.model.text import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1beta1/namespaces/default/megatroninferences"
 
@@ -73,6 +74,8 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    # The client of megatron-operator reads the variable when it is imported.
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", fake_kubectl.install(tmp_path))
     yield table
     server.shutdown()

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan.blockers import weights_finding
-from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.policies.engines import delete_pods
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
