@@ -328,7 +328,7 @@ def run(
 ) -> None:
     """Run the controller until SIGTERM or the loss of its leadership."""
     from megatron_operator.controller import main as controller
-    from megatron_operator.controller.options import RunOptions
+    from megatron_operator.controller.main import RunOptions
 
     configure(style=log_format, level=log_level, quiet=("kopf", "asyncio", "aiohttp.access"))
     settings, others = _settings(**options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_operator.model.conditions import Reason
+from megatron_operator.model.conditions import Finding, Reason
 from megatron_operator.plan.causes import MALFORMED_OBJECT
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -27,8 +27,6 @@ from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
-
-Finding = tuple[Reason, str]
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15

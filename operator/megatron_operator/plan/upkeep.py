@@ -24,12 +24,12 @@ from megatron_operator.plan.world import (
     RotateKeys,
     VetChild,
 )
+from megatron_operator.render.children import engine_service
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
-from megatron_operator.render.services import engine_service
 
 
 def apply(manifest: Manifest) -> ApplyChild:

@@ -2,7 +2,7 @@
 
 With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
 other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
-`plan/lost_coordinator.py`).
+`plan/losses.py`).
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import OperationOutcome, SignalKind
 from megatron_operator.model.text import printable, printable_data
-from megatron_operator.plan.decide import decide, reject_spec
-from megatron_operator.plan.quoting import NOT_QUOTED
+from megatron_operator.plan.decide import NOT_QUOTED, decide, reject_spec
 from megatron_operator.plan.world import (
     CanaryReport,
     ChildRef,

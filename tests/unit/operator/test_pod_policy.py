@@ -21,7 +21,6 @@ from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import ChildRef
 from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
 from megatron_operator.render.children import all_children
-from megatron_operator.render.config import config_data
 from megatron_operator.render.context import (
     LABEL_COMPONENT,
     LABEL_ENGINE,
@@ -33,6 +32,7 @@ from megatron_operator.render.context import (
     RenderContext,
 )
 from megatron_operator.render.model_source import OBJECT_STORE_VARIABLES
+from megatron_operator.render.pod import config_data
 from megatron_runtime.protocol.vllm_arguments import ALLOWED as ALLOWED_ARGUMENTS
 
 from .pod_security import violations as restricted_violations

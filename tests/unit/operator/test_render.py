@@ -21,7 +21,7 @@ from megatron_operator.render.context import LABEL_ENGINE, InvalidPodTemplate, R
 from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
-from megatron_operator.render.merge import merge_template
+from megatron_operator.render.pod import merge_template
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.engine.settings import EngineSettings
 
