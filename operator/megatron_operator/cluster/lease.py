@@ -22,7 +22,6 @@ from megatron_operator.render.context import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
 
-"""The namespaces that the holder serves, joined by commas; absent if it serves all."""
 MAX_TERM = 1 << 32
 """A higher term cannot come from counting acquisitions; counting restarts."""
 
