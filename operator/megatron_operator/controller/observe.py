@@ -40,6 +40,7 @@ from megatron_operator.cluster.projection import (
 from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.model.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState
@@ -58,7 +59,6 @@ from megatron_operator.plan.world import (
     ResourceView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
 

@@ -8,6 +8,8 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"
 CRD_NAME = f"{PLURAL}.{GROUP}"
+FIELD_MANAGER = "megatron-operator"
+APP_NAME = "megatron-inference"
 
 LABEL_NAME = "app.kubernetes.io/name"
 LABEL_INSTANCE = "app.kubernetes.io/instance"

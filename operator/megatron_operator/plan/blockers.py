@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Finding, Reason
+from megatron_operator.model.names import COORDINATOR, ENGINE, SERVER, STANDBY
 from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import creation_error, first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
@@ -11,7 +12,6 @@ from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import MAX_STARTING, Scene
 from megatron_operator.plan.world import ChildRef
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, STANDBY
 
 
 def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:

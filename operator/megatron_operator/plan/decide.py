@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.names import COORDINATOR
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.text import printable, printable_data, stamp_seconds
 from megatron_operator.plan.incidents import crash_events
@@ -28,7 +29,6 @@ from megatron_operator.plan.world import (
     PodView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR
 
 CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 from megatron_operator.model.conditions import ConditionType, Finding, Reason
+from megatron_operator.model.names import COORDINATOR, ENGINE, STANDBY
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.scene import LOST, REPORTED_STATES, UNKNOWN, UNRESPONSIVE, Scene
 from megatron_operator.plan.world import LOST_SECONDS, UNKNOWN_SECONDS, Action, DeletePods, EmitEvent, PodView
-from megatron_operator.render.context import COORDINATOR, ENGINE, STANDBY
 
 REPLACE_SECONDS = 4.0
 """Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""

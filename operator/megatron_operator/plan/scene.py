@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.model.names import CHECK, ENGINE
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -41,7 +42,7 @@ from megatron_operator.plan.world import (
     PodView,
     World,
 )
-from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
+from megatron_operator.render.context import RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_operator.render.revision import KIND as REVISION_KIND

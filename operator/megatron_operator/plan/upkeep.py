@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_operator.model.names import ANNOTATION_MODEL
 from megatron_operator.plan.check import obsolete_checks
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -28,7 +29,7 @@ from megatron_operator.plan.world import (
     VetChild,
 )
 from megatron_operator.render.children import engine_service
-from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.context import InvalidPodTemplate, manifest_hash
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND

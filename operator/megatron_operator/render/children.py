@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     COORDINATOR,
     ENGINE,
     LABEL_ENGINE,
@@ -12,12 +12,8 @@ from megatron_operator.render.context import (
     PORT_HEALTH,
     PORT_RENDEZVOUS,
     STANDBY,
-    Manifest,
-    RenderContext,
-    child,
-    seal,
-    selector,
 )
+from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import front_door

@@ -11,8 +11,8 @@ import math
 import re
 from typing import Any
 
+from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.render.context import (
-    PORT_HEALTH,
     InvalidPodTemplate,
     Manifest,
     RenderContext,
