@@ -180,6 +180,28 @@ def test_a_resource_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
     assert "default/demo: no such resource" in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "team/demo: no such resource"),
+        (["-n", "other"], "other/demo: no such resource"),
+        (["--context", "there"], "default/demo: no such resource"),
+        (["--context", "nope"], "nope in "),
+    ],
+)
+def test_the_operators_explain_reads_the_namespace_of_the_context(
+    answers: dict[str, Any], tmp_path: Path, options: list[str], expected: str
+) -> None:
+    file = tmp_path / "kubeconfig"
+    config = yaml.safe_load(file.read_text())
+    config["contexts"].append({"name": "there", "context": {"cluster": "c", "user": "u"}})
+    config["contexts"][0]["context"]["namespace"] = "team"
+    file.write_text(yaml.safe_dump(config))
+    result = CliRunner().invoke(cli.main, ["explain", "demo", *options])
+    assert result.exit_code == 1
+    assert expected in result.output
+
+
 def test_a_plan_against_the_cluster(answers: dict[str, Any], tmp_path: Path) -> None:
     cluster = Cluster({**MINIMAL, "replicas": 1})
     changed = {**resource(cluster), "spec": {**MINIMAL, "replicas": 2}}
