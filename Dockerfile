@@ -36,6 +36,8 @@ ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE hatch_build.py ./
+# The images have no kubectl plugin: it is for machines of users.
+RUN sed -i /megatron_kubectl/d pyproject.toml
 COPY operator/megatron_operator operator/megatron_operator
 COPY runtime/megatron_runtime runtime/megatron_runtime
 COPY kernels/megatron_kernels kernels/megatron_kernels

@@ -161,7 +161,7 @@ lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) tools/check_prose.py
-	$(PY) -m megatron_operator.generate --check
+	$(PY) -m tools.generate --check
 	$(PY) docs/generate.py --check
 	$(PY) docs/tested.py --check
 
@@ -242,6 +242,6 @@ plugin: build/setup.stamp ## kubectl-megatron as one executable file, build/kube
 	@$(PY) tools/build_plugin.py build/kubectl-megatron
 
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
-	@$(PY) -m megatron_operator.generate
+	@$(PY) -m tools.generate
 	$(PY) docs/generate.py
 	$(PY) docs/tested.py

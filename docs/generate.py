@@ -1,7 +1,7 @@
-"""Write the generated parts of docs/reference: `python docs/generate.py [--check]`.
+"""Write the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
-A page has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`, tables that follow from the code. The
-pages of the resource and of the operator's commands come from `python -m megatron_operator.generate`.
+A page of docs/reference has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`, tables that follow from
+the code. `operator_pages` has the pages that are generated as a whole.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _table(*header: str, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]
 def commands() -> Table:
     """Every command of `megatron`, from the commands themselves."""
     import click
+    from operator_pages import command_lines
 
-    from megatron_operator.cli_reference import section
     from megatron_runtime.cli import main
 
     def walk(path: str, group: click.Group) -> Iterator[str]:
@@ -58,7 +58,7 @@ def commands() -> Table:
             if isinstance(command, click.Group):
                 yield from walk(f"{path} {name}", command)
             elif command is not None:
-                yield from section(path, name, command)
+                yield from command_lines(path, name, command)
 
     return list(walk("megatron", main))
 
@@ -494,17 +494,28 @@ BLOCKS: dict[str, Callable[[], Table]] = {
 }
 
 
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield path and current text of each page that has generated parts."""
+    from operator_pages import commands_page, resource_page, troubleshooting_page
+
+    yield PAGES / "megatroninference.md", resource_page()
+    yield PAGES / "megatron-operator.md", commands_page()
+    yield ROOT / "docs" / "guides" / "troubleshooting.md", troubleshooting_page()
+
+    def block(match: re.Match[str]) -> str:
+        return "\n".join((f"<!-- generated: {match[1]} -->", "", *BLOCKS[match[1]](), "", "<!-- end -->"))
+
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text()
+        if _BLOCK.search(text):
+            yield page, _BLOCK.sub(block, text)
+
+
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    for page in sorted(PAGES.glob("*.md")):
-        text = page.read_text()
-
-        def block(match: re.Match[str]) -> str:
-            return "\n".join((f"<!-- generated: {match[1]} -->", "", *BLOCKS[match[1]](), "", "<!-- end -->"))
-
-        current = _BLOCK.sub(block, text)
-        if current == text:
+    for page, current in pages():
+        if page.exists() and page.read_text() == current:
             continue
         stale.append(page.relative_to(ROOT))
         if not check:

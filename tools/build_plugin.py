@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("operator", "runtime")
 """Folders with packages of this project."""
-PROGRAM = "megatron_operator.kubectl"
-IMPORTED_BY_COMMANDS = ("chat", "explain", "pod_logs", "storage_migration", "top")
+PROGRAM = "megatron_kubectl.cli"
+IMPORTED_BY_COMMANDS = ("megatron_operator.explain", "megatron_kubectl.pod_logs", "megatron_kubectl.top")
 """Modules that the program imports when a command needs them."""
 PACKAGES = {"click": "click", "prometheus_client": "prometheus-client", "yaml": "PyYAML"}
 """Packages that may be in the file, and their distributions. PyYAML works without its compiled module."""
@@ -52,7 +52,7 @@ def own_modules() -> dict[str, Path]:
         BuildError: it has imported a package that is not in PACKAGES.
     """
     before = set(sys.modules)  # such as the hooks of editable installations
-    for name in (PROGRAM, *(f"megatron_operator.{each}" for each in IMPORTED_BY_COMMANDS)):
+    for name in (PROGRAM, *IMPORTED_BY_COMMANDS):
         importlib.import_module(name)
     installed = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))
     found: dict[str, Path] = {}

@@ -5,10 +5,11 @@ Exit codes: 0 success, 1 an error of a resource or the cluster, 2 an error of th
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,11 +149,6 @@ api_server_ranges = click.option(
 )
 
 
-def health_peers(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of the peers of the health port."""
-    return monitoring_peers(api_server_ranges(command))
-
-
 _POLICY: dict[Switch, tuple[str, str | None, str]] = {
     Switch.HOST_PATHS: ("host_paths", "PREFIX", "podTemplates may mount host paths below PREFIX, read-only."),
     Switch.MODEL_CACHE_PATHS: ("model_cache_paths", "PREFIX", "spec.model.cache.hostPath may be PREFIX or below it."),
@@ -219,21 +215,29 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
     return profile(command)
 
 
+def installation(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of the settings by which children are rendered. `_settings` converts their values to Settings."""
+    for option in reversed(
+        (
+            *(runtime_image, vllm_runtime_image, coordinator_image, operator_namespace, image_pull_policy),
+            *(image_pull_secrets, runtime_log_format, pod_policy, egress_policies, monitoring_peers, api_server_ranges),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     """Return the settings of the options, and the remaining options."""
+
+    def of(kind: type[Settings | PodPolicy]) -> dict[str, Any]:
+        return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+
     try:
-        names = ("profile", *(name for name, _, _ in _POLICY.values()))
-        policy = PodPolicy(**{name: options.pop(name) for name in names if name in options})
+        policy = PodPolicy(**of(PodPolicy))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    names = (
-        *("runtime_image", "vllm_runtime_image", "coordinator_image", "operator_namespace"),
-        *("image_pull_policy", "image_pull_secrets", "runtime_log_format"),
-        *("security", "quoted_repositories", "egress_policies", "oldest_secure_version"),
-        *("monitoring_peers", "api_server_ranges"),
-    )
-    given = {name: options.pop(name) for name in names if name in options}
-    return Settings(**given, pod_policy=policy), options
+    return Settings(**of(Settings), pod_policy=policy), options
 
 
 def _dump(documents: list[dict[str, Any]], *, form: str) -> str:
@@ -248,13 +252,7 @@ def main() -> None:
 
 
 @main.command()
-@runtime_image
-@vllm_runtime_image
-@coordinator_image
-@operator_namespace
-@image_pull_policy
-@image_pull_secrets
-@runtime_log_format
+@installation
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
 @click.option(
     "--kubeconfig",
@@ -292,7 +290,6 @@ def main() -> None:
     help="Template of coordinator admin addresses, with {name} and {namespace}. Default: the Service's cluster IP.",
 )
 @click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
-@pod_policy
 @click.option(
     "--quote-image-repository",
     "quoted_repositories",
@@ -301,8 +298,6 @@ def main() -> None:
     help="The status quotes termination messages of images of this repository, besides those of the runtime images; "
     "all below it if it ends in /. May be repeated.",
 )
-@egress_policies
-@health_peers
 @click.option(
     "--max-concurrent-updates",
     type=click.IntRange(min=1),
@@ -327,7 +322,7 @@ def run(
 ) -> None:
     """Run the controller until SIGTERM or the loss of its leadership."""
     from megatron_operator.controller import main as controller
-    from megatron_operator.controller.options import RunOptions
+    from megatron_operator.controller.main import RunOptions
 
     configure(style=log_format, level=log_level, quiet=("kopf", "asyncio", "aiohttp.access"))
     settings, others = _settings(**options)
@@ -360,16 +355,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 
 @main.command()
 @resource_file
-@runtime_image
-@vllm_runtime_image
-@coordinator_image
-@operator_namespace
-@image_pull_policy
-@image_pull_secrets
-@runtime_log_format
-@pod_policy
-@egress_policies
-@health_peers
+@installation
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
 def render(path: Path, output: str, **options: Any) -> None:
     """Print the children of a resource, except the keys Secret, which is created in the cluster."""
@@ -386,12 +372,13 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
         return None
     if against != "cluster":
         return read_resource(Path(against))
-    from megatron_operator.resource_client import ClusterError, ResourceClient
+    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.auth import LoginError
+    from megatron_operator.cluster.read import find_resource
 
     try:
-        with ResourceClient(namespace=new.namespace, context=context) as client:
-            found = client.find(new.name)
-    except ClusterError as error:
+        found = asyncio.run(find_resource(new.name, namespace=new.namespace, context=context))
+    except (LoginError, ApiError) as error:
         raise ResourceFileError(str(error)) from error
     return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
 
@@ -400,16 +387,7 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @resource_file
 @click.option("--against", help="The current resource: a file, or `cluster`. Default: it does not exist.")
 @click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
-@runtime_image
-@vllm_runtime_image
-@coordinator_image
-@operator_namespace
-@image_pull_policy
-@image_pull_secrets
-@runtime_log_format
-@pod_policy
-@egress_policies
-@health_peers
+@installation
 def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
     """Show what applying FILE would change, why, and which engines restart."""
     fixed, _ = _settings(**options)
@@ -462,14 +440,13 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("--context", help="Context of the kubeconfig.")
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
-    from megatron_operator.explain import causes
-    from megatron_operator.resource_client import ClusterError, ResourceClient
+    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.auth import LoginError
+    from megatron_operator.cluster.read import explain_resource
 
     try:
-        with ResourceClient(namespace=namespace, context=context) as client:
-            resource = client.get(name)
-            lines = causes(resource, client.pods(name), client.operator_problem())
-    except ClusterError as error:
+        lines = asyncio.run(explain_resource(name, namespace=namespace, context=context))
+    except (LookupError, LoginError, ApiError) as error:
         fail(error)
     say_lines(lines)
 
@@ -487,8 +464,6 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
-    import asyncio
-
     from megatron_operator import verify as checks
 
     try:

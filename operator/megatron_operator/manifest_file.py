@@ -9,16 +9,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_operator.model.names import API_VERSION, KIND
 from megatron_operator.model.release import Release
-from megatron_operator.model.resource import (
-    API_VERSION,
-    KIND,
-    SERVED_API_VERSIONS,
-    MegatronInferenceSpec,
-    check_adapter_names,
-    check_name,
-    parse_spec,
-)
+from megatron_operator.model.resource import MegatronInferenceSpec, check_adapter_names, check_name, parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext
@@ -84,7 +77,7 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
     Raises:
         ResourceFileError: it is invalid.
     """
-    if manifest.get("apiVersion") not in SERVED_API_VERSIONS:
+    if manifest.get("apiVersion") != API_VERSION:
         raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
     metadata = manifest.get("metadata") or {}
     try:

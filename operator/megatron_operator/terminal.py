@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NoReturn
 
 import click
@@ -10,8 +9,6 @@ import click
 from megatron_operator.model.text import printable
 from megatron_runtime.process.environment import missing_package
 from megatron_runtime.protocol import strict_json as json
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ReadableGroup(click.Group):
@@ -45,12 +42,6 @@ def say_candidates(candidates: list[tuple[str, str]]) -> None:
     for value, text in candidates:
         click.echo(f"{printable(value)}\t{printable(text)}" if text else printable(value))
     click.echo(":4")  # no names of files
-
-
-def say_part(text: str, *, dim: bool = False) -> None:
-    """Write a part of a text of several lines. Control characters but tab and line feed are escaped."""
-    shown = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    click.echo(click.style(shown, dim=True) if dim else shown, nl=False)
 
 
 def say_json(value: Any, *, indent: int | None = 2) -> None:

@@ -368,7 +368,7 @@ def plugin(control_plane: LocalCluster) -> Callable[..., Awaitable[subprocess.Co
     """Run `kubectl megatron` with the cluster's kubectl, as its administrator or with another kubeconfig."""
 
     async def call(*arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_operator.kubectl", *arguments]
+        command = [sys.executable, "-m", "megatron_kubectl.cli", *arguments]
         path = f"{control_plane.kubectl.parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig or control_plane.kubeconfig), "PATH": path}
         return await asyncio.to_thread(

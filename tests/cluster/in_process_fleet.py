@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine
 
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     CHECK,
     ENGINE,
     LABEL_COMPONENT,

@@ -15,9 +15,9 @@ from browser import page as page  # the fixture
 from machine import scaled
 from playwright.async_api import Page, expect
 
+from megatron_kubectl.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
-from megatron_operator.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 from megatron_operator.install import EDIT_RULES, VIEW_RULES
 
 from .api_server_proxy import ApiProxy

@@ -20,7 +20,7 @@ from typing import Any
 from machine import scaled
 
 from localcluster.kubectl import RESOURCE, Kubectl
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 
 from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
+from megatron_operator.model.names import ANNOTATION_SERVER_KEY
 from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
@@ -29,7 +30,7 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.model.text import stamp_seconds
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
 from megatron_operator.plan.world import (
@@ -58,7 +59,7 @@ from megatron_operator.plan.world import (
     VetChild,
     World,
 )
-from megatron_operator.render.context import ANNOTATION_SERVER_KEY, RenderContext
+from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.transport.security import KeyPair

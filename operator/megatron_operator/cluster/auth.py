@@ -17,6 +17,8 @@ from kubernetes.aio.config import ConfigException, load_incluster_config, load_k
 from megatron_operator.cluster.nesting import BoundedResponse
 from megatron_operator.cluster.watch_ages import WatchAges
 
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
 
 class LoginError(RuntimeError):
     """No usable credentials for the API server. The message names what was tried and the remedy."""
@@ -24,9 +26,7 @@ class LoginError(RuntimeError):
 
 def in_cluster() -> bool:
     """Return whether this process runs in a pod with a service account."""
-    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and os.path.exists(
-        "/var/run/secrets/kubernetes.io/serviceaccount/token"
-    )
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and Path(SERVICE_ACCOUNT, "token").exists()
 
 
 class RedirectedError(aiohttp.ClientConnectionError):
@@ -74,8 +74,10 @@ async def load_configuration(
                 config_file=path, context=context, client_configuration=configuration, persist_config=False
             )
     except (ConfigException, OSError) as error:
-        where = f"kubeconfig {kubeconfig}" if kubeconfig else "service account and default kubeconfig"
-        raise LoginError(f"cannot log in to Kubernetes with {where}: {error}. Give --kubeconfig FILE") from error
+        where, remedy = "service account and default kubeconfig", "Set KUBECONFIG"
+        if kubeconfig is not None:
+            where, remedy = f"kubeconfig {kubeconfig}", "Give another one"
+        raise LoginError(f"cannot log in to Kubernetes with {where}: {error}. {remedy}") from error
     return configuration
 
 

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import EVENT, RESOURCE
+from megatron_operator.model.names import FIELD_MANAGER
 from megatron_operator.model.text import printable
 from megatron_operator.plan.world import EmitEvent
-from megatron_operator.render.context import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
+from megatron_operator.model.names import LABEL_MANAGED_BY, LABEL_NAME
 from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.world import KeysView, RotateKeys
-from megatron_operator.render.context import LABEL_MANAGED_BY, LABEL_NAME
 from megatron_operator.render.keys import (
     ADMIN_SECRET,
     AFTER,

@@ -17,12 +17,10 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import LEASE
-from megatron_operator.model.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
-from megatron_operator.render.context import FIELD_MANAGER
+from megatron_operator.model.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 logger = logging.getLogger(__name__)
 
-"""The namespaces that the holder serves, joined by commas; absent if it serves all."""
 MAX_TERM = 1 << 32
 """A higher term cannot come from counting acquisitions; counting restarts."""
 

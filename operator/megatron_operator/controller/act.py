@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from typing import Any, TypeVar, cast
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import ResourceCache
@@ -21,7 +22,7 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import SignalKind
-from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.model.text import stamp_seconds
 from megatron_operator.plan.world import (
     Action,
     ApplyChild,
@@ -47,12 +48,25 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 8
 """Limit of concurrent applies or deletions of one resource."""
 WORKLOADS = ("Deployment", "StatefulSet")
+"""Kinds that create pods."""
+UNCHANGING = (Signal, AskCanary, EmitEvent)
+"""Actions that change no object that decisions read."""
+T = TypeVar("T")
 
 
-def _waves(actions: Sequence[ApplyChild]) -> tuple[list[ApplyChild], list[ApplyChild]]:
-    """Return the applies of objects that pods refer to, and those of objects that create pods."""
-    workloads = [action for action in actions if action.ref.kind in WORKLOADS]
-    return [action for action in actions if action.ref.kind not in WORKLOADS], workloads
+async def _at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines, some at a time. Return their results, or raise the first failure after all have ended."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def run(each: Coroutine[Any, Any, T]) -> T:
+        async with room:
+            return await each
+
+    outcomes = await asyncio.gather(*map(run, work), return_exceptions=True)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures:
+        raise failures[0]
+    return cast("list[T]", outcomes)
 
 
 class Actor:
@@ -92,46 +106,36 @@ class Actor:
         """
         changed = False
         for kind, together in groupby(actions, type):
+            changed = changed or kind not in UNCHANGING
             if kind is ApplyChild:
-                changed = True
-                if not await self._apply_all(
+                going_on = await self._apply_all(
                     [action for action in together if isinstance(action, ApplyChild)], resource
-                ):
-                    break
-                continue
-            if kind is DeleteChild:
-                changed = True
-                await self._delete_all([action for action in together if isinstance(action, DeleteChild)], resource)
-                continue
-            done, went_on = await self._others(together, resource)
-            changed = changed or done
-            if not went_on:
+                )
+            elif kind is DeleteChild:
+                await _at_once(
+                    self._delete_child(action, resource) for action in together if isinstance(action, DeleteChild)
+                )
+                going_on = True
+            else:
+                going_on = await self._in_order(together, resource)
+            if not going_on:
                 break
         return changed
 
-    async def _others(self, actions: Iterable[Action], resource: SeenResource) -> tuple[bool, bool]:
-        """Execute actions in order. Return whether something changed, and whether all were executed."""
-        changed = False
+    async def _in_order(self, actions: Iterable[Action], resource: SeenResource) -> bool:
+        """Execute actions until one fails. Return whether all were executed."""
         for action in actions:
+            going_on = True
             match action:
                 case CreateKeys():
-                    changed = True
-                    if not await self._create_keys(action, resource):
-                        return changed, False
+                    going_on = await self._create_keys(action, resource)
                 case RotateKeys():
-                    changed = True
-                    if not await self._rotate_keys(action, resource):
-                        return changed, False
+                    going_on = await self._rotate_keys(action, resource)
                 case VetChild():
-                    changed = True
-                    if not await self._vet(action, resource):
-                        return changed, False
+                    going_on = await self._vet(action, resource)
                 case CreatePod():
-                    changed = True
-                    if not await self._create_pod(action, resource):
-                        return changed, False
+                    going_on = await self._create_pod(action, resource)
                 case DeletePods():
-                    changed = True
                     await self._delete_pods(action, resource)
                 case Signal():
                     self._signal(action, resource)
@@ -143,25 +147,17 @@ class Actor:
                     await self._recorder.emit(
                         action, name=resource.name, namespace=resource.namespace, uid=resource.uid
                     )
-        return changed, True
-
-    async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
-        """Apply the children that pods refer to concurrently, then those that create pods."""
-        for wave in _waves(actions):
-            room = asyncio.Semaphore(AT_ONCE)
-            outcomes = await asyncio.gather(
-                *(self._apply_in(room, action, resource) for action in wave), return_exceptions=True
-            )
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-            if not all(outcomes):
+            if not going_on:
                 return False
         return True
 
-    async def _apply_in(self, room: asyncio.Semaphore, action: ApplyChild, resource: SeenResource) -> bool:
-        async with room:
-            return await self._apply(action, resource)
+    async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
+        """Apply the children that pods refer to concurrently, then those that create pods."""
+        for workloads in (False, True):
+            wave = [action for action in actions if (action.ref.kind in WORKLOADS) is workloads]
+            if not all(await _at_once(self._apply(action, resource) for action in wave)):
+                return False
+        return True
 
     async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
         known = self._cache.child(action.ref)
@@ -264,18 +260,6 @@ class Actor:
             hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
         )
         return False
-
-    async def _delete_all(self, actions: Sequence[DeleteChild], resource: SeenResource) -> None:
-        """Delete children concurrently."""
-        room = asyncio.Semaphore(AT_ONCE)
-
-        async def delete(action: DeleteChild) -> None:
-            async with room:
-                await self._delete_child(action, resource)
-
-        for outcome in await asyncio.gather(*map(delete, actions), return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})

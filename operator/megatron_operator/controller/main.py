@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import signal
-from collections.abc import Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kubernetes.aio.client import Configuration
+from prometheus_client import CollectorRegistry
 
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.auth import LoginError, load_configuration
@@ -25,21 +31,66 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.options import RunOptions
-from megatron_operator.controller.probes import BindError, serve_probes
 from megatron_operator.controller.supervisor import Supervisor
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
-from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.link.connection import CoordinatorLink, LinkTimings
+from megatron_operator.model.settings import Settings
 from megatron_operator.plan.decide import decide
+from megatron_runtime.process.health import HealthServer
+from megatron_runtime.process.listening import EVERY_ADDRESS
 from megatron_runtime.transport.security import KeyPair
+
+
+def default_identity() -> str:
+    """Return the identity of this process: in a pod its name and UID, so that a restarted container takes over at once;
+    elsewhere a unique name."""
+    name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
+    return f"{name}_{uid}" if name and uid else f"{socket.gethostname()}_{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of `run`."""
+
+    settings: Settings
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to serve; empty means all. Named ones need no cluster-wide permissions."""
+    kubeconfig: Path | None = None
+    """None: the service account in a pod, else $KUBECONFIG or ~/.kube/config."""
+    context: str | None = None
+    lease_name: str = "megatron-operator"
+    lease_seconds: float = 10.0
+    """Time after the death of a leader until its successor starts, plus at most a fifth of it."""
+    identity: str = field(default_factory=default_identity)
+    coordinator_address_template: str | None = None
+    """None: the cluster IP of each coordinator's Service."""
+    health_host: str | None = None
+    """Address of probes and metrics; None means every address, IPv4 and IPv6."""
+    health_port: int = 8080
+    resync_seconds: float = 300.0
+    """Interval at which each resource's objects are listed again, in case a watch missed something."""
+    watch_seconds: float = 40.0
+    """Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed."""
+    max_concurrent_updates: int = 1
+    """Resources that are updated to the release of this operator at the same time."""
+    link: LinkTimings = field(default_factory=LinkTimings)
+
 
 logger = logging.getLogger(__name__)
 
+STALLED_SECONDS = 120.0
+"""A longer pass hangs: every request and every wait in it has a much shorter deadline. A watch that has not shown an
+existing object for so long, or whose renewal is overdue by as much, is dead."""
+STALLS = ("oldest_pass_seconds", "watch_behind_seconds", "watch_silent_seconds")
 CRD_RETRY_SECONDS = 2.0
 RESTART_SECONDS = 1.0
 AUDITS_AT_ONCE = 2
+
+
+class BindError(RuntimeError):
+    """The address is in use. The message names it."""
 
 
 class OperatorStartError(RuntimeError):
@@ -56,6 +107,39 @@ def run(options: RunOptions) -> int:
         return asyncio.run(OperatorProcess(options).run())
     except (LoginError, AddressTemplateError, BindError, KeyFormatError) as error:
         raise OperatorStartError(str(error)) from error
+
+
+async def serve_probes(
+    *,
+    heartbeat: Callable[[], Mapping[str, Any]],
+    missing: Callable[[], list[str]],
+    registry: CollectorRegistry,
+    host: str | None,
+    port: int,
+) -> HealthServer:
+    """Start to answer on one listening socket. Raises BindError.
+
+    GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
+    GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
+    GET /metrics          Prometheus
+
+    heartbeat: fields of /livez; `oldest_pass_seconds` is the age of the longest running pass.
+    missing:   unmet conditions of readiness, one phrase each.
+    host:      None: every address.
+    """
+
+    def liveness() -> Mapping[str, object]:
+        beat = heartbeat()
+        return {"alive": max(beat.get(key, 0.0) for key in STALLS) < STALLED_SECONDS, **beat}
+
+    server = HealthServer(
+        missing=missing, liveness=liveness, registry=registry, host=EVERY_ADDRESS if host is None else host, port=port
+    )
+    try:
+        await server.start()
+    except OSError as error:
+        raise BindError(error.strerror) from error
+    return server
 
 
 class OperatorProcess:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection, HTTPException
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
@@ -36,14 +37,14 @@ from megatron_operator.cluster.projection import (
     project_pod,
     project_resource,
 )
-from megatron_operator.controller.download import MOST_DOWNLOADS, read_progress
 from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.model.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState
-from megatron_operator.plan.lost_nodes import NODE_SECONDS
+from megatron_operator.plan.losses import NODE_SECONDS
 from megatron_operator.plan.reduce import lost_since
 from megatron_operator.plan.world import (
     DOWNLOAD_SECONDS,
@@ -58,12 +59,17 @@ from megatron_operator.plan.world import (
     ResourceView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_INSTANCE, STANDBY
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 
 
+MOST_DOWNLOADS = 4
+"""Limit of the pods that are asked at a time."""
+_PROGRESS_SECONDS = 2.0
+_PROGRESS_MOST_BYTES = 4096
+_PROGRESS_LARGEST = 1 << 60
 _MOUNT_SUMMARY = "Unable to attach or mount volumes"
 """Begin of an Event that names only volumes; others of the pod name the cause."""
 
@@ -445,3 +451,24 @@ def _seen_at(event: Object) -> str:
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("deprecatedLastTimestamp"), event.get("eventTime"))
     return max(str(time or "") for time in times)
+
+
+def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
+    """Return the progress that the init container `fetch` of a pod reports.
+
+    None if it cannot be read, or if the pod waits for another one.
+
+    The pods of an operator outside of the cluster cannot be reached. The download does not depend on it.
+    """
+    connection = HTTPConnection(pod.fetching_at, port, timeout=_PROGRESS_SECONDS)
+    try:
+        connection.request("GET", "/progress")
+        values = json.loads(connection.getresponse().read(_PROGRESS_MOST_BYTES))
+        numbers = [values[name] for name in ("bytes", "totalBytes", "bytesPerSecond")]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    finally:
+        connection.close()
+    if not all(type(number) is int and 0 <= number <= _PROGRESS_LARGEST for number in numbers):
+        return None
+    return Download(pod.name, *numbers)

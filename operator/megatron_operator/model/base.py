@@ -13,6 +13,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 T = TypeVar("T", bound=BaseModel)
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of another object."""
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
 class ApiModel(BaseModel):
@@ -65,6 +66,16 @@ class Matches:
 def section(model: type[T], description: str) -> Any:
     """Return a field for an object with defaults of its own, in Python and (`default: {}`) in the CRD."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
+
+
+def rules(*entries: dict[str, Any]) -> ConfigDict:
+    """Return the `model_config` of an object with rules of cel()."""
+    return ConfigDict(json_schema_extra={"x-kubernetes-validations": list(entries)})
+
+
+def list_by(key: str) -> dict[str, Any]:
+    """Return the schema of a list of objects that are merged by a key."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:

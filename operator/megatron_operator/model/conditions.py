@@ -134,3 +134,7 @@ class Reason(Documented):
     AVAILABLE = "Available", "The component of the condition works."
     SETTLED = "Settled", "The spec is reached."
     ALL_WELL = "AllWell", "Nothing is wrong."
+
+
+Finding = tuple[Reason, str]
+"""A reason, and the message with its cause."""

@@ -6,24 +6,17 @@ no references, no unions, no additionalProperties next to properties.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from pydantic import BaseModel
 
 from megatron_operator.model.base import cel
-from megatron_operator.model.names import CRD_NAME as CRD_NAME
+from megatron_operator.model.names import CRD_NAME, GROUP, KIND, PLURAL, VERSION
 from megatron_operator.model.resource import (
-    API_VERSION,
-    GROUP,
-    KIND,
     MAX_NAME_LENGTH,
     NAME_PATTERN,
-    OLDER_VERSIONS,
-    PLURAL,
     RESERVED_SUFFIX_PATTERN,
     SHORT_NAME,
-    VERSION,
     MegatronInferenceSpec,
 )
 from megatron_operator.model.status import MegatronInferenceStatus
@@ -99,7 +92,7 @@ def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CRD. All versions have the same schema, so the API server converts between them by the name alone."""
+    """Return the CRD, which has one version."""
     schema = {
         "type": "object",
         "description": "A language model served by data-parallel engines, a coordinator and OpenAI servers.",
@@ -132,16 +125,6 @@ def custom_resource_definition() -> dict[str, Any]:
             for name, kind, path, priority in COLUMNS
         ],
     }
-    older = [
-        {
-            **copy.deepcopy(version),
-            "name": name,
-            "storage": False,
-            "deprecated": True,
-            "deprecationWarning": f"{GROUP}/{name} {KIND} is deprecated; use {API_VERSION}",
-        }
-        for name in OLDER_VERSIONS
-    ]
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -157,7 +140,6 @@ def custom_resource_definition() -> dict[str, Any]:
                 "shortNames": [SHORT_NAME],
                 "categories": ["all"],
             },
-            "conversion": {"strategy": "None"},
-            "versions": [version, *older],
+            "versions": [version],
         },
     }

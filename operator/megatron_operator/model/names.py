@@ -4,11 +4,12 @@ from __future__ import annotations
 
 GROUP = "inference.megatron.dev"
 VERSION = "v1beta1"
-"""The version that the API server stores, and the only one that the operator and the command line use."""
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"
 CRD_NAME = f"{PLURAL}.{GROUP}"
+FIELD_MANAGER = "megatron-operator"
+APP_NAME = "megatron-inference"
 
 LABEL_NAME = "app.kubernetes.io/name"
 LABEL_INSTANCE = "app.kubernetes.io/instance"

@@ -6,7 +6,7 @@ A resource keeps its release when the operator is upgraded, until the resource i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -17,7 +17,9 @@ from megatron_operator.model.settings import Settings
 from megatron_runtime.protocol import strict_json as json
 
 
-class ReleaseStatus(ApiModel):
+class Release(ApiModel):
+    """See the module; `status.release`. vllm_runtime_image: None if the resource has no vLLM engines."""
+
     version: str = Field(description="Version of the operator that the release came with.")
     coordinator_image: str = Field(description="Image of the coordinator.")
     runtime_image: str = Field(description="Image of servers, and of native engines without spec.engine.image.")
@@ -25,17 +27,6 @@ class ReleaseStatus(ApiModel):
         default=None, description="Image of vLLM engines without spec.engine.vllm.image."
     )
     image_pull_policy: str = Field(description="Pull policy of the images.")
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """See the module. vllm_runtime_image: None if the resource has no vLLM engines."""
-
-    version: str
-    coordinator_image: str
-    runtime_image: str
-    vllm_runtime_image: str | None
-    image_pull_policy: str
 
     @classmethod
     def of(cls, settings: Settings, backend: Backend) -> Release:
@@ -54,12 +45,11 @@ class Release:
         ignored."""
         if not isinstance(stored, Mapping):
             return None
-        known = {field.alias for field in ReleaseStatus.model_fields.values()}
+        known = {field.alias for field in cls.model_fields.values()}
         try:
-            found = ReleaseStatus.model_validate({name: value for name, value in stored.items() if name in known})
+            return cls.model_validate({name: value for name, value in stored.items() if name in known})
         except ValidationError:
             return None
-        return cls(**dict(found))
 
     @classmethod
     def from_annotation(cls, text: str) -> Release | None:
@@ -70,8 +60,7 @@ class Release:
             return None
 
     def to_status(self) -> dict[str, Any]:
-        fields = ReleaseStatus(**asdict(self))
-        return fields.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return self.model_dump(mode="json", exclude_none=True)
 
     def to_annotation(self) -> str:
         return json.dumps(self.to_status(), sort_keys=True, separators=(",", ":"))
@@ -80,16 +69,16 @@ class Release:
         """Return the release of a resource whose backend may have changed since. default: the image of vLLM engines
         that never had one."""
         image = (self.vllm_runtime_image or default) if backend is Backend.VLLM else None
-        return replace(self, vllm_runtime_image=image)
+        return self.model_copy(update={"vllm_runtime_image": image})
 
     def settings(self, installed: Settings) -> Settings:
         """Return the settings with which children of this release are rendered."""
-        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        fields = {name: value for name, value in dict(self).items() if value is not None}
         return replace(installed, **fields, installed_images=installed.runtime_images)
 
     def differences(self, other: Release) -> str:
         """Return the fields that `other` changes, as `field: old -> new`."""
-        mine, others = asdict(self), asdict(other)
+        mine, others = dict(self), dict(other)
         changed = (name for name in mine if mine[name] != others[name])
         return ", ".join(f"{name.replace('_', ' ')}: {mine[name]} -> {others[name]}" for name in changed)
 

@@ -12,21 +12,14 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
-from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, section
-from megatron_operator.model.names import API_VERSION as API_VERSION
-from megatron_operator.model.names import GROUP, VERSION
-from megatron_operator.model.names import KIND as KIND
-from megatron_operator.model.names import PLURAL as PLURAL
+from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
 from megatron_operator.model.server import ServerSpec
 from megatron_operator.model.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.model.states import DesiredState
 from megatron_runtime.protocol import strict_json as json
 
-OLDER_VERSIONS = ("v1alpha1",)
-"""Deprecated versions with the same schema, which the API server also serves."""
-SERVED_API_VERSIONS = tuple(f"{GROUP}/{version}" for version in (VERSION, *OLDER_VERSIONS))
 SHORT_NAME = "mi"
 
 MAX_NAME_LENGTH = 40
@@ -117,16 +110,12 @@ class Parallelism(ApiModel):
 
 
 class Batching(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
-                    "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
-                    "spec.engine.batching.maxRequests",
-                )
-            ]
-        }
+    model_config = rules(
+        cel(
+            "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
+            "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
+            "spec.engine.batching.maxRequests",
+        ),
     )
 
     max_requests: int | None = Field(
@@ -231,14 +220,10 @@ _VLLM_IMAGE = "spec.engine.image: not allowed with spec.engine.backend VLLM; set
 
 
 class EngineSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
-                cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
-                cel("self.backend == 'Native' || !has(self.native)", _NATIVE_NEEDS_BACKEND),
-            ]
-        }
+    model_config = rules(
+        cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
+        cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
+        cel("self.backend == 'Native' || !has(self.native)", _NATIVE_NEEDS_BACKEND),
     )
 
     backend: Backend = Field(
@@ -390,12 +375,8 @@ _NO_ROLLOUT = (
 
 
 class RolloutSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel("!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0", _NO_ROLLOUT)
-            ]
-        }
+    model_config = rules(
+        cel("!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0", _NO_ROLLOUT),
     )
 
     max_unavailable: int | None = Field(
@@ -469,43 +450,38 @@ _REVISION_RULES: list[Any] = [rule for field in _LOCATIONS for rule in _revision
 
 
 class MegatronInferenceSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                # The message cannot contain the values: the estimated cost of string() exceeds the budget.
-                cel(
-                    f"{_RANKS} % {_POD_DIVISOR} == 0",
-                    "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
-                    "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
-                ),
-                cel(
-                    f"{_RANKS} <= {MAX_RANKS}",
-                    f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
-                    "engine; lower one of them, and raise spec.replicas for more throughput",
-                ),
-                cel(
-                    "!has(self.weights) || !has(self.model.source.huggingFace) || "
-                    "!has(self.model.source.huggingFace.revision)",
-                    "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
-                    "remove one of the two",
-                ),
-                *_REVISION_RULES,
-                cel(
-                    "!has(self.weights) || !has(self.model.source.builtin)",
-                    "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
-                ),
-                cel(
-                    "self.engine.backend != 'VLLM' || !(self.model.dtype in "
-                    f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
-                    f"spec.model.dtype: {_VLLM_DTYPE}",
-                ),
-                cel(
-                    f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
-                    "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
-                    _VLLM_PICKLE,
-                ),
-            ]
-        }
+    model_config = rules(
+        # The message cannot contain the values: the estimated cost of string() exceeds the budget.
+        cel(
+            f"{_RANKS} % {_POD_DIVISOR} == 0",
+            "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
+            "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
+        ),
+        cel(
+            f"{_RANKS} <= {MAX_RANKS}",
+            f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
+            "engine; lower one of them, and raise spec.replicas for more throughput",
+        ),
+        cel(
+            "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
+            "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
+            "remove one of the two",
+        ),
+        *_REVISION_RULES,
+        cel(
+            "!has(self.weights) || !has(self.model.source.builtin)",
+            "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
+        ),
+        cel(
+            "self.engine.backend != 'VLLM' || !(self.model.dtype in "
+            f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
+            f"spec.model.dtype: {_VLLM_DTYPE}",
+        ),
+        cel(
+            f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
+            "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
+            _VLLM_PICKLE,
+        ),
     )
 
     desired_state: DesiredState = Field(

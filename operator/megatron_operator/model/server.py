@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, section
+from megatron_operator.model.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
 from megatron_operator.model.source import SecretKeyRef
 
 _HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
@@ -43,12 +43,8 @@ _CLASS_NEEDS_TYPE = (
 
 
 class ServiceSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE)
-            ]
-        }
+    model_config = rules(
+        cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE),
     )
 
     type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")

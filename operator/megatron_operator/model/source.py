@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from megatron_operator.model.base import ApiModel, Matches, Name, cel
+from megatron_operator.model.base import ApiModel, Matches, Name, cel, list_by, rules
 from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
 
 
@@ -142,19 +142,15 @@ _SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 
 class ModelSource(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    f"{_SET_SOURCES}.exists(set, set)",
-                    f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
-                ),
-                cel(
-                    f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
-                    f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
-                ),
-            ]
-        }
+    model_config = rules(
+        cel(
+            f"{_SET_SOURCES}.exists(set, set)",
+            f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
+        ),
+        cel(
+            f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+            f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
+        ),
     )
 
     builtin: BuiltinName | None = Field(
@@ -211,10 +207,8 @@ _CACHE = "spec.model.cache: set exactly one of persistentVolumeClaim and hostPat
 
 
 class CacheSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE)]
-        }
+    model_config = rules(
+        cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE),
     )
 
     persistent_volume_claim: Name | None = Field(
@@ -261,15 +255,11 @@ class AdapterRepository(ApiModel):
 
 
 class AdapterSource(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    "has(self.huggingFace) != has(self.path)",
-                    "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
-                )
-            ]
-        }
+    model_config = rules(
+        cel(
+            "has(self.huggingFace) != has(self.path)",
+            "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
+        ),
     )
 
     hugging_face: AdapterRepository | None = Field(default=None, description="A repository on the Hugging Face hub.")
@@ -308,24 +298,20 @@ _ADAPTER_PATH = (
 
 
 class ModelSpec(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
-                    _ADAPTER_NAME,
-                ),
-                cel(
-                    "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
-                    "self.adapters.all(adapter, !has(adapter.source.path))",
-                    _ADAPTER_PATH,
-                ),
-                cel(
-                    "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
-                    _NOT_CACHED,
-                ),
-            ]
-        }
+    model_config = rules(
+        cel(
+            "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
+            _ADAPTER_NAME,
+        ),
+        cel(
+            "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
+            "self.adapters.all(adapter, !has(adapter.source.path))",
+            _ADAPTER_PATH,
+        ),
+        cel(
+            "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
+            _NOT_CACHED,
+        ),
     )
 
     name: ModelName | None = Field(
@@ -356,7 +342,7 @@ class ModelSpec(ApiModel):
         description="LoRA adapters of the model. Each is served as a model of its own. They are loaded and unloaded "
         "without a restart of an engine.",
         max_length=MAX_ADAPTERS,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=list_by("name"),
     )
 
     @model_validator(mode="after")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
-from megatron_operator.model.base import ApiModel
-from megatron_operator.model.release import ReleaseStatus
+from megatron_operator.model.base import ApiModel, Time, list_by
+from megatron_operator.model.release import Release
 from megatron_operator.model.states import (
     DesiredState,
     KeyStage,
@@ -20,7 +18,6 @@ from megatron_operator.model.states import (
 HISTORY_LENGTH = 16
 FAILED_REQUESTS = 16
 VERIFIED_REVISIONS = 10
-TIME: dict[str, Any] = {"format": "date-time"}
 
 
 class Condition(ApiModel):
@@ -32,15 +29,13 @@ class Condition(ApiModel):
     reason: str = Field(description="Reason in CamelCase, for programs.")
     message: str = Field(description="Message of one sentence.")
     observed_generation: int = Field(description="Generation of the spec that the condition is about.")
-    last_transition_time: str = Field(description="Time of the last change of the status.", json_schema_extra=TIME)
+    last_transition_time: Time = Field(description="Time of the last change of the status.")
 
 
 class Lifecycle(ApiModel):
     desired: DesiredState = Field(description="The desired state, as last seen.")
     observed: ResourceState = Field(description="The last observed state.")
-    requested_at: str | None = Field(
-        default=None, description="Time when this desired state was first seen.", json_schema_extra=TIME
-    )
+    requested_at: Time | None = Field(default=None, description="Time when this desired state was first seen.")
     operation_id: str | None = Field(default=None, description="Id of the last operation; the same on every resend.")
     signal: SignalKind | None = Field(default=None, description="Signal of that operation.")
     engine: str | None = Field(default=None, description="The only engine that it is for; all if absent.")
@@ -61,9 +56,7 @@ class Lifecycle(ApiModel):
     epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: epoch of the weights.")
     adapters: str | None = Field(default=None, description="SET_ADAPTERS: digest of the list of adapters.")
     rejected: bool | None = Field(default=None, description="Whether it failed without an effect.")
-    since: str | None = Field(
-        default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
-    )
+    since: Time | None = Field(default=None, description="Time when it was started, confirmed or failed.")
     woken: bool | None = Field(
         default=None, description="Whether a request woke the suspended resource, which has not been idle since."
     )
@@ -98,15 +91,13 @@ class AdapterStatus(ApiModel):
         default=None, description="Why it is not loaded by every engine: AdapterFailed or UnsupportedByBackend."
     )
     error: str | None = Field(default=None, description="The error, with the name of the engine.")
-    failed_at: str | None = Field(
-        default=None, description="Time of the error; it is tried again 30 s later.", json_schema_extra=TIME
-    )
+    failed_at: Time | None = Field(default=None, description="Time of the error; it is tried again 30 s later.")
 
 
 class KeysStatus(ApiModel):
     generation: int = Field(description="Generation of the CURVE keys; during a rotation the new generation.")
     stage: KeyStage = Field(description="Stage of the rotation.")
-    since: str | None = Field(default=None, description="Time of creation of this generation.", json_schema_extra=TIME)
+    since: Time | None = Field(default=None, description="Time of creation of this generation.")
 
 
 class UpdateStatus(ApiModel):
@@ -117,7 +108,7 @@ class UpdateStatus(ApiModel):
 class Plan(ApiModel):
     step: str = Field(description="The current step.")
     waiting_on: str = Field(description="What the step waits for, in one sentence.")
-    since: str = Field(description="Since when.", json_schema_extra=TIME)
+    since: Time = Field(description="Since when.")
 
 
 class EngineStatus(ApiModel):
@@ -134,31 +125,27 @@ class EngineStatus(ApiModel):
         default=None, description="Revision of the weights that it serves; absent if unknown or of another source."
     )
     canary: str | None = Field(
-        default=None,
-        description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent.",
+        default=None, description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent."
     )
     canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
     restarts: int = Field(default=0, description="Restarts of the engine with its current pods.")
-    forgiven_at: str | None = Field(
-        default=None, description="Time when the restart budget is complete again.", json_schema_extra=TIME
-    )
+    forgiven_at: Time | None = Field(default=None, description="Time when the restart budget is complete again.")
     retries: int | None = Field(
         default=None, description="Number of times that it was started again after an exhausted restart budget."
     )
     diagnosis: str | None = Field(
         default=None, description="Cause of the last restart of an exhausted restart budget. It has no pods."
     )
-    retry_at: str | None = Field(
+    retry_at: Time | None = Field(
         default=None,
         description="Time when it is started again after a cause in the infrastructure; not by itself if absent.",
-        json_schema_extra=TIME,
     )
 
 
 class ComponentRestarts(ApiModel):
     component: str = Field(description="coordinator, engine or server.")
     count: int = Field(default=0, description="Container restarts of its current pods.")
-    since: str | None = Field(default=None, description="First restart of the last incident.", json_schema_extra=TIME)
+    since: Time | None = Field(default=None, description="First restart of the last incident.")
     base: int | None = Field(default=None, description="Restarts before that incident.")
     reported: bool | None = Field(default=None, description="Whether an Event has reported it.")
 
@@ -168,14 +155,14 @@ class Transition(ApiModel):
     to: str = Field(description="State after.")
     by: str = Field(description="Author of the request.")
     operation_id: str | None = Field(default=None, description="Operation that completed the transition.")
-    at: str = Field(description="Time when it was confirmed.", json_schema_extra=TIME)
+    at: Time = Field(description="Time when it was confirmed.")
     seconds: float = Field(description="Time from the request to the confirmation.")
 
 
 class FailedRequest(ApiModel):
     id: str = Field(description="Id of the request in the error of the OpenAI API and in the coordinator's log.")
     engines: list[str] = Field(description="Engines that it crashed, in order.")
-    time: str = Field(description="Time when the coordinator failed it.", json_schema_extra=TIME)
+    time: Time = Field(description="Time when the coordinator failed it.")
 
 
 class MegatronInferenceStatus(ApiModel):
@@ -200,7 +187,7 @@ class MegatronInferenceStatus(ApiModel):
     conditions: list[Condition] | None = Field(
         default=None,
         description="See docs/reference.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+        json_schema_extra=list_by("type"),
     )
     lifecycle: Lifecycle | None = Field(default=None, description="The current or last operation.")
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
@@ -210,10 +197,10 @@ class MegatronInferenceStatus(ApiModel):
     adapters: list[AdapterStatus] | None = Field(
         default=None,
         description="The adapters of spec.model.adapters.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=list_by("name"),
     )
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
-    release: ReleaseStatus | None = Field(
+    release: Release | None = Field(
         default=None,
         description="Release that coordinator, servers and engines are of. An upgrade of the operator does not change "
         "it before the resource is updated.",
@@ -230,12 +217,12 @@ class MegatronInferenceStatus(ApiModel):
     engines: list[EngineStatus] | None = Field(
         default=None,
         description="The engines.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=list_by("name"),
     )
     restarts: list[ComponentRestarts] | None = Field(
         default=None,
         description="Container restarts, by component; one Event reports each incident.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["component"]},
+        json_schema_extra=list_by("component"),
     )
     history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
     failed_requests: list[FailedRequest] | None = Field(

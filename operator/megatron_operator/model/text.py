@@ -1,7 +1,8 @@
-"""Escapes untrusted text for a status, an Event, a log or a terminal."""
+"""Text of a status, an Event, a log or a terminal: untrusted text, which is escaped, and timestamps."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from megatron_runtime.protocol.text import printable
@@ -18,3 +19,23 @@ def printable_data(value: Any, *, limit: int) -> Any:
     if isinstance(value, list | tuple):
         return [printable_data(each, limit=limit) for each in value]
     return value
+
+
+def stamp(moment: datetime) -> str:
+    """Return RFC 3339 with milliseconds, for durations."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def stamp_seconds(moment: datetime) -> str:
+    """Return RFC 3339 with seconds, for conditions."""
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def parse(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+
+
+def seconds_since(text: str | None, now: datetime) -> float:
+    """Return the seconds from a timestamp to now; infinity without a timestamp."""
+    moment = parse(text)
+    return (now - moment).total_seconds() if moment is not None else float("inf")

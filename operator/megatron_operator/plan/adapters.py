@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import LifecyclePhase, SignalKind
-from megatron_operator.plan.clock import seconds_since, stamp
+from megatron_operator.model.text import seconds_since, stamp
 from megatron_operator.plan.operation import Operation, adapter_lists
 from megatron_operator.plan.world import AdapterReport, World
 from megatron_operator.render.model_source import adapters_digest, model_adapters

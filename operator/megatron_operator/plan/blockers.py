@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_operator.model.conditions import Reason
+from megatron_operator.model.conditions import Finding, Reason
+from megatron_operator.model.names import COORDINATOR, ENGINE, SERVER, STANDBY
 from megatron_operator.plan.check import check_finding
 from megatron_operator.plan.diagnosis import creation_error, first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
@@ -10,14 +11,7 @@ from megatron_operator.plan.losses import is_lost
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
 from megatron_operator.plan.scene import MAX_STARTING, Scene
-from megatron_operator.plan.world import ChildRef, PodView
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, STANDBY
-
-Finding = tuple[Reason, str]
-
-
-def component_pods(scene: Scene, *components: str) -> list[PodView]:
-    return [pod for pod in scene.world.pods if pod.component in components]
+from megatron_operator.plan.world import ChildRef
 
 
 def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
@@ -39,7 +33,7 @@ def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
 
 def component_finding(scene: Scene, component: str) -> Finding | None:
     """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
-    pods = component_pods(scene, component)
+    pods = scene.world.component_pods(component)
     found = first_diagnosis(pods, scene.references)
     if found is not None:
         return found
@@ -54,7 +48,7 @@ def component_finding(scene: Scene, component: str) -> Finding | None:
 def coordinator_wait(scene: Scene) -> Finding:
     """Return why the coordinator does not answer, as reason and what is waited for."""
     found = rejection(scene, name=scene.ctx.coordinator_name)
-    pods = [pod for pod in component_pods(scene, COORDINATOR, STANDBY) if not pod.deleting]
+    pods = [pod for pod in scene.world.component_pods(COORDINATOR, STANDBY) if not pod.deleting]
     found = found or component_finding(scene, COORDINATOR)
     if found is not None:
         return found[0], f"the coordinator: {found[1]}"
@@ -66,7 +60,7 @@ def coordinator_wait(scene: Scene) -> Finding:
 
 def server_wait(scene: Scene) -> Finding | None:
     """Return why no OpenAI server is ready; None if one is."""
-    pods = component_pods(scene, SERVER)
+    pods = scene.world.component_pods(SERVER)
     if any(pod.ready and not pod.deleting for pod in pods):
         return None
     found = rejection(scene, name=scene.ctx.server_name) or component_finding(scene, SERVER)

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.resource import RestartBudget
 from megatron_operator.model.states import DesiredState
-from megatron_operator.plan.clock import parse, stamp
+from megatron_operator.model.text import parse, stamp
 from megatron_operator.plan.diagnosis import diagnose, is_rank_lost
 from megatron_operator.plan.world import PodView, World
 

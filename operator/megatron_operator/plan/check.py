@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.clock import seconds_since
+from megatron_operator.model.conditions import Finding, Reason
+from megatron_operator.model.names import CHECK
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan.diagnosis import creation_error, diagnose
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import ChildRef, PodView
 from megatron_operator.render.check import check_name
-from megatron_operator.render.context import CHECK
-
-Finding = tuple[Reason, str]
 
 FINAL_EXIT_CODES = (1, 2)
 """Exit codes of `megatron engine --check` after an error that a retry does not resolve."""

@@ -1,21 +1,19 @@
-"""World to Decision: upkeep, the first policy that applies, its status, and Events of the changes."""
+"""World to Decision: upkeep, the first policy that applies, its status, Events of the changes. What may be quoted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
-from megatron_operator.model.text import printable, printable_data
-from megatron_operator.plan.blockers import component_pods
-from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.model.names import COORDINATOR
+from megatron_operator.model.resource import MegatronInferenceSpec
+from megatron_operator.model.text import printable, printable_data, stamp_seconds
 from megatron_operator.plan.incidents import crash_events
-from megatron_operator.plan.losses import lost_in, unknown_in
-from megatron_operator.plan.lost_coordinator import replacement, replacement_in
-from megatron_operator.plan.lost_nodes import forced_deletions, forced_in
+from megatron_operator.plan.losses import forced_deletions, forced_in, lost_in, replacement, replacement_in, unknown_in
 from megatron_operator.plan.policies import POLICIES
-from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.update import BEGUN
@@ -24,16 +22,17 @@ from megatron_operator.plan.world import (
     DOWNLOAD_SECONDS,
     Action,
     ApplyChild,
+    CoordinatorSnapshot,
     Decision,
     DeleteChild,
     EmitEvent,
     PodView,
     World,
 )
-from megatron_operator.render.context import COORDINATOR
 
 CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""
+NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
 
@@ -53,7 +52,7 @@ def decide(world: World) -> Decision:
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene), *forced_deletions(scene)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
-    coordinators = component_pods(scene, COORDINATOR)
+    coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
     return Decision(
@@ -161,3 +160,51 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
     }
     events = _events(status, composed)
     return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))
+
+
+def quotable(world: World) -> World:
+    """Return the World without the messages of containers whose images may not be quoted: all but those of repositories
+    that the installation lists.
+
+    A container of any other image can read Secrets and files and write them to its termination message, or send them to
+    its coordinator as an error. A user who may read the status could then read them without access to the pods' logs.
+    """
+    quotes = world.settings.quotes
+    pods = tuple(
+        pod if not pod.last_message or quotes(pod.image) else replace(pod, last_message=NOT_QUOTED)
+        for pod in world.pods
+    )
+    foreign = not all(quotes(image) for image in _images(world.resource.spec))
+    coordinator = _without_words(world.coordinator) if foreign else world.coordinator
+    return replace(world, pods=pods, coordinator=coordinator)
+
+
+def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
+    """Return every container image in the spec."""
+    for image in (spec.engine.image, spec.engine.vllm.image if spec.engine.vllm else None):
+        if image is not None:
+            yield image
+    for template in (spec.engine.pod_template, spec.coordinator.pod_template, spec.server.pod_template):
+        pod = (template or {}).get("spec")
+        for field in ("containers", "initContainers"):
+            containers = pod.get(field) if isinstance(pod, dict) else None
+            for container in containers if isinstance(containers, list) else ():
+                if isinstance(container, dict) and "image" in container:
+                    yield str(container["image"])
+
+
+def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
+    """Remove texts. Numbers and states stay, because decisions depend on them."""
+    operations = {
+        name: replace(report, message=NOT_QUOTED if report.message else "")
+        for name, report in snapshot.operations.items()
+    }
+    canaries = {
+        name: replace(report, message=NOT_QUOTED if report.message else "")
+        for name, report in snapshot.canaries.items()
+    }
+    engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
+    adapters = snapshot.adapters and tuple(
+        replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
+    )
+    return replace(snapshot, operations=operations, canaries=canaries, engines=engines, adapters=adapters)

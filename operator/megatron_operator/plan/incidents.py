@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron_operator.plan.clock import seconds_since, stamp
+from megatron_operator.model.names import COORDINATOR, ENGINE, SERVER, STANDBY
+from megatron_operator.model.text import seconds_since, stamp
 from megatron_operator.plan.diagnosis import termination
 from megatron_operator.plan.world import EmitEvent, PodView
-from megatron_operator.render.context import COORDINATOR, ENGINE, SERVER, STANDBY
 
 COMPONENTS = (COORDINATOR, ENGINE, SERVER)
 PODS = {COORDINATOR: (COORDINATOR, STANDBY), ENGINE: (ENGINE,), SERVER: (SERVER,)}

@@ -1,12 +1,29 @@
-"""Engines that are lost, and engines that no coordinator knows. Pure."""
+"""Engines, coordinators and nodes that are lost, and what the operator does before Kubernetes would. Pure.
+
+Kubernetes marks a node as lost after 50 s, and servers stay ready for 30 s. The operator deletes the pod of a lost
+coordinator earlier, so that its Deployment creates another one. On a node that is alive, the kubelet ends the old
+process as after any deletion.
+
+A StatefulSet creates a pod again only after the old one is deleted, which its kubelet confirms. The kubelet of a lost
+node never does. The operator deletes such pods of engines by force when the node is not ready or does not exist, and
+never while the node is ready.
+"""
 
 from __future__ import annotations
 
-from megatron_operator.model.conditions import ConditionType, Reason
+from datetime import timedelta
+
+from megatron_operator.model.conditions import ConditionType, Finding, Reason
+from megatron_operator.model.names import COORDINATOR, ENGINE, STANDBY
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.scene import LOST, REPORTED_STATES, UNKNOWN, UNRESPONSIVE, Scene
-from megatron_operator.plan.world import LOST_SECONDS, UNKNOWN_SECONDS
+from megatron_operator.plan.world import LOST_SECONDS, UNKNOWN_SECONDS, Action, DeletePods, EmitEvent, PodView
+
+REPLACE_SECONDS = 4.0
+"""Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""
+NODE_SECONDS = 5.0
+"""Interval at which the node of a pod is read whose deletion is overdue."""
 
 
 def is_lost(scene: Scene, engine: EngineView) -> bool:
@@ -47,3 +64,87 @@ def unknown_in(scene: Scene) -> float | None:
     if scene.world.membership_known or not any(scene.serves(engine) for engine in scene.engines):
         return None
     return UNKNOWN_SECONDS - scene.world.coordinator.unknown_seconds
+
+
+def loss(scene: Scene) -> Finding | None:
+    """Return that the coordinator is lost, until one knows the engines again; None if it may come back by itself."""
+    if scene.world.membership_known:
+        return None
+    silent = scene.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
+    if not reports_lost_coordinator(scene) and not (silent and _lost_pods(scene)):
+        return None
+    return Reason.COORDINATOR_UNREACHABLE, "the coordinator is lost; which engines serve is unknown until one recovers"
+
+
+def replacement(scene: Scene) -> list[Action]:
+    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may come back by itself.
+
+    Of a pair, both pods are lost: one of them would have become active.
+    """
+    pods, lost = _lost_pods(scene), scene.world.coordinator.lost_seconds
+    if not pods or lost is None or lost < REPLACE_SECONDS:
+        return []
+    names = " and ".join(pod.name for pod in pods)
+    reason = f"pod {names} is ready and has not answered for {lost:.0f} s: replacing it"
+    deletion = DeletePods(scene.ctx.coordinator_name, tuple((pod.name, pod.uid) for pod in pods), reason)
+    return [deletion, EmitEvent("Warning", Reason.COORDINATOR_UNREACHABLE.value, reason)]
+
+
+def replacement_in(scene: Scene) -> float | None:
+    """Return the seconds until the coordinator's pod is replaced; None if it is not lost."""
+    lost = scene.world.coordinator.lost_seconds
+    return None if lost is None or not _lost_pods(scene) else REPLACE_SECONDS - lost
+
+
+def _lost_pods(scene: Scene) -> list[PodView]:
+    """Return the pods that this operator has been connected to, if their kubelets still report them as ready.
+
+    If it is not ready, the kubelet is alive and restarts it. A pod that never answered since its creation is not
+    replaced: the cause is not its node, and another pod would not answer either.
+    """
+    lost = scene.world.coordinator.lost_seconds
+    if lost is None:
+        return []
+    lost_at = scene.world.now - timedelta(seconds=lost)
+    pods = [pod for pod in scene.world.component_pods(COORDINATOR, STANDBY) if pod.ready and not pod.deleting]
+    return [pod for pod in pods if pod.created_at is not None and pod.created_at < lost_at]
+
+
+def overdue_in(pod: PodView, scene: Scene) -> float | None:
+    """Return the seconds until the deletion of an engine's pod is overdue; None if it is not being deleted."""
+    if pod.component != ENGINE or not pod.node or pod.ends_at is None:
+        return None
+    limit = timedelta(seconds=scene.world.resource.spec.lifecycle.lost_node_seconds)
+    return (pod.ends_at + limit - scene.world.now).total_seconds()
+
+
+def forced_deletions(scene: Scene) -> list[Action]:
+    """Return the forced deletions of pods that are overdue and whose nodes have been lost for as long, and Events."""
+    actions: list[Action] = []
+    for pod in scene.world.pods:
+        if _forced_in(pod, scene) == 0:
+            since = scene.world.lost_nodes[pod.node]
+            state = "does not exist" if since is None else f"is not ready since {since:%Y-%m-%dT%H:%M:%SZ}"
+            reason = f"pod {pod.name} is terminating and its node {pod.node} {state}: deleting it by force"
+            actions.append(DeletePods(pod.engine, ((pod.name, pod.uid),), reason, force=True))
+            actions.append(EmitEvent("Warning", "PodForceDeleted", reason))
+    return actions
+
+
+def forced_in(scene: Scene) -> float | None:
+    """Return the seconds until a pod may be deleted by force, or its node is read again; None if none is deleted."""
+    waits = [left for pod in scene.world.pods if (left := _forced_in(pod, scene)) is not None]
+    return min((left for left in waits if left > 0), default=None)
+
+
+def _forced_in(pod: PodView, scene: Scene) -> float | None:
+    left = overdue_in(pod, scene)
+    if left is None or left > 0:
+        return left
+    if pod.node not in scene.world.lost_nodes:
+        return NODE_SECONDS
+    since = scene.world.lost_nodes[pod.node]
+    if since is None:
+        return 0
+    limit = scene.world.resource.spec.lifecycle.lost_node_seconds
+    return max(0.0, limit - (scene.world.now - since).total_seconds())

@@ -23,7 +23,7 @@ from megatron_operator.model.states import (
     OperationOutcome,
     SignalKind,
 )
-from megatron_operator.plan.clock import stamp
+from megatron_operator.model.text import stamp
 from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
 from megatron_runtime.protocol.adapters import Adapter

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_operator.model.conditions import Reason
+from megatron_operator.model.conditions import Finding, Reason
+from megatron_operator.model.names import SERVER, STANDBY
 from megatron_operator.plan.causes import MALFORMED_OBJECT
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -14,8 +15,6 @@ from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import (
-    SERVER,
-    STANDBY,
     InvalidPodTemplate,
     NotAllowed,
     RenderContext,
@@ -27,8 +26,6 @@ from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
-
-Finding = tuple[Reason, str]
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.model.names import CHECK, ENGINE
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -22,10 +23,10 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.model.status import VERIFIED_REVISIONS
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan import operation as operations
 from megatron_operator.plan.adapters import AdapterView
 from megatron_operator.plan.budget import engine_budget
-from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.incidents import Restarts, count_restarts
 from megatron_operator.plan.operation import Operation
@@ -41,7 +42,7 @@ from megatron_operator.plan.world import (
     PodView,
     World,
 )
-from megatron_operator.render.context import CHECK, ENGINE, RenderContext, digest
+from megatron_operator.render.context import RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_operator.render.revision import KIND as REVISION_KIND

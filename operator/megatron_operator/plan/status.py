@@ -12,12 +12,10 @@ from typing import Any
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import DesiredState, ResourceState
 from megatron_operator.model.status import FAILED_REQUESTS, HISTORY_LENGTH
-from megatron_operator.model.text import printable
+from megatron_operator.model.text import printable, seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
-from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
-from megatron_operator.plan.losses import is_lost, is_unknown
-from megatron_operator.plan.lost_coordinator import loss
+from megatron_operator.plan.losses import is_lost, is_unknown, loss
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary

@@ -14,10 +14,11 @@ from functools import cached_property
 from typing import Any
 
 from megatron_operator.model.conditions import Reason
+from megatron_operator.model.names import ANNOTATION_INPUTS, ENGINE
 from megatron_operator.model.release import Release, is_older
 from megatron_operator.model.states import DesiredState, UpdatePhase
 from megatron_operator.plan.world import ChildView, Manifest, World
-from megatron_operator.render.context import ANNOTATION_INPUTS, ENGINE, digest, manifest_hash
+from megatron_operator.render.context import digest, manifest_hash
 
 BEGUN = frozenset({UpdatePhase.RUNNING.value, UpdatePhase.DEFERRED.value})
 

@@ -7,6 +7,9 @@ with pods.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from megatron_operator.model.names import ANNOTATION_MODEL
 from megatron_operator.plan.check import obsolete_checks
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
@@ -17,6 +20,7 @@ from megatron_operator.plan.world import (
     Action,
     ApplyChild,
     ChildRef,
+    ChildView,
     CreateKeys,
     DeleteChild,
     DeletePods,
@@ -24,12 +28,12 @@ from megatron_operator.plan.world import (
     RotateKeys,
     VetChild,
 )
-from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.children import engine_service
+from megatron_operator.render.context import InvalidPodTemplate, manifest_hash
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
-from megatron_operator.render.services import engine_service
 
 
 def apply(manifest: Manifest) -> ApplyChild:
@@ -158,12 +162,14 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
 
 def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:
     """Delete an engine's StatefulSet (its pods go with it), Service and NetworkPolicy."""
-    actions: list[Action] = []
-    refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, "networking.k8s.io/v1")
-    for view in (engine.statefulset, *(scene.world.children.get(ref) for ref in refs)):
-        if view is not None and view.owned and not view.deleting:
-            actions.append(DeleteChild(view.ref, view.uid, reason))
-    return actions
+    refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, NETWORKING)
+    return _deletions((engine.statefulset, *(scene.world.children.get(ref) for ref in refs)), reason)
+
+
+def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
+    """Return the deletions of children that exist, are this resource's, and are not being deleted."""
+    found = (view for view in views if view is not None and view.owned and not view.deleting)
+    return [DeleteChild(view.ref, view.uid, reason) for view in found]
 
 
 def _leftover_revisions(scene: Scene) -> list[Action]:
@@ -176,12 +182,12 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     kept |= {str(entry.get("revision", "")) for entry in scene.status.get("engines") or ()}
     kept |= {scene.former} if scene.keeps_former else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
-    return [
-        DeleteChild(view.ref, view.uid, "no engine is of this revision any more")
+    obsolete = [
+        view
         for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names
-        if view.owned and not view.deleting and scene.wanted
+        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.wanted
     ]
+    return _deletions(obsolete, "no engine is of this revision any more")
 
 
 def _leftover_standby(scene: Scene) -> list[Action]:
@@ -194,27 +200,22 @@ def _leftover_standby(scene: Scene) -> list[Action]:
         ChildRef("Service", standby),
         ChildRef("PodDisruptionBudget", budget, "policy/v1"),
     )
-    views = (scene.world.children.get(ref) for ref in refs)
-    return [
-        DeleteChild(view.ref, view.uid, "spec.coordinator.replicas is 1")
-        for view in views
-        if view is not None and view.owned and not view.deleting
-    ]
+    return _deletions(map(scene.world.children.get, refs), "spec.coordinator.replicas is 1")
 
 
 def _leftover_front_door(scene: Scene) -> list[Action]:
     """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
     server, name = scene.ctx.spec.server, scene.ctx.name
-    found = (
+    fields = (
         (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
         (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
         (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
     )
-    views = ((field, scene.world.children.get(ref)) for wanted, field, ref in found if wanted is None)
     return [
-        DeleteChild(view.ref, view.uid, f"spec.server.{field} is absent")
-        for field, view in views
-        if view is not None and view.owned and not view.deleting
+        action
+        for wanted, field, ref in fields
+        if wanted is None
+        for action in _deletions([scene.world.children.get(ref)], f"spec.server.{field} is absent")
     ]
 
 
@@ -231,9 +232,9 @@ def _leftover_config(scene: Scene) -> list[Action]:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
     prefix = f"{scene.ctx.name}-config-"
-    return [
-        DeleteChild(view.ref, view.uid, "no pod uses it any more")
+    obsolete = [
+        view
         for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
         if ref.kind == "ConfigMap" and ref.name.startswith(prefix) and current and ref.name not in current
-        if view.owned and not view.deleting
     ]
+    return _deletions(obsolete, "no pod uses it any more")

@@ -367,6 +367,9 @@ class World:
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 
+    def component_pods(self, *components: str) -> list[PodView]:
+        return [pod for pod in self.pods if pod.component in components]
+
     @property
     def membership_known(self) -> bool:
         """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""

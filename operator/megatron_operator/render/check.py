@@ -9,18 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_operator.render.context import (
-    CHECK,
-    ENGINE,
-    LABEL_COMPONENT,
-    LABEL_ENGINE,
-    LABEL_WEIGHTS,
-    PREFLIGHT,
-    Manifest,
-    RenderContext,
-    child,
-    seal,
-)
+from megatron_operator.model.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
+from megatron_operator.render.context import Manifest, RenderContext, child, seal
 from megatron_operator.render.engine import KUEUE, engine_revision, engine_statefulset, has_placeholder
 from megatron_operator.render.pod import quantity_bytes
 

@@ -1,16 +1,26 @@
-"""The children of a resource, in the order of their application."""
+"""The children of a resource, in the order of their application, and the Services among them."""
 
 from __future__ import annotations
 
-from megatron_operator.render.config import config_map
-from megatron_operator.render.context import STANDBY, Manifest, RenderContext
+from megatron_operator.model.names import (
+    COORDINATOR,
+    ENGINE,
+    LABEL_ENGINE,
+    PORT_ADMIN,
+    PORT_CLIENT,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_RENDEZVOUS,
+    STANDBY,
+)
+from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import front_door
 from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
+from megatron_operator.render.pod import config_map
 from megatron_operator.render.revision import revision_child
 from megatron_operator.render.server import server_deployment
-from megatron_operator.render.services import coordinator_service, engine_service
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
@@ -39,3 +49,31 @@ def all_children(ctx: RenderContext) -> list[Manifest]:
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children
+
+
+def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
+    """Return the Service of a coordinator; of the standby for the component STANDBY."""
+    ports = [("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH)]
+    spec = {
+        "selector": selector(ctx, component),
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports],
+    }
+    name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
+    return seal(child(ctx, "Service", name, component=component, spec=spec))
+
+
+def engine_service(ctx: RenderContext, index: int) -> Manifest:
+    """Return the headless Service of an engine's ranks, which must resolve each other before any of them is ready."""
+    name = ctx.engine_name(index)
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {**selector(ctx, ENGINE), LABEL_ENGINE: name},
+        "ports": [
+            {"name": "health", "port": PORT_HEALTH, "targetPort": PORT_HEALTH},
+            {"name": "rendezvous", "port": PORT_RENDEZVOUS, "targetPort": PORT_RENDEZVOUS},
+        ],
+    }
+    manifest = child(ctx, "Service", name, component=ENGINE, spec=spec)
+    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    return seal(manifest)

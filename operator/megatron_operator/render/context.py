@@ -8,37 +8,21 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
-from megatron_operator.model.names import (  # noqa: F401 builders import these names from here
+from megatron_operator.model.names import (
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
-    ANNOTATION_MODEL,
     ANNOTATION_RELEASE,
-    ANNOTATION_RESTARTED,
-    ANNOTATION_SERVER_KEY,
-    ANNOTATION_UPDATE,
     API_VERSION,
-    CHECK,
+    APP_NAME,
     COORDINATOR,
     ENGINE,
-    FETCH,
-    GROUP,
+    FIELD_MANAGER,
     KIND,
     LABEL_COMPONENT,
-    LABEL_ENGINE,
     LABEL_INSTANCE,
     LABEL_MANAGED_BY,
     LABEL_NAME,
     LABEL_POD_INDEX,
-    LABEL_REVISION,
-    LABEL_WEIGHTS,
-    PORT_ADMIN,
-    PORT_CLIENT,
-    PORT_ENGINE,
-    PORT_HEALTH,
-    PORT_HTTP,
-    PORT_RENDEZVOUS,
-    PREFLIGHT,
-    SERVER,
     STANDBY,
 )
 from megatron_operator.model.release import Release
@@ -48,9 +32,6 @@ from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
-
-FIELD_MANAGER = "megatron-operator"
-APP_NAME = "megatron-inference"
 
 MODEL_CACHE = "model-cache"
 """Volume of spec.model.cache."""

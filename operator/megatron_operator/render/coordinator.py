@@ -2,14 +2,14 @@
 
 With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
 other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
-`plan/lost_coordinator.py`).
+`plan/losses.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     ANNOTATION_SERVER_KEY,
     COORDINATOR,
     LABEL_COMPONENT,
@@ -18,13 +18,8 @@ from megatron_operator.render.context import (
     PORT_ENGINE,
     PORT_HEALTH,
     STANDBY,
-    Manifest,
-    RenderContext,
-    child,
-    release_annotations,
-    seal,
-    selector,
 )
+from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
 from megatron_operator.render.pod import anti_affinity, bounded_memory, http_probe, keys_args, pod_template
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")

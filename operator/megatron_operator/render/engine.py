@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.resource import Backend, NativeSpec
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     ANNOTATION_MODEL,
     ENGINE,
     LABEL_ENGINE,
@@ -23,6 +22,9 @@ from megatron_operator.render.context import (
     PORT_HEALTH,
     PORT_RENDEZVOUS,
     PREFLIGHT,
+)
+from megatron_operator.model.resource import Backend, NativeSpec
+from megatron_operator.render.context import (
     THREADS_ARGUMENT,
     InvalidPodTemplate,
     Manifest,

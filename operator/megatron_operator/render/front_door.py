@@ -6,16 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_operator.model.names import PORT_HTTP, SERVER
 from megatron_operator.model.server import ServiceType
-from megatron_operator.render.context import (
-    PORT_HTTP,
-    SERVER,
-    Manifest,
-    RenderContext,
-    child,
-    seal,
-    selector,
-)
+from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
 from megatron_operator.render.pod_policy import check_annotations, check_hosts, check_tls_secret
 
 NETWORKING = "networking.k8s.io/v1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.render.context import (
+from megatron_operator.model.names import (
     CHECK,
     COORDINATOR,
     ENGINE,
@@ -15,9 +15,11 @@ from megatron_operator.render.context import (
     PORT_ENGINE,
     PORT_HEALTH,
     PORT_HTTP,
+    SERVER,
+)
+from megatron_operator.render.context import (
     PORT_HUB,
     PORTS_DNS,
-    SERVER,
     Manifest,
     RenderContext,
     child,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
-from megatron_operator.model.resource import GROUP
+from megatron_operator.model.names import GROUP
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.context import Manifest, RenderContext, child
 

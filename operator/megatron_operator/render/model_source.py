@@ -6,15 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from megatron_operator.model.names import FETCH, PORT_HEALTH
 from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.render.context import (
-    FETCH,
-    MODEL_CACHE,
-    PORT_HEALTH,
-    RenderContext,
-    digest,
-    once,
-)
+from megatron_operator.render.context import MODEL_CACHE, RenderContext, digest, once
 from megatron_operator.render.pod import MODEL_CACHE_DIR, MODEL_DIR
 from megatron_operator.render.vllm import vllm_arguments
 from megatron_runtime.protocol.adapters import Adapter

@@ -1,4 +1,9 @@
-"""Common parts of all pods: the restricted profile, writable volumes, keys, probes."""
+"""Common parts of all pods: the restricted profile, writable volumes, environment, keys, probes, and the merge with a
+podTemplate.
+
+ConfigMap `NAME-config-HASH` has the environment of all containers. Its name has the hash of its content, so a change
+reaches a pod only by a change of the pod's template.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,19 @@ import math
 import re
 from typing import Any
 
-from megatron_operator.render.config import config_name
+from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.render.context import (
-    PORT_HEALTH,
+    InvalidPodTemplate,
+    Manifest,
     RenderContext,
+    child,
+    digest,
     labels,
     literal_args,
+    once,
+    seal,
     selector,
 )
-from megatron_operator.render.merge import merge_template
 from megatron_operator.render.pod_policy import check
 
 USER = 65532
@@ -23,6 +32,32 @@ CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
 MODEL_CACHE_DIR = "/model-cache"
 HOSTNAME = "kubernetes.io/hostname"
+
+
+def config_data(ctx: RenderContext) -> dict[str, str]:
+    """Return the environment of all containers. Caches are on the pod's writable cache volume."""
+    # The default is left out: it restarts no pod of a resource that an earlier release rendered.
+    log_format = ctx.settings.runtime_log_format
+    logs = {} if log_format == "text" else {"MEGATRON_LOG_FORMAT": log_format}
+    return {
+        **logs,
+        "HOME": "/tmp",
+        "HF_HOME": "/cache/huggingface",
+        "TRITON_CACHE_DIR": "/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+        "XDG_CACHE_HOME": "/cache",
+        "MEGATRON_RESOURCE": f"{ctx.namespace}/{ctx.name}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@once
+def config_name(ctx: RenderContext) -> str:
+    return f"{ctx.name}-config-{digest(config_data(ctx))}"
+
+
+def config_map(ctx: RenderContext) -> Manifest:
+    return seal(child(ctx, "ConfigMap", config_name(ctx), immutable=True, data=config_data(ctx)))
 
 
 def pod_template(
@@ -160,3 +195,70 @@ def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> d
         if match is not None
     ]
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}
+
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "resourceClaims": "name",
+    "schedulingGates": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+}
+"""Lists of objects that merge by a key. All other lists are replaced."""
+
+
+def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
+    """Merge `overlay` into the pod template `base`, as `kubectl patch --type strategic` does.
+
+    Objects merge, keyed lists merge by key, null removes a field, all other values replace.
+
+    Args:
+        field: path of the overlay in the resource, for messages.
+
+    Raises:
+        InvalidPodTemplate: the two have different types, or an entry of a keyed list lacks its key.
+    """
+    if overlay is None:
+        return base
+    unknown = sorted(set(overlay) - {"metadata", "spec"})
+    if unknown:
+        raise InvalidPodTemplate(f"{field}: unknown field {unknown[0]!r}; a pod template has metadata and spec only")
+    return _merge_object(base, overlay, field)
+
+
+def _merge_object(base: dict[str, Any], overlay: Any, path: str) -> dict[str, Any]:
+    if not isinstance(overlay, dict):
+        raise InvalidPodTemplate(f"{path}: is {overlay!r}; give an object")
+    merged = dict(base)
+    for key, value in overlay.items():
+        where = f"{path}.{key}"
+        if value is None:
+            merged.pop(key, None)
+        elif key in MERGE_KEYS:
+            merged[key] = _merge_keyed(base.get(key, []), value, MERGE_KEYS[key], where)
+        elif isinstance(base.get(key), dict):
+            merged[key] = _merge_object(base[key], value, where)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_keyed(base: list[dict[str, Any]], overlay: Any, key: str, path: str) -> list[dict[str, Any]]:
+    if not isinstance(overlay, list):
+        raise InvalidPodTemplate(f"{path}: is {overlay!r}; give a list")
+    merged = list(base)
+    for index, entry in enumerate(overlay):
+        where = f"{path}[{index}]"
+        if not isinstance(entry, dict) or key not in entry:
+            raise InvalidPodTemplate(f"{where}: has no {key!r}; entries of this list are merged by it, so set it")
+        for position, known in enumerate(merged):
+            if known.get(key) == entry[key]:
+                merged[position] = _merge_object(known, entry, where)
+                break
+        else:
+            merged.append(entry)
+    return merged

@@ -15,19 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_operator.model.names import (
+    COORDINATOR,
+    ENGINE,
     GROUP,
     LABEL_COMPONENT,
     LABEL_INSTANCE,
     LABEL_MANAGED_BY,
     LABEL_NAME,
     LABEL_POD_INDEX,
+    SERVER,
 )
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
 from megatron_operator.model.resource import Backend, EngineSpec
 from megatron_operator.model.source import CacheSpec
 from megatron_operator.model.text import printable
 from megatron_operator.render.allowed_names import ANNOTATIONS, ENVIRONMENT, LABELS, PROTECTED, SECRETS, Group
-from megatron_operator.render.context import COORDINATOR, ENGINE, MODEL_CACHE, SERVER, NotAllowed, RenderContext
+from megatron_operator.render.context import MODEL_CACHE, NotAllowed, RenderContext
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.render.context import (
-    ANNOTATION_MODEL,
-    LABEL_WEIGHTS,
-    PORT_CLIENT,
-    PORT_HEALTH,
-    PORT_HTTP,
-    SERVER,
-    Manifest,
-    RenderContext,
-    child,
-    release_annotations,
-    seal,
-    selector,
-)
+from megatron_operator.model.names import ANNOTATION_MODEL, LABEL_WEIGHTS, PORT_CLIENT, PORT_HEALTH, PORT_HTTP, SERVER
+from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
 from megatron_operator.render.model_source import (
     model_argument,
     model_env,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -14,10 +12,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from megatron_operator.chat import api_key
+from megatron_kubectl.cli import main as kubectl_main
 from megatron_operator.cli import main as operator_main
-from megatron_operator.kubectl import main as kubectl_main
-from megatron_operator.kubectl_proxy import ClusterError
 from megatron_runtime.checkpoints.hub.client import HubApi, HubError, read_token
 from megatron_runtime.checkpoints.hub.objects import ObjectReference, ObjectStoreError, _store
 from megatron_runtime.cli import main as runtime_main
@@ -167,17 +163,6 @@ def test_no_message_about_a_key_file_has_a_key(tmp_path: Path, content: bytes, c
         keys.find(httpx.Headers({"authorization": "Bearer good"}))  # type: ignore[arg-type]
     assert "the previous API keys stay in use" in caplog.text
     assert CANARY not in caplog.text
-
-
-def test_an_api_key_of_a_secret_is_checked_before_it_is_sent() -> None:
-    content = base64.b64encode(f'keys:\n- {{name: a, key: "{CANARY}\\nx"}}'.encode()).decode()
-    client = SimpleNamespace(
-        namespace="team", api=SimpleNamespace(request=lambda *_, **__: {"data": {"keys": content}})
-    )
-    resource = {"spec": {"server": {"apiKeysSecretRef": {"name": "api-keys", "key": "keys"}}}}
-    with pytest.raises(ClusterError, match="Secret team/api-keys: the API key of key keys") as failed:
-        api_key(client, resource, model="demo")  # type: ignore[arg-type]
-    assert CANARY not in chain(failed.value)
 
 
 def test_no_message_about_curve_keys_has_a_key(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from object_server import (
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
 
-from megatron_operator.controller.download import read_progress
+from megatron_operator.controller.observe import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
 from megatron_operator.plan.world import PodView

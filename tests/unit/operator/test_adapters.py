@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.resource import check_adapter_names, parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.quoting import NOT_QUOTED
+from megatron_operator.plan.decide import NOT_QUOTED, decide
 from megatron_operator.plan.world import Signal
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext

@@ -11,7 +11,7 @@ from in_memory_cluster import Cluster
 
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.plan.decide import decide
-from megatron_operator.plan.lost_coordinator import REPLACE_SECONDS
+from megatron_operator.plan.losses import REPLACE_SECONDS
 from megatron_operator.plan.world import (
     LOST_SECONDS,
     UNKNOWN_SECONDS,

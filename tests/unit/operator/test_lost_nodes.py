@@ -10,7 +10,7 @@ import pytest
 from in_memory_cluster import GRACE_SECONDS, Cluster
 
 from megatron_operator.plan.decide import decide
-from megatron_operator.plan.lost_nodes import NODE_SECONDS
+from megatron_operator.plan.losses import NODE_SECONDS
 from megatron_operator.plan.reduce import lost_since, reduce_pod
 from megatron_operator.plan.world import Decision, DeletePods, EmitEvent, World
 

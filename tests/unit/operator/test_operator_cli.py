@@ -11,14 +11,15 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from docs.operator_pages import troubleshooting_page
 from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
-from megatron_operator.generate import generated_files
 from megatron_operator.install import HOME_RULES, install_manifests
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.remedies import REMEDIES, Symptom
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.keys import ADMIN_SECRET
+from tools.generate import generated_files
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "manifests/samples/cpu-demo.yaml"
@@ -87,7 +88,7 @@ def test_explain_shows_the_chain_of_causes(make_cluster: Any) -> None:
 def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -> None:
     assert set(REMEDIES) == set(Reason)
     assert {remedy.symptom for remedy in REMEDIES.values()} == set(Symptom)
-    page = generated_files()["docs/guides/troubleshooting.md"]
+    page = troubleshooting_page()
     assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [reason.value for reason in REMEDIES]
 
 
@@ -224,7 +225,7 @@ def test_a_resource_without_a_status_was_not_processed() -> None:
 
 @pytest.mark.parametrize("name", sorted(generated_files()))
 def test_generated_files_are_current(name: str) -> None:
-    assert (ROOT / name).read_text() == generated_files()[name], "run `python -m megatron_operator.generate`"
+    assert (ROOT / name).read_text() == generated_files()[name], "run `make generate`"
 
 
 def test_the_operator_has_no_permission_to_list_secrets_or_change_foreign_objects() -> None:

@@ -143,7 +143,7 @@ def _nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[s
 
 
 def _version() -> dict[str, Any]:
-    version, *_ = custom_resource_definition()["spec"]["versions"]
+    (version,) = custom_resource_definition()["spec"]["versions"]
     return dict(version)
 
 

@@ -17,7 +17,7 @@ from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import MegatronInferenceSpec, parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import OperationOutcome, SignalKind
-from megatron_operator.plan.quoting import NOT_QUOTED, quotable
+from megatron_operator.plan.decide import NOT_QUOTED, quotable
 from megatron_operator.plan.world import OperationReport, PodView
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview

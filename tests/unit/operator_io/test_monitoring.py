@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.model.states import EngineState
-from megatron_operator.monitoring import dashboard, expressions
 from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport
+from tools.monitoring import dashboard, expressions
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "runtime" / "megatron_runtime"

@@ -157,8 +157,8 @@ HTTP_CLIENTS = {
     "runtime/megatron_runtime/cli/api_client.py": {"httpx.Client"},
     "runtime/megatron_runtime/cli/bench/serve.py": {"httpx.AsyncClient"},
     # Never follows one: http.client.
-    "operator/megatron_operator/kubectl_proxy.py": {"http.client.HTTPConnection"},
-    "operator/megatron_operator/controller/download.py": {"http.client.HTTPConnection"},
+    "operator/megatron_kubectl/proxy.py": {"http.client.HTTPConnection"},
+    "operator/megatron_operator/controller/observe.py": {"http.client.HTTPConnection"},
     # Follows them, without the token for other servers.
     "runtime/megatron_runtime/checkpoints/hub/client.py": {"httpx.Client"},
 }

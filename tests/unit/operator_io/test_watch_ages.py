@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
-from megatron_operator.controller.probes import STALLED_SECONDS, serve_probes
+from megatron_operator.controller.main import STALLED_SECONDS, serve_probes
 
 WATCH_SECONDS = 40.0
 DUE = WATCH_SECONDS + GRACE_SECONDS

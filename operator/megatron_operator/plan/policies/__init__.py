@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_operator.plan.policies.adapters import set_adapters
 from megatron_operator.plan.policies.engines import engines_not_serving, scale_down, undrain
 from megatron_operator.plan.policies.guards import (
     child_not_owned,
@@ -18,7 +17,7 @@ from megatron_operator.plan.policies.keys import rotate_keys, rotate_keys_meanwh
 from megatron_operator.plan.policies.lifecycle import operation_underway, pods_leaving, verb_path
 from megatron_operator.plan.policies.rollout import replace_model, rollout
 from megatron_operator.plan.policies.verdict import Policy, Verdict
-from megatron_operator.plan.policies.weights import refresh_weights, wrong_weights
+from megatron_operator.plan.policies.weights import refresh_weights, set_adapters, wrong_weights
 
 POLICIES: tuple[Policy, ...] = (
     deleting,

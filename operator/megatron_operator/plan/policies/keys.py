@@ -9,8 +9,8 @@ from datetime import timedelta
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import KeyStage
+from megatron_operator.model.text import parse
 from megatron_operator.plan.check import check_finding
-from megatron_operator.plan.clock import parse
 from megatron_operator.plan.policies.engines import running
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.rollout import Canary

@@ -14,8 +14,8 @@ from megatron_operator.model.states import (
     ResourceState,
     SignalKind,
 )
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan.blockers import coordinator_wait, engines_wait
-from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.operation import Operation, begin, known, signal_of
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene

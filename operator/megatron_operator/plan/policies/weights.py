@@ -1,4 +1,4 @@
-"""Policies that update the weights of engines in place, to another revision of the same model."""
+"""Policies that change weights, to another revision of the same model, and adapters of engines without a restart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.text import seconds_since
 from megatron_operator.plan.blockers import weights_finding
-from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.policies.engines import delete_pods
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
@@ -66,3 +66,12 @@ def wrong_weights(scene: Scene) -> Verdict | None:
     actions = tuple(delete_pods(engine, f"{engine.name} starts with weights {template}") for engine in found)
     on = f"{names} to start with weights {template or 'of the model'}"
     return waiting(scene, Reason.ENGINES_STARTING, "starting engines", on, actions=actions)
+
+
+def set_adapters(scene: Scene) -> Verdict | None:
+    """The engines have another list than the spec, or one of them has not loaded an adapter: set the list. After a
+    failure the list is set without the adapters that cannot be loaded, the other policies go on, and the whole list is
+    set again later. While suspended or stopped a change waits."""
+    if REFRESHABLE.get(scene.desired) is not scene.observed or scene.old_model or scene.adapters.due is None:
+        return None
+    return start(scene, SignalKind.SET_ADAPTERS, adapters=scene.adapters.due)

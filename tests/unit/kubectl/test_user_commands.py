@@ -17,10 +17,11 @@ import yaml
 from click.testing import CliRunner
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator import cli, kubectl
+from megatron_kubectl import cli as kubectl
+from megatron_operator import cli
 from megatron_operator.cluster.projection import project_resource
-from megatron_operator.model.resource import API_VERSION, KIND
-from megatron_operator.plan.clock import parse
+from megatron_operator.model.names import API_VERSION, KIND
+from megatron_operator.model.text import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1beta1/namespaces/default/megatroninferences"
 
@@ -73,6 +74,8 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    # The client of megatron-operator reads the variable when it is imported.
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("PATH", fake_kubectl.install(tmp_path))
     yield table
     server.shutdown()
@@ -175,6 +178,28 @@ def test_a_resource_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
     result = CliRunner().invoke(kubectl.main, ["status", "demo"])
     assert result.exit_code == 1
     assert "default/demo: no such resource" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "team/demo: no such resource"),
+        (["-n", "other"], "other/demo: no such resource"),
+        (["--context", "there"], "default/demo: no such resource"),
+        (["--context", "nope"], "nope in "),
+    ],
+)
+def test_the_operators_explain_reads_the_namespace_of_the_context(
+    answers: dict[str, Any], tmp_path: Path, options: list[str], expected: str
+) -> None:
+    file = tmp_path / "kubeconfig"
+    config = yaml.safe_load(file.read_text())
+    config["contexts"].append({"name": "there", "context": {"cluster": "c", "user": "u"}})
+    config["contexts"][0]["context"]["namespace"] = "team"
+    file.write_text(yaml.safe_dump(config))
+    result = CliRunner().invoke(cli.main, ["explain", "demo", *options])
+    assert result.exit_code == 1
+    assert expected in result.output
 
 
 def test_a_plan_against_the_cluster(answers: dict[str, Any], tmp_path: Path) -> None:

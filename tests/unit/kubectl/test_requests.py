@@ -18,11 +18,11 @@ import yaml
 from click.testing import CliRunner
 from machine import scaled
 
-import megatron_operator.dashboard
-from megatron_operator import kubectl
-from megatron_operator.dashboard.app import POLICY
+import megatron_kubectl.dashboard
+from megatron_kubectl import cli
+from megatron_kubectl.dashboard.app import POLICY
 
-STATIC = Path(megatron_operator.dashboard.__file__).with_name("static")
+STATIC = Path(megatron_kubectl.dashboard.__file__).with_name("static")
 VENDORED = {
     "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
     "uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
@@ -156,7 +156,7 @@ def kubeconfig(fake: Any, tmp_path: Path) -> Path:
 
 
 async def test_the_command_serves_until_it_is_interrupted(kubeconfig: Path) -> None:
-    command = [sys.executable, "-m", "megatron_operator.kubectl", "dashboard", "--no-browser"]
+    command = [sys.executable, "-m", "megatron_kubectl.cli", "dashboard", "--no-browser"]
     path = fake_kubectl.install(kubeconfig.parent)
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": path, "PYTHONUNBUFFERED": "1"}
     process = await asyncio.create_subprocess_exec(
@@ -180,6 +180,6 @@ async def test_the_command_serves_until_it_is_interrupted(kubeconfig: Path) -> N
 def test_an_unknown_context_is_named(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     monkeypatch.setenv("PATH", fake_kubectl.install(kubeconfig.parent))
-    result = CliRunner().invoke(kubectl.main, ["dashboard", "--context", "there"])
+    result = CliRunner().invoke(cli.main, ["dashboard", "--context", "there"])
     assert result.exit_code == 1
     assert "--context: the kubeconfig has no context 'there'; use one of here" in result.output

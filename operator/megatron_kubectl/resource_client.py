@@ -9,11 +9,11 @@ from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 
+from megatron_kubectl.proxy import MERGE_PATCH, ClusterError, ContextQuery, KubectlProxy, rejection
+from megatron_kubectl.resource_view import is_settled
 from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
-from megatron_operator.kubectl_proxy import MERGE_PATCH, ClusterError, ContextQuery, KubectlProxy, rejection
 from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
-from megatron_operator.resource_view import is_settled
 from megatron_runtime.protocol import strict_json as json
 
 WATCH_SECONDS = 30
@@ -21,10 +21,6 @@ LIST_CHUNK = 500
 MANAGER = "kubectl-megatron"
 
 Object = dict[str, Any]
-
-
-class NoSuchResourceError(ClusterError):
-    """There is no resource of that name."""
 
 
 def current_context(context: str | None) -> tuple[str, str]:
@@ -73,7 +69,7 @@ class ResourceClient:
             return self.api.request(method, path, query=query, body=body, content_type=MERGE_PATCH, about=about)
         except ClusterError as error:
             if error.code == 404:
-                raise NoSuchResourceError(f"{about}: no such resource", code=404) from error
+                raise ClusterError(f"{about}: no such resource", code=404) from error
             raise
 
     def list_all(self, path: str, *, about: str, **query: Any) -> list[Object]:
@@ -113,13 +109,6 @@ class ResourceClient:
 
     def get(self, name: str) -> Object:
         return self._call("GET", name)
-
-    def find(self, name: str) -> Object | None:
-        """Return the resource, or None if it does not exist."""
-        try:
-            return self.get(name)
-        except NoSuchResourceError:
-            return None
 
     def patch_spec(self, name: str, **fields: Any) -> Object:
         """Merge-patch fields of the spec."""

@@ -59,10 +59,10 @@ async def start(environment: dict[str, str], *arguments: str) -> asyncio.subproc
 def run(environment: dict[str, str]) -> Command:
     """Run a command to its end; return exit code, standard output and standard error."""
 
-    async def call(*arguments: str, text: str = "") -> tuple[int, str, str]:
+    async def call(*arguments: str) -> tuple[int, str, str]:
         process = await start(environment, *arguments)
         async with asyncio.timeout(scaled(60)):
-            output, errors = await process.communicate(text.encode())
+            output, errors = await process.communicate()
         assert process.returncode is not None
         return process.returncode, output.decode(), errors.decode()
 
@@ -160,31 +160,6 @@ async def test_top_names_the_chart_value_that_lets_the_api_server_read_metrics(r
     assert "the chart's value networkPolicy.apiServer" in output
 
 
-async def test_chat_uses_the_key_of_the_secret_if_the_user_may_read_it(run: Command, fake: Any) -> None:
-    fake.clusters["demo"].patch(server={"apiKeysSecretRef": {"name": "api-keys", "key": "keys"}})
-    fake.api_key = "sk-1"
-    await fake._publish()
-    assert await run("chat", "demo", "--temperature", "0", text="hello") == (0, "You said: hello\n", "")
-    path, headers, body = fake.chats[-1]
-    assert path == "/api/v1/namespaces/default/services/demo:http/proxy/v1/chat/completions"
-    assert "Authorization" not in headers
-    assert (body["temperature"], body["stream"]) == (0, True)
-    fake.denied.add("GET /secrets/")
-    code, _, errors = await run("chat", "demo", text="hello")
-    assert code == 1
-    assert "the server needs an API key; Secret default/api-keys: 403" in errors
-    assert "give --api-key" in errors
-    assert (await run("chat", "demo", "--api-key", "sk-1", text="hello"))[0] == 0
-    code, _, errors = await run("chat", "demo", "--api-key", "sk-9", text="hello")
-    assert (code, errors) == (1, "Error: 401: the API key is wrong\n")
-
-
-async def test_an_answer_that_breaks_off_is_an_error(run: Command) -> None:
-    code, output, errors = await run("chat", "demo", text="break off")
-    assert (code, errors) == (1, "Error: the stream broke off before its end\n")
-    assert output.startswith("You said: break off")
-
-
 async def test_a_rollout_that_does_not_end_in_time_fails_with_what_it_waits_for(run: Command, fake: Any) -> None:
     code, output, errors = await run("rollout", "status", "broken", "--timeout", "1")
     assert code == 1
@@ -230,11 +205,6 @@ async def test_the_file_explains_what_the_dashboard_needs(run: Command) -> None:
     code, _, errors = await run("dashboard", "--no-browser")
     assert code == 1
     assert "install the dashboard with pip install 'megatron-inference[dashboard]'" in errors
-
-
-async def test_an_empty_message_is_rejected(run: Command) -> None:
-    code, _, errors = await run("chat", "demo", text=" ")
-    assert (code, errors) == (1, "Error: standard input is empty; give a message\n")
 
 
 async def test_a_link_to_the_file_completes_commands_options_and_names_for_kubectl(

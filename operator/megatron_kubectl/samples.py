@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_kubectl.resource_view import label
 from megatron_operator.model.names import (
     COORDINATOR,
     ENGINE,
@@ -19,7 +20,6 @@ from megatron_operator.model.names import (
     SERVER,
     STANDBY,
 )
-from megatron_operator.resource_view import label
 
 UNREACHABLE = (
     "if the cluster enforces NetworkPolicies, name the API server's addresses in the chart's value "

@@ -16,8 +16,8 @@ from browser import page as page  # the fixture
 from in_memory_cluster import Cluster
 from kubernetes.aio.client import Configuration
 
+from megatron_kubectl.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 
 SPEC: dict[str, Any] = {"replicas": 2, "model": {"source": {"builtin": "smollm2-135m"}}}
 

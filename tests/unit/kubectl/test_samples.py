@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_operator.dashboard.samples import (
+from megatron_kubectl.samples import (
     HISTOGRAMS,
     VALUES,
     PodMetrics,

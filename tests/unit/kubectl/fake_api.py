@@ -7,7 +7,6 @@ the same steps as in a cluster. A test can deny requests, break watches and hold
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import json
 import math
@@ -20,8 +19,7 @@ from typing import Any
 from aiohttp import web
 from in_memory_cluster import Cluster
 
-from megatron_operator.model.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from megatron_operator.render.context import ANNOTATION_RESTARTED
+from megatron_operator.model.names import ANNOTATION_RESTARTED, API_VERSION, GROUP, KIND, PLURAL, VERSION
 
 PASS_SECONDS = 0.15
 RESOURCES = f"/apis/{GROUP}/{VERSION}"
@@ -45,10 +43,6 @@ class FakeApi:
         self.holds = False
         self.authors: list[str] = []
         """fieldManager of each patch."""
-        self.chats: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        """Path, headers and body of each chat request."""
-        self.api_key: str | None = None
-        """Key that the server of every resource wants."""
         self.watches = 0
         """Watches that were opened."""
         self.url = ""
@@ -193,10 +187,6 @@ class FakeApi:
             return web.json_response({"items": [_lease()], "metadata": {"resourceVersion": "1"}})
         if path.endswith("/proxy/metrics"):
             return web.Response(text=self.metrics_page(path.split("/")[-3].removesuffix(":8080")))
-        if path.endswith("/proxy/v1/chat/completions"):
-            return await self._chat(request)
-        if path.endswith("/secrets/api-keys"):
-            return web.json_response({"data": {"keys": base64.b64encode(b"# comment\nsk-1\nsk-2\n").decode()}})
         if path.endswith("/log"):
             return await self._follow_log(request, path.split("/")[-2])
         parts = path.split("/")
@@ -264,20 +254,6 @@ class FakeApi:
             at = b"2026-01-01T00:00:00.5Z " if stamped else b""
             await response.write(at + json.dumps(line).encode() + b"\n")
             await asyncio.sleep(0.1)
-        return response
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the text of the last message, in two parts, as the server of a resource."""
-        self.chats.append((request.path, dict(request.headers), await request.json()))
-        if request.headers.get("x-api-key") != self.api_key:
-            return web.json_response({"error": {"message": "the API key is wrong"}}, status=401)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        said = self.chats[-1][2]["messages"][-1]["content"].strip()
-        for delta in ({"reasoning_content": "hm"}, {"content": "You said: "}, {"content": said}):
-            await response.write(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
-        if "break off" not in said:
-            await response.write(b"data: [DONE]\n\n")
         return response
 
     # --- metrics ------------------------------------------------------------------------------------------------

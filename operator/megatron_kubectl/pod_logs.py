@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_kubectl.proxy import ClusterError, rejection
+from megatron_kubectl.resource_client import WATCH_SECONDS, ResourceClient
+from megatron_kubectl.resource_view import Object, label
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.kubectl_proxy import ClusterError, rejection
 from megatron_operator.model.names import (
     COORDINATOR,
     ENGINE,
@@ -21,8 +23,6 @@ from megatron_operator.model.names import (
     SERVER,
     STANDBY,
 )
-from megatron_operator.resource_client import WATCH_SECONDS, ResourceClient
-from megatron_operator.resource_view import Object, label
 
 COMPONENTS = (COORDINATOR, SERVER, ENGINE)
 RETRY_SECONDS = 1.0

@@ -21,8 +21,6 @@ from urllib.parse import quote, urlencode
 from megatron_runtime.protocol import strict_json as json
 
 REQUEST_SECONDS = 15.0
-LOGIN_SECONDS = 30.0
-"""Of the start of the proxy."""
 MERGE_PATCH = "application/merge-patch+json"
 
 # The shell waits for the end of its standard input, which this process holds open. Then it ends kubectl and removes the

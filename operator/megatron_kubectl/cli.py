@@ -15,16 +15,15 @@ from typing import Any
 
 import click
 
+from megatron_kubectl.resource_client import ClusterError, ResourceClient, current_context
+from megatron_kubectl.resource_view import age, rollout, summary, table
 from megatron_operator import __version__
-from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND, VERSION
+from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
 from megatron_operator.model.states import DesiredState
-from megatron_operator.plan.clock import stamp
-from megatron_operator.resource_client import ClusterError, ResourceClient, current_context
-from megatron_operator.resource_view import age, rollout, summary, table
-from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines, say_part
+from megatron_operator.model.text import stamp
+from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange
-from megatron_runtime.process.options import API_KEY, environment_option
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
@@ -181,7 +180,7 @@ def logs(
     output: str | None,
 ) -> None:
     """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
-    from megatron_operator.pod_logs import Follower, Selection, merged, selected_pods
+    from megatron_kubectl.pod_logs import Follower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
@@ -215,7 +214,7 @@ def top(
     *, name: str, namespace: str | None, context: str | None, interval: float, once: bool, output: str | None
 ) -> None:
     """Show the load of the engines of NAME, refreshed until it is interrupted. Rates are those of the interval."""
-    from megatron_operator.top import Sampler, lines
+    from megatron_kubectl.top import Sampler, lines
 
     with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
         sampler = Sampler(client, name)
@@ -231,88 +230,6 @@ def top(
                 return
             clear()
             say_lines(lines(found))
-
-
-@main.command()
-@_options
-@click.option("--model", help="Model or adapter. Default: the model of the resource.")
-@environment_option(
-    "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="Default: a key of spec.server.apiKeysSecretRef."
-)
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=FiniteRange(0, 2), help="Default: that of the model.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens of an answer at most.")
-def chat(
-    *,
-    name: str,
-    namespace: str | None,
-    context: str | None,
-    model: str | None,
-    api_key: str | None,
-    system: str | None,
-    **sampling: Any,
-) -> None:
-    """Chat with the model of NAME through the API server. If the input is no terminal, it is one message."""
-    from megatron_operator import chat as chats
-
-    with _client(namespace, context) as client:
-        resource = client.get(name)
-        served = model or (resource.get("status") or {}).get("model")
-        if not served:
-            raise ClusterError(
-                f"{name}: status.model is absent, so no server has started; see kubectl megatron explain"
-            )
-        key = api_key or chats.api_key(client, resource, model=served)
-        given = {field: value for field, value in sampling.items() if value is not None}
-        messages = [{"role": "system", "content": system}] if system else []
-        conversation = chats.Conversation(client, resource, served, key, given, messages)
-        if sys.stdin.isatty():
-            _converse(conversation)
-            return
-        text = sys.stdin.read().strip()
-        if not text:
-            raise ClusterError("standard input is empty; give a message")
-        try:
-            _answer(conversation, text)
-        except chats.ChatError as error:
-            fail(error)
-
-
-def _converse(conversation: Any) -> None:
-    """Ask for messages until the end of the input. Ctrl-C ends an answer, and outside of one the chat."""
-    import readline  # noqa: F401 gives input() a line editor and a history
-
-    from megatron_operator.chat import ChatError
-
-    say(f"{conversation.model}: Ctrl-C stops an answer, Ctrl-D ends the chat")
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            say("")
-            return
-        if not text.strip():
-            continue
-        try:
-            _answer(conversation, text)
-        except KeyboardInterrupt:
-            say("")
-        except (ChatError, ClusterError) as error:
-            say(f"Error: {error}", err=True)
-
-
-def _answer(conversation: Any, text: str) -> None:
-    """Print the answer to a message as it arrives. Reasoning is dimmed, and left out if the output is no terminal."""
-    shows_reasoning = sys.stdout.isatty()
-    reasoned = False
-    for reasoning, part in conversation.ask(text):
-        if reasoning and shows_reasoning:
-            say_part(reasoning, dim=True)
-            reasoned = True
-        if part:
-            say_part("\n\n" + part if reasoned else part)
-            reasoned = False
-    say("")
 
 
 @main.command()
@@ -403,7 +320,7 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
     import asyncio
 
     try:
-        from megatron_operator.dashboard.app import serve
+        from megatron_kubectl.dashboard.app import serve
     except ModuleNotFoundError as error:
         fail(ClusterError(f"{error}: install the dashboard with pip install 'megatron-inference[dashboard]'"))
     from megatron_operator.cluster.auth import LoginError
@@ -417,22 +334,6 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
             )
     except (ClusterError, LoginError, OSError) as error:
         fail(error)
-
-
-@main.command()
-@click.option("--context", help="Context of the kubeconfig.")
-def migrate(context: str | None) -> None:
-    """Rewrite all resources of the cluster in the storage version of the API. Nothing restarts."""
-    from megatron_operator.storage_migration import migrate as migrate_storage
-
-    try:
-        found = migrate_storage(context=context)
-    except ClusterError as error:
-        fail(error)
-    if found.needed:
-        say(f"stored versions were {', '.join(found.before)}; {found.rewritten} resources rewritten in {VERSION}")
-    else:
-        say(f"nothing to migrate: the only stored version is {VERSION}")
 
 
 def _verb(verb: str) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_operator.cluster.kinds import POD
-from megatron_operator.dashboard.samples import (
+from megatron_kubectl.proxy import ClusterError, rejection
+from megatron_kubectl.resource_client import ResourceClient
+from megatron_kubectl.resource_view import Object, summary, table
+from megatron_kubectl.samples import (
     UNREACHABLE,
     EngineSample,
     PodMetrics,
@@ -17,10 +19,8 @@ from megatron_operator.dashboard.samples import (
     parse_page,
     sample_pods,
 )
-from megatron_operator.kubectl_proxy import ClusterError, rejection
+from megatron_operator.cluster.kinds import POD
 from megatron_operator.model.names import PORT_HEALTH
-from megatron_operator.resource_client import ResourceClient
-from megatron_operator.resource_view import Object, summary, table
 
 METRICS_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20

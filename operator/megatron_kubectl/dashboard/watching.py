@@ -10,15 +10,12 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import aiohttp
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
-from megatron_operator.cluster.kinds import CORE_EVENT, LEASE, POD, RESOURCE
-from megatron_operator.cluster.nesting import decode
-from megatron_operator.dashboard.samples import (
+from megatron_kubectl.resource_view import is_settled, label, summary
+from megatron_kubectl.samples import (
     INTERVAL_SECONDS,
     MOST_SAMPLES,
     UNREACHABLE,
@@ -29,11 +26,12 @@ from megatron_operator.dashboard.samples import (
     parse_page,
     sample_pods,
 )
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.kinds import CORE_EVENT, POD, RESOURCE
+from megatron_operator.cluster.nesting import decode
+from megatron_operator.cluster.read import problem_of_operators
 from megatron_operator.explain import causes
-from megatron_operator.model.resource import KIND
-from megatron_operator.operator_leases import operator_leases, operator_problem
-from megatron_operator.render.context import LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
-from megatron_operator.resource_view import is_settled, label, summary
+from megatron_operator.model.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
 WATCH_SECONDS = 50
@@ -261,22 +259,13 @@ class ResourceObserver:
             resource = self._resource
             if resource is not None:
                 try:
-                    problem = await self._operator_problem()
+                    problem = await problem_of_operators(self._api, self.namespace)
                     self.parts["explain"] = causes(resource, list(self._pods.values()), problem)
                     self.errors.pop("explain", None)
                 except ApiError as error:
                     self.errors["explain"] = str(error)
                 await self._notify()
             await asyncio.sleep(EXPLAIN_SECONDS)
-
-    async def _operator_problem(self) -> str | None:
-        try:
-            leases = operator_leases(await self._api.list(LEASE, None))
-        except ApiError as error:
-            if error.code not in (401, 403):
-                raise
-            return operator_problem(None, self.namespace, datetime.now(UTC))
-        return operator_problem(leases, self.namespace, datetime.now(UTC))
 
     async def _sample(self) -> None:
         await self._pods_known.wait()

@@ -30,18 +30,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_kubectl.dashboard.watching import Observers, ResourceObserver, summary, watch
+from megatron_kubectl.samples import INTERVAL_SECONDS
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import POD, RESOURCE
-from megatron_operator.dashboard.samples import INTERVAL_SECONDS
-from megatron_operator.dashboard.watching import Observers, ResourceObserver, summary, watch
 from megatron_operator.manifest_file import ResourceFileError, resource_of
+from megatron_operator.model.names import ANNOTATION_RESTARTED
 from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, Settings
 from megatron_operator.model.states import DesiredState
-from megatron_operator.model.text import printable
-from megatron_operator.plan.clock import stamp
-from megatron_operator.render.compare import preview
-from megatron_operator.render.context import ANNOTATION_RESTARTED, InvalidPodTemplate
+from megatron_operator.model.text import printable, stamp
+from megatron_operator.render.compare import InvalidPodTemplate, preview
 from megatron_runtime.process.http_framing import HttpProtocol
 from megatron_runtime.protocol import strict_json as json
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.chat import first_key
-from megatron_operator.resource_view import age, rollout, table
+from megatron_kubectl.resource_view import age, rollout, table
 
 
 def resource(cluster: Cluster) -> dict[str, Any]:
@@ -75,21 +74,3 @@ def test_an_age_is_shown_in_its_largest_unit(seconds: int, shown: str) -> None:
 
 def test_a_table_aligns_its_columns() -> None:
     assert table(["A", "LONG"], [["wide", ""], ["x", "1"]]) == ["A      LONG", "wide   -", "x      1"]
-
-
-NAMED = "keys:\n- {key: sk-a, name: a, models: [other]}\n- {key: sk-b, name: b}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("# comment\n\nsk-1\nsk-2\n", "sk-1"),
-        (NAMED, "sk-b"),
-        ("keys: [", None),
-        ("keys: {}\n", None),
-        ("# nothing\n", None),
-        ("", None),
-    ],
-)
-def test_the_key_of_a_chat_is_the_first_that_may_use_the_model(text: str, key: str | None) -> None:
-    assert first_key(text, model="demo") == key

@@ -1,0 +1,1 @@
+"""The commands of users: `kubectl megatron`, its live views and its dashboard."""

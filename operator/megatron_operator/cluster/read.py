@@ -1,0 +1,78 @@
+"""Reads of commands: one resource, and what explains its status, with the login of the user or of this pod."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kubernetes.aio.config import list_kube_config_contexts
+
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.auth import SERVICE_ACCOUNT, in_cluster, load_configuration
+from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
+from megatron_operator.explain import causes
+from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
+from megatron_operator.operator_leases import operator_leases, operator_problem
+
+
+@contextlib.asynccontextmanager
+async def _login(context: str | None) -> AsyncIterator[KubeApi]:
+    configuration = await load_configuration(kubeconfig=None, context=context)
+    async with KubeApi(configuration) as api:
+        yield api
+
+
+def _default_namespace(context: str | None) -> str:
+    """Return the namespace of the service account in a pod, else of a context of the kubeconfig."""
+    if in_cluster():
+        return Path(SERVICE_ACCOUNT, "namespace").read_text().strip()
+    contexts, current = list_kube_config_contexts()
+    entry = current if context is None else next(each for each in contexts if each["name"] == context)
+    return entry["context"].get("namespace") or "default"
+
+
+async def find_resource(name: str, *, namespace: str, context: str | None) -> Object | None:
+    """Return a resource, or None if it does not exist.
+
+    context: of the kubeconfig; None means the current one.
+
+    Raises:
+        LoginError, ApiError
+    """
+    async with _login(context) as api:
+        return await api.get(RESOURCE, namespace, name)
+
+
+async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:
+    """Return what a resource waits for, as `explain.causes`.
+
+    namespace: None means that of the context.
+
+    Raises:
+        LookupError: there is no such resource.
+        LoginError, ApiError
+    """
+    async with _login(context) as api:
+        where = namespace or _default_namespace(context)
+        resource = await api.get(RESOURCE, where, name)
+        if resource is None:
+            raise LookupError(f"{CRD_NAME} {where}/{name}: no such resource")
+        pods = await api.list(POD, where, selector=f"{LABEL_INSTANCE}={name}")
+        return causes(resource, pods, await problem_of_operators(api, where))
+
+
+async def problem_of_operators(api: KubeApi, namespace: str) -> str | None:
+    """Return what is wrong with the operators of a namespace: none runs, or several do. None if one runs.
+
+    Raises:
+        ApiError: the Leases could not be read, for another reason than missing permission.
+    """
+    try:
+        leases = operator_leases(await api.list(LEASE, None))
+    except ApiError as error:
+        if error.code not in (401, 403):
+            raise
+        leases = None
+    return operator_problem(leases, namespace, datetime.now(UTC))
