@@ -285,11 +285,6 @@ engine_options = together(
     click.option("--max-tokens", type=COUNT, default=2048, help="Of one step."),
     click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of an engine."),
     click.option(
-        "--batch-invariant/--no-batch-invariant",
-        default=False,
-        help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
-    ),
-    click.option(
         "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
         default=False,
         help="Record the experts of each token: routing_indices of an answer.",

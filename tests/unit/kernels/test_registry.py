@@ -167,7 +167,7 @@ def test_flash_attention_is_called_with_the_unchanged_pages(adapter, generator):
     decode_arguments = (q[:2], cache, table, lengths)
     prefill_arguments = (q, cache, table, lengths, starts)
     torch.testing.assert_close(
-        flash_attention_3.paged_decode(*decode_arguments, num_kv_heads=2, fixed_split_tokens=64),
+        flash_attention_3.paged_decode(*decode_arguments, num_kv_heads=2),
         paged_decode.paged_decode(*decode_arguments, num_kv_heads=2),
     )
     torch.testing.assert_close(
@@ -178,7 +178,7 @@ def test_flash_attention_is_called_with_the_unchanged_pages(adapter, generator):
     for keys, values, _ in seen:
         assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == storage
         assert keys.shape == values.shape == (4, 16, 2, 64)
-    assert [options for _, _, options in seen] == [{"num_splits": 1}, {"max_seqlen_q": 5}]
+    assert [options for _, _, options in seen] == [{}, {"max_seqlen_q": 5}]
 
 
 def test_flashinfer_is_called_as_documented(adapter, generator):

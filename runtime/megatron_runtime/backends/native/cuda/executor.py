@@ -111,8 +111,8 @@ class CudaExecutor(TorchExecutor):
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
     device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
 
-    `buffers` are allocated with the weights. `graphs` are None until a step needs one; they are dropped with the weights
-    or the KV cache.
+    `buffers` are allocated with the weights. `graphs` are None until a step needs one, and after the weights or the KV
+    cache are released.
     """
 
     def __init__(
