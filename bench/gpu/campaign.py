@@ -59,7 +59,7 @@ def run_step(campaign: Campaign) -> None:
 
 def run_in_process(step: str, box: float, campaign: Campaign, arguments: list[str]) -> int | str:
     """Run a step in a process group of its own, at most `box` seconds. Return its exit status, or "time limit"."""
-    command = [sys.executable, "-m", "bench.gpu.campaign", *arguments, "--run", step, "--box", f"{step}={box:g}"]
+    command = [sys.executable, "-P", "-m", "bench.gpu.campaign", *arguments, "--run", step, "--box", f"{step}={box:g}"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     status: int | str
     with (campaign.folder / f"{step}.log").open("w") as log:

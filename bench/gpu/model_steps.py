@@ -540,7 +540,17 @@ def moe(campaign: Campaign) -> None:
 def tests(campaign: Campaign) -> None:
     """Run tests/gpu with a cold cache of Triton. A dry campaign collects them."""
     options = ["--collect-only"] if campaign.dry else ["-n", "6", f"--junitxml={campaign.folder}/tests-gpu.xml"]
-    command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", *options]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        str(ROOT / "tests" / "gpu"),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=campaign.box, check=False

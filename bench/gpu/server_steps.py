@@ -85,7 +85,7 @@ class Fleet:
     def start(self, name: str, *arguments: str) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
         log = self.campaign.folder / f"{name}.process.log"
-        self.children[name] = start_process(["-m", "megatron_runtime.cli", *arguments], environment, log)
+        self.children[name] = start_process(["-P", "-m", "megatron_runtime.cli", *arguments], environment, log)
 
     def start_coordinator(self) -> None:
         ports = [f"--{name}-port={self.ports[name]}" for name in ("client", "engine", "admin")]

@@ -51,7 +51,9 @@ RESULTS = {
 
 
 def start_warm(command: Sequence[str], environment: Mapping[str, str], log: Path) -> WarmProcess:
-    return WarmProcess(*command, environment=environment, log=log)
+    return WarmProcess(
+        *command[1:], environment=environment, log=log
+    )  # the fork server imports no module of its folder
 
 
 @pytest.mark.parametrize("step", BOXES)
