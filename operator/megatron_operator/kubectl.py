@@ -23,8 +23,7 @@ from megatron_operator.resource_client import ClusterError, ResourceClient, curr
 from megatron_operator.resource_view import age, rollout, summary, table
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines, say_part
 from megatron_runtime.process.environment import prepare_process
-from megatron_runtime.process.finite_range import FiniteRange
-from megatron_runtime.process.options import API_KEY, environment_option
+from megatron_runtime.process.options import API_KEY, FiniteRange, environment_option
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from megatron_runtime.process.environment import missing_package
-from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
-from megatron_runtime.process.options import environment_option
+from megatron_runtime.process.options import FiniteRange, environment_option
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.vllm_arguments import problem_of
