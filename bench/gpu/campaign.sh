@@ -32,9 +32,8 @@ data = lzma.compress(source.read_bytes(), preset=9 | lzma.PRESET_EXTREME)  # min
 (bundles / "model.b").write_bytes(data[part:])
 PYTHON
   local tree first second
-  tree=$(git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' path; do
-    [[ ! -f $path ]] || stat -c %s "$path"
-  done | awk '{sum += $1} END {print sum}')
+  # du reports a deleted file that git still lists as an error.
+  tree=$(git ls-files -z --cached --others --exclude-standard | { du -cb --files0-from=- 2>/dev/null || true; } | tail -n 1 | cut -f 1)
   first=$((tree + $(size_of "$bundles/whl" "$bundles/model.a")))
   second=$((tree + $(size_of "$bundles/model.b")))
   echo "bundle 1: $((first >> 20)) MiB, bundle 2: $((second >> 20)) MiB, limit $((limit >> 20)) MiB"

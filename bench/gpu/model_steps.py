@@ -326,7 +326,11 @@ def race(campaign: Campaign) -> None:
                 break
             engine.add(1, _SHORT_PROMPT, 8 * sizes.growing_requests, first=number)
             slowest_ms = max(slowest_ms, 3 * engine.step_ms(3))
-        done.wait()
+        while not done.is_set():
+            if core.has_work:
+                core.step()
+            else:
+                done.wait()
         core.swap_weights(5)
         for _ in range(3):
             core.step()
