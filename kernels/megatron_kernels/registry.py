@@ -1,7 +1,7 @@
-"""Selects the implementation of each operation: torch, Triton, FlashAttention-3 or FlashInfer.
+"""Selects the implementation of each operation: torch, Triton or FlashAttention-3.
 
 Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
-CUDA device and torch on a CPU; other packages are used only if a switch names them.
+CUDA device and torch on a CPU; FlashAttention-3 is used only if a switch names it.
 Implementations are imported when they are selected.
 """
 
@@ -35,21 +35,14 @@ class Backend(StrEnum):
     TORCH = "torch"
     TRITON = "triton"
     FLASH_ATTENTION_3 = "flash-attention-3"
-    FLASHINFER = "flashinfer"
 
 
-_PACKAGES = {
-    Backend.TRITON: "triton",
-    Backend.FLASH_ATTENTION_3: "flash_attn_interface",
-    Backend.FLASHINFER: "flashinfer",
-}
+_PACKAGES = {Backend.TRITON: "triton", Backend.FLASH_ATTENTION_3: "flash_attn_interface"}
 """The package that a backend needs in addition to torch."""
 
 _OTHER_MODULES = {
     ("paged_decode", Backend.FLASH_ATTENTION_3): "flash_attention_3",
     ("paged_prefill", Backend.FLASH_ATTENTION_3): "flash_attention_3",
-    ("add_rms_norm", Backend.FLASHINFER): "flashinfer_elementwise",
-    ("swiglu", Backend.FLASHINFER): "flashinfer_elementwise",
 }
 """Modules of this package for backends other than torch (NAME) and Triton (NAME_triton), which all operations have."""
 

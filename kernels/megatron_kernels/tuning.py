@@ -76,27 +76,16 @@ def decode_tuning(
     head_dim: int,
     max_tokens: int,
     num_sms: int,
-    fixed_split_tokens: int | None = None,
 ) -> DecodeTuning:
     """Return the split of a decode step over its cached tokens.
 
-    By default there are enough splits for two programs per multiprocessor, of at least 256 tokens each, at most 64.
-    With `fixed_split_tokens` the split of a sequence depends only on its length: its result is the same in any batch.
+    There are enough splits for two programs per multiprocessor, of at least 256 tokens each, at most 64.
 
     max_tokens: the longest context that the launch supports (the limit of a graph, not the longest of the batch).
-
-    Raises:
-        ValueError: `fixed_split_tokens` is not a multiple of a block.
     """
-    block_tokens = 64 if head_dim <= 128 else 32
-    if fixed_split_tokens is not None:
-        if fixed_split_tokens < 1 or fixed_split_tokens % block_tokens:
-            raise ValueError(f"fixed_split_tokens={fixed_split_tokens}: must be a positive multiple of {block_tokens}")
-        splits, split_tokens = -(-max_tokens // fixed_split_tokens), fixed_split_tokens
-    else:
-        split_tokens = 256
-        wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
-        splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
+    block_tokens, split_tokens = 64 if head_dim <= 128 else 32, 256
+    wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
+    splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
     return DecodeTuning(block_tokens, splits, split_tokens, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
 
 

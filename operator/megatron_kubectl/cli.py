@@ -23,7 +23,7 @@ from megatron_operator.model.states import DesiredState
 from megatron_operator.model.text import stamp
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
 from megatron_runtime.process.environment import prepare_process
-from megatron_runtime.process.finite_range import FiniteRange
+from megatron_runtime.process.options import FiniteRange
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),

@@ -34,9 +34,8 @@ from megatron_operator.render.context import InvalidPodTemplate
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import ReadableGroup, as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.environment import prepare_process
-from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
-from megatron_runtime.process.options import API_KEY, environment_option
+from megatron_runtime.process.options import API_KEY, FiniteRange, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]

@@ -1,10 +1,19 @@
-"""Frames of an attacker: noise, and real messages that are damaged, truncated, out of order or repeated."""
+"""Frames of an attacker, for the hostile suite of each layer.
+
+HostileFrames has noise, and real messages that are damaged, truncated, out of order or repeated. VALUES has any values.
+BOMBS has frames that decode to many objects. The suites:
+
+- codec: unit/wire/test_hostile_frames.py; bytes below it: unit/wire/test_zmtp_strangers.py and tests/fuzz
+- coordinator: unit/coordinator/test_hostile_frames.py; as a process with keys: survival/test_hostile_peers.py
+- operator's link: unit/operator_io/test_hostile_coordinator.py
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
+from hypothesis import strategies as st
 from vectors import VECTORS
 
 from megatron_runtime.protocol.headers import Header
@@ -88,6 +97,21 @@ def _is_a_right(frames: list[bytes]) -> bool:
     if isinstance(message, Plain):
         return not message.items or message.items[0] == Header.SHUTDOWN
     return isinstance(message, Hello | Disconnect)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=20)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=5)
+    ),
+    max_leaves=60,
+)
+"""Any values of msgpack."""
 
 
 def control_frames(kind: Header) -> list[bytes]:

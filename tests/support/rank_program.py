@@ -45,10 +45,10 @@ from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.local_group import LocalGroup
 from megatron_runtime.distributed.shard import FOLDER_VARIABLE, ParallelSizes, rank_identity
-from megatron_runtime.engine import termination
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.process import logs
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
@@ -137,7 +137,7 @@ def be_rank(
     end = Path(f"{log}.end")
     end.touch()
     # The path of the termination message is a default argument.
-    termination.write_termination_message.__defaults__ = (end,)
+    logs.write_termination_message.__defaults__ = (end,)
     os.environ.update(options.get("environment", {}).get(rank, {}))
     ranked.GREETING_SECONDS = options.get("greeting_seconds", ranked.GREETING_SECONDS)
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}

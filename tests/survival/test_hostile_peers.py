@@ -1,8 +1,11 @@
-"""A flood of broken frames from clients, engines and unknown peers: the coordinator keeps serving other clients."""
+"""A flood of broken frames, and frames that decode to many objects, from clients, engines and unknown peers: the
+coordinator keeps serving other clients.
+"""
 
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -10,12 +13,12 @@ import pytest
 import zmq
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
-from hostile_frames import HostileFrames, control_frames
+from hostile_frames import HostileFrames, bombs_of, control_frames
 from soak import FIRST_SEED, part, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.protocol.headers import SIGNALS, Role
-from megatron_runtime.protocol.messages import Hello, StatusReply
+from megatron_runtime.protocol.headers import SIGNALS, ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import Error, Hello, StatusReply, decode, pack
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 BURST = 1000
@@ -155,3 +158,52 @@ async def test_unauthorized_control_is_rejected_and_counted(fleet: Fleet, attack
     )
     assert (status.state, status.fence) == ("RUNNING", 0)
     assert [engine.state for engine in status.engines if engine.name == "engine-0"] == ["RUNNING"]
+
+
+BOMB_BYTES = {Role.CLIENT: (8 << 20) - 100, Role.ENGINE: size(16, soak=64) * (1 << 20) - 100}
+MEMORY_BYTES = 192 << 20
+"""For the largest message that a port takes, the buffer it arrives in, and what it becomes within its limits."""
+STALL_FACTOR = 15
+"""Of what this machine takes to read a control message of the most elements and to answer a STATUS."""
+
+
+@pytest.mark.parametrize("role", [Role.CLIENT, Role.ENGINE])
+async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(
+    fleet: Fleet, attackers: Attackers, report: Callable[[str], None], role: Role
+) -> None:
+    """A frame of 8 MiB held it up for seconds, and took 620 MiB."""
+    coordinator = await fleet.coordinator()
+    link = await fleet.admin()
+    reference = pack([int(Header.STATUS), {"x": [0] * 65_000}])
+    undisturbed = []
+    for _ in range(30):
+        begun = time.perf_counter()
+        decode([reference])
+        await link.status()
+        undisturbed.append(time.perf_counter() - begun)
+    longest_allowed = 1.0 + STALL_FACTOR * max(undisturbed)
+    memory = psutil.Process(coordinator.pid).memory_info
+    idle = memory().rss
+    attacker = attackers.connect(role, fleet.keys(role))
+    frames = [
+        frame
+        for header in (Header.SUBMIT, Header.HELLO, Header.SUBMIT_REQUEST)
+        for frame in bombs_of(int(header), BOMB_BYTES[role])
+    ]
+    stalls, peak = [], 0
+    for frame in frames:
+        attacker.send(frame)
+        answered = False
+        while not answered:
+            answered = bool(attacker.poll(0))
+            begun = time.perf_counter()
+            await link.status()
+            stalls.append(time.perf_counter() - begun)
+            peak = max(peak, memory().rss - idle)
+        error = decode(attacker.recv_multipart())
+        assert isinstance(error, Error)
+        assert error.code in (ErrorCode.MALFORMED, ErrorCode.UNKNOWN_PEER)
+    report(f"longest stall {max(stalls):.3f} s of {longest_allowed:.3f} s; {peak >> 20} MiB more at most")
+    assert max(stalls) < longest_allowed
+    assert peak < MEMORY_BYTES
+    assert coordinator.running

@@ -178,10 +178,6 @@ class NativeSpec(ApiModel):
         description="LRU keeps unused blocks of the prefix cache until their memory is needed; RefZero evicts them at "
         "once.",
     )
-    batch_invariant: bool = Field(
-        default=False,
-        description="In float32, answers are bit-identical whatever other requests run beside them, at some cost.",
-    )
     step_timeout_seconds: int = Field(
         default=60,
         ge=1,

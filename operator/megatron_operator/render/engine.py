@@ -113,8 +113,6 @@ def _native_options(native: NativeSpec) -> list[str]:
         options += ["--kv-cache-mode", native.kv_cache_mode.value.lower()]
     if native.prefix_eviction is not defaults.prefix_eviction:
         options += ["--prefix-eviction", "ref_zero"]
-    if native.batch_invariant:
-        options.append("--batch-invariant")
     if native.step_timeout_seconds != defaults.step_timeout_seconds:
         options += ["--step-timeout-seconds", str(native.step_timeout_seconds)]
     return options

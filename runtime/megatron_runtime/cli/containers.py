@@ -32,8 +32,8 @@ from megatron_runtime.cli.options import (
     server_options,
     tensor_parallel,
 )
-from megatron_runtime.process.finite_range import FiniteRange
-from megatron_runtime.process.options import environment_option
+from megatron_runtime.process.logs import write_termination_message
+from megatron_runtime.process.options import FiniteRange, environment_option
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.settings import EngineSettings
@@ -196,7 +196,6 @@ def engine(
 def _check(settings: EngineSettings) -> None:
     from megatron_runtime.backends.registry import check_backend
     from megatron_runtime.backends.vllm.process import VllmKilledError
-    from megatron_runtime.engine.termination import write_termination_message
 
     try:
         check_backend(settings)
@@ -214,7 +213,6 @@ def _run_pod(settings: EngineSettings) -> None:
     """Run the ranks of another pod than the first of a vLLM engine."""
     from megatron_runtime.backends.vllm.nodes import follow
     from megatron_runtime.distributed.errors import RankError
-    from megatron_runtime.engine.termination import write_termination_message
 
     try:
         asyncio.run(follow(settings))
@@ -229,7 +227,6 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     from megatron_runtime.backends.registry import run_other_rank
     from megatron_runtime.distributed.errors import RankError
     from megatron_runtime.distributed.shard import node_identity, rank_identity
-    from megatron_runtime.engine.termination import write_termination_message
 
     identity = rank_identity(settings.parallel)
     if identity is None:
@@ -320,7 +317,6 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
     from megatron_runtime.distributed import preflight as checks
-    from megatron_runtime.engine.termination import write_termination_message
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))
     try:

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from megatron_runtime.process.environment import missing_package
-from megatron_runtime.process.finite_range import FiniteRange
 from megatron_runtime.process.logs import configure
-from megatron_runtime.process.options import environment_option
+from megatron_runtime.process.options import FiniteRange, environment_option
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.vllm_arguments import problem_of
@@ -284,11 +283,6 @@ engine_options = together(
     click.option("--max-requests", type=COUNT, default=64, help="Generated at once by an engine."),
     click.option("--max-tokens", type=COUNT, default=2048, help="Of one step."),
     click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of an engine."),
-    click.option(
-        "--batch-invariant/--no-batch-invariant",
-        default=False,
-        help="Answers are bit-identical whatever other requests run beside them; in float32, at some cost.",
-    ),
     click.option(
         "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
         default=False,

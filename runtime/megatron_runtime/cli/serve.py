@@ -186,7 +186,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
     )
     engine = arguments(
         *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
-        *("batch_invariant", "moe_enable_routing_replay", "prefix_caching", "threads", "vllm_allow_code"),
+        *("moe_enable_routing_replay", "prefix_caching", "threads", "vllm_allow_code"),
         "drain_seconds",
         *("tensor_parallel", "device"),
         vllm_arguments=json.dumps(options.vllm_arguments),

@@ -15,7 +15,7 @@ import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
 from megatron_runtime.cli.options import COUNT, FILE, SECONDS, config_option, together
-from megatron_runtime.process.finite_range import FiniteRange
+from megatron_runtime.process.options import FiniteRange
 from megatron_runtime.protocol import strict_json as json
 
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."

@@ -28,7 +28,6 @@ class EngineSettings:
     max_tokens:        limit of tokens of one step.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
     kv_cache_memory:   size of the KV cache in bytes; an echo engine uses at most 16 MiB.
-    batch_invariant:   float32 answers do not depend on the other requests of the batch; see InferenceConfig.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
@@ -66,7 +65,6 @@ class EngineSettings:
     max_tokens: int = 2048
     chunked_prefill: bool = True
     kv_cache_memory: int = 1 << 30
-    batch_invariant: bool = False
     moe_enable_routing_replay: bool = False
     prefix_caching: bool = True
     prefix_eviction: Literal["lru", "ref_zero"] = "lru"
@@ -96,7 +94,6 @@ class EngineSettings:
             max_tokens=max(self.max_tokens, self.max_requests),
             max_sequence_length=self.max_sequence_length,
             enable_chunked_prefill=self.chunked_prefill,
-            batch_invariant=self.batch_invariant,
             moe_enable_routing_replay=self.moe_enable_routing_replay,
             enable_prefix_caching=self.prefix_caching,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(self.prefix_eviction),

@@ -25,10 +25,9 @@ from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer
-from megatron_runtime.process.logs import of_request
+from megatron_runtime.process.logs import of_request, write_termination_message
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList

@@ -139,11 +139,9 @@ class Decoder:
 class DecoderModel(Decoder):
     """The decoder in torch operators. A function of weights and cache, without state of any request."""
 
-    attention_type = PagedAttention
-
     @cached_property
     def _attention(self) -> PagedAttention:
-        return self.attention_type(
+        return PagedAttention(
             num_heads=self._heads,
             num_kv_heads=self._kv_heads,
             head_dim=self.config.head_dim,

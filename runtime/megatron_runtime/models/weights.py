@@ -135,7 +135,7 @@ class _Loader:
         shard, config = self.shard, self.config
         rows = (_slice(shard.vocabulary(config.vocab_size)),)
         if config.tie_embeddings and shard.has_embedding and shard.has_head:
-            tied = self.linears.tied(self._weight(("embedding", rows)))
+            tied = self.linears.embedding(self._weight(("embedding", rows)))
             return tied, tied
         head_name = "embedding" if config.tie_embeddings else "head"
         embedding = self.linears.embedding(self._weight(("embedding", rows))) if shard.has_embedding else None

@@ -1,4 +1,4 @@
-"""Log lines of every component: one JSON object, or one line of text, for each record.
+"""Log lines of every component: one JSON object, or one line of text, for each record; and termination messages.
 
 A record that concerns one request of a client has its `request_id`. Within a task that serves a request, REQUEST_ID
 sets it; elsewhere the caller passes of_request() as `extra`.
@@ -6,11 +6,13 @@ sets it; elsewhere the caller passes of_request() as `extra`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
@@ -20,6 +22,10 @@ Style: TypeAlias = Literal["json", "text"]
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the running task serves; empty outside of requests."""
+TERMINATION_LOG = Path("/dev/termination-log")
+"""A container's termination log, which its status shows."""
+TERMINATION_CHARACTERS = 2000
+"""A container's status takes 4096 bytes."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -77,3 +83,19 @@ def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
     root.setLevel(level.upper())
     for name in quiet:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
+    """Write the cause of this process's end to the container's termination log, if it exists, as one line of JSON.
+
+    Its fields: `reason` is `failure.reason` or its type, `rank` is `failure.rank` or 0, `message`, `remedy`.
+    """
+    message = {
+        "reason": getattr(failure, "reason", None) or type(failure).__name__,
+        "rank": getattr(failure, "rank", 0),
+        "message": str(failure)[:TERMINATION_CHARACTERS],
+        "remedy": getattr(failure, "remedy", ""),
+    }
+    with contextlib.suppress(OSError):
+        if path.exists():
+            path.write_text(json.dumps(message) + "\n")

@@ -1,7 +1,8 @@
-"""Options of commands that an environment variable can give. Their errors do not repeat the variable's value."""
+"""Options of commands: finite numbers, and options that an environment variable can give."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,18 @@ from click.core import ParameterSource
 from megatron_runtime.process.secrets import HEADER, SecretError
 
 
+class FiniteRange(click.FloatRange):
+    """A click.FloatRange without NaN, which passes its bounds, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 class EnvironmentOption(click.Option):
-    """An option with `envvar`. The variable may have the value of a Secret, which must not reach logs or a status."""
+    """An option with `envvar`. The variable may have the value of a Secret, so errors do not repeat it."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:

@@ -103,8 +103,6 @@ class InferenceConfig:
                            log-probabilities.
     num_speculative_tokens: tokens proposed before each decode step.
     async_sched_mode:      how the next step is planned while one runs.
-    batch_invariant:       in float32 on one CPU rank, tokens and log-probabilities of a request are bit-identical for
-                           any batch and any chunking, caching or recomputation of its prompt. (Not in Megatron-Core.)
 
     Prefix cache:
     enable_prefix_caching: requests share the KV of equal prefixes.
@@ -152,7 +150,6 @@ class InferenceConfig:
     materialize_only_last_token_logits: bool = True
     num_speculative_tokens: int = 0
     async_sched_mode: AsyncSchedMode = "LEGACY"
-    batch_invariant: bool = False
     enable_prefix_caching: bool = False
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
     prefix_caching_coordinator_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED

@@ -29,7 +29,7 @@ from megatron_runtime.process.logs import REQUEST_ID
 from megatron_runtime.process.tracing import Span, Tracer
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.limits import MAX_REQUEST_ID_CHARACTERS
-from megatron_runtime.protocol.messages import ControlAck
+from megatron_runtime.protocol.messages import ControlAck, StatusReply
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, shown, try_again
@@ -51,7 +51,6 @@ from megatron_runtime.server.openai.responses import ResponsesRequest, create_re
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import format_of
-from megatron_runtime.server.resource_view import ResourceView
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import parser_of
@@ -73,6 +72,9 @@ PAGE_FILES = (
 )
 _CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_.:/+=@-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+MIN_STATUS_SECONDS = 1.0
+"""Minimum time between two questions to the coordinator, however many clients ask for its status."""
+
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -378,3 +380,48 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def _shown_path(request: Request) -> str:
     return shown(request.url.path)[1:-1]
+
+
+class ResourceView:
+    """The coordinator's status, as far as every client may see it: no requests, keys or operations."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._asked = float("-inf")
+        self._answer: asyncio.Future[StatusReply] | None = None
+
+    async def read(self) -> dict[str, Any]:
+        """Return the status, at most MIN_STATUS_SECONDS old. Raises ApiError 503 if the coordinator does not answer."""
+        now = time.monotonic()
+        if self._answer is None or (self._answer.done() and now - self._asked >= MIN_STATUS_SECONDS):
+            self._asked = now
+            self._answer = asyncio.ensure_future(self._service.client.status())
+            # All clients may have left when it fails.
+            self._answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            # One client that disconnects must not cancel the answer of the others.
+            return self._described(await asyncio.shield(self._answer))
+        except (CoordinatorUnreachableError, ControlRejectedError) as error:
+            raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
+
+    def _described(self, status: StatusReply) -> dict[str, Any]:
+        return {
+            "model": self._service.settings.served_name,
+            "state": status.state.value,
+            "epoch": status.epoch,
+            "queued": status.queued,
+            "in_flight": status.in_flight,
+            "engines": [
+                {
+                    "name": engine.name,
+                    "state": engine.state.value,
+                    "serving": engine.serving and not engine.suspect and not engine.draining,
+                    "in_flight": engine.in_flight,
+                    "epoch": engine.epoch,
+                    "ranks": engine.ranks,
+                    "seconds_since_heartbeat": round(engine.silent_seconds, 1),
+                }
+                for engine in status.engines
+            ],
+            "adapters": [{"name": each.name, "engines": each.engines} for each in status.adapters or ()],
+        }

@@ -29,6 +29,7 @@ from megatron_runtime.protocol.messages import (
     Final,
     Heartbeat,
     Hello,
+    MalformedMessageError,
     Partial,
     PartialEntry,
     RequestMeta,
@@ -282,8 +283,12 @@ class SimulatedFleet:
             case Dispatch():
                 prompt = tokens_from_bytes(message.prompt).tolist()
                 job = Job(message.dispatch_id, prompt, tokens_from_bytes(message.generated).tolist(), 0)
-                job.budget = unpack(message.params)["num_tokens_to_generate"]
                 job.uid, job.route, job.streaming = message.uid, message.route, message.meta.streaming
+                try:
+                    job.budget = unpack(message.params)["num_tokens_to_generate"]
+                except (MalformedMessageError, KeyError, TypeError):  # of a hostile client
+                    self._answer(engine, job, status="FAILED")
+                    return
                 engine.jobs[job.dispatch_id] = job
                 engine.ran.append(message.uid)
             case Abort(id=number):
@@ -303,7 +308,7 @@ class SimulatedFleet:
     def _step(self, engine: SimulatedEngine) -> None:
         engine.most_jobs = max(engine.most_jobs, len(engine.jobs))
         for job in engine.jobs.values():
-            if job.prompt[0] == POISON and len(job.prompt) + len(job.tokens) >= engine.poison_length:
+            if job.prompt[:1] == [POISON] and len(job.prompt) + len(job.tokens) >= engine.poison_length:
                 self.crash(engine)
                 return
         for job in list(engine.jobs.values()):
@@ -315,8 +320,8 @@ class SimulatedFleet:
                 entry = PartialEntry(job.uid, job.dispatch_id, len(job.tokens) - 1, 1)
                 self.say(engine.peer, Partial(job.route, [entry], tokens_to_bytes(job.tokens[-1:])))
 
-    def _answer(self, engine: SimulatedEngine, job: Job) -> None:
-        reply = {"status": "COMPLETED", "finish_reason": "length"}
+    def _answer(self, engine: SimulatedEngine, job: Job, *, status: str = "COMPLETED") -> None:
+        reply = {"status": status, "finish_reason": "length"}
         if engine.plain:
             output = {**reply, "request_id": job.dispatch_id, "generated_tokens": job.tokens}
             self.driver.receive(engine.peer, [pack([int(Header.ENGINE_REPLY), [output]])])

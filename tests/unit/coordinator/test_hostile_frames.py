@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import deque
 
 import pytest
 import zmq
@@ -9,6 +10,7 @@ from hostile_frames import HostileFrames
 from vectors import VECTORS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -21,6 +23,8 @@ from megatron_runtime.protocol.messages import (
     decode,
     pack,
 )
+
+from .simulated_fleet import SimulatedFleet
 
 FRAMES = 3_000
 
@@ -39,34 +43,31 @@ def sockets():
     context.destroy(linger=0)
 
 
-async def test_malformed_frames_on_the_shared_port_affect_no_other_peer(stage, params, collect, sockets) -> None:
-    """All roles at once; with three ports, keys and processes it is a survival test."""
-    stage.coordinator(single_port=True)
-    await stage.engine(step_seconds=0.002)
-    client, link = await stage.client(), await stage.admin()
-    attackers = [sockets(stage.address(Role.CLIENT)) for _ in range(3)]
-    for role, socket in zip((Role.CLIENT, Role.ENGINE), attackers, strict=False):
-        socket.send_multipart(Hello(role=role, name=f"attacker-{role.name}", incarnation=1).to_frames())
+def test_malformed_frames_on_the_shared_port_affect_no_other_peer() -> None:
+    """All roles at once, in the core alone; with three ports, keys and processes it is a survival test."""
+    fleet = SimulatedFleet(single_port=True)
+    fleet.engine("engine-0")
+    attackers = [(SHARED_PORT, name) for name in (b"client", b"engine", b"stranger")]
+    fleet.inboxes.update((attacker, deque()) for attacker in attackers)
+    for role, attacker in zip((Role.CLIENT, Role.ENGINE), attackers, strict=False):
+        fleet.say(attacker, Hello(role=role, name=f"attacker-{role.name}", incarnation=1))
     rng = random.Random(20240601)
     source = HostileFrames(rng)
-    streams = []
     for number in range(FRAMES):
         frames = source.next()
         while is_verb(frames):
             frames = source.next()
-        rng.choice(attackers).send_multipart(frames)
+        fleet.driver.receive(rng.choice(attackers), frames)
         if number % 150 == 0:
-            streams.append(client.add_request_streaming([1 + len(streams)], params(10)))
+            fleet.ask(1 + number, tokens=10)
         if number % 50 == 0:
-            await asyncio.sleep(0)
-    for number, stream in enumerate(streams, start=1):
-        tokens, final = await collect(stream)
-        assert tokens == final["generated_tokens"] == echo_answer([number], 10)
-    status = await link.status()
-    assert status.rejected_frames > FRAMES / 10
-    assert (status.state, status.epoch) == ("RUNNING", 0)
-    for socket in attackers:
-        socket.close(linger=0)
+            fleet.turn()
+    fleet.finish()
+    for request in fleet.asked.values():
+        request.check()
+    assert fleet.core.counters.rejected.total() > FRAMES / 10
+    assert fleet.core.verbs.epoch == fleet.core.verbs.fence == 0
+    assert fleet.core.engines.named("engine-0").state == "RUNNING"
 
 
 def is_verb(frames: list[bytes]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSourceError, resolve
 from megatron_runtime.models.config import UnsupportedModelError
+from megatron_runtime.models.decoder import DecoderModel
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 PAGE_BYTES = 16 * 3 * 2 * 2 * 8 * 4
@@ -74,10 +76,13 @@ def test_load_and_release_may_be_repeated(make_tiny: MakeTiny) -> None:
 
 def test_a_model_that_the_operators_cannot_run_is_rejected_at_every_load() -> None:
     source = ModelInMemory(RandomCheckpoint(GEMMA, torch.float32, CPU), name="random weights")
-    executor = CpuExecutor(
-        source, ModelText(lambda: pytest.fail("no text")), kv_cache_memory=1 << 20, batch_invariant=True
-    )
+
+    def reject(model: DecoderModel, dtype: torch.dtype) -> NoReturn:
+        raise ValueError(f"{dtype}: no sliding window")
+
+    text = ModelText(lambda: pytest.fail("no text"))
+    executor = CpuExecutor(source, text, kv_cache_memory=1 << 20, make_forward=reject)
     for _ in range(2):
-        with pytest.raises(ValueError, match="sliding window"):
+        with pytest.raises(ValueError, match="no sliding window"):
             executor.load()
         assert not executor.has_weights

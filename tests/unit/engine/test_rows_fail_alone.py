@@ -40,7 +40,6 @@ DEVICES: dict[str, tuple[dict[str, Any], type]] = {
     "int8": ({"dtype": "int8"}, NativeDecoder),
     "int4": ({"dtype": "int4"}, NativeDecoder),
     "torch operators": ({"dtype": "float32", "page_size": 8}, NativeDecoder),
-    "batch invariant": ({"dtype": "float32", "batch_invariant": True}, Decoder),
     "GPU": (
         {"dtype": "float32", "max_rows": 4, "max_tokens": 24, "graph_rows": 0, "device": torch.device("cpu")},
         Decoder,

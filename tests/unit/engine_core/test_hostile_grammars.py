@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from soak import SOAK, size
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.text import ModelText
+from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.inference_client import InferenceClient

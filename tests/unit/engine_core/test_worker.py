@@ -21,9 +21,9 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine import worker as worker_module
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Message, tokens_to_bytes

@@ -62,21 +62,6 @@ def test_decode(lengths, shape, kv_heads, splits, window, dtype, tolerance, gene
     tolerance.check(actual, paged_decode.paged_decode(*arguments, num_kv_heads=kv_heads, window=window))
 
 
-def test_decode_with_fixed_splits_is_the_same_in_any_batch(generator):
-    cache = Cache([70, 5, 48], kv_heads=1, head_dim=64, dtype=torch.float32, generator=generator)
-    q = strided_queries(3, 2, 64, dtype=torch.float32, generator=generator)
-    together = paged_decode_triton.paged_decode(
-        q, cache.pages, cache.table, cache.lengths, num_kv_heads=1, fixed_split_tokens=64
-    )
-    # The length of the table sets the number of splits of a launch: 1, 2 and 17.
-    for pages in (3, 5, 65):
-        table = torch.nn.functional.pad(cache.table[2:], (0, 64))[:, :pages]
-        alone = paged_decode_triton.paged_decode(
-            q[2:], cache.pages, table, cache.lengths[2:], num_kv_heads=1, fixed_split_tokens=64
-        )
-        assert torch.equal(together[2:], alone)
-
-
 @given(
     queries=st.lists(st.sampled_from([0, 1, 7, 16, 33]), min_size=1, max_size=3),
     cached=st.sampled_from([0, 1, PAGE, 37]),

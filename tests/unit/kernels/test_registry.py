@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_kernels import add_rms_norm, paged_decode, paged_prefill, swiglu
+from megatron_kernels import paged_decode, paged_prefill
 from megatron_kernels.registry import Backend, KernelConfig, KernelError, Kernels, KernelsMissingError, select_kernels
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def test_an_invalid_environment_variable_is_rejected_by_name(environment, messag
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (KernelConfig(sample=Backend.FLASHINFER), "sample=flashinfer: choose among torch, triton"),
-        (KernelConfig(swiglu=Backend.FLASHINFER), "the package flashinfer is not installed"),
+        (KernelConfig(sample=Backend.FLASH_ATTENTION_3), "sample=flash-attention-3: choose among torch, triton"),
+        (KernelConfig(paged_decode=Backend.FLASH_ATTENTION_3), "the package flash_attn_interface is not installed"),
     ],
 )
 def test_an_unavailable_backend_is_rejected_by_name(config, message):
@@ -167,7 +167,7 @@ def test_flash_attention_is_called_with_the_unchanged_pages(adapter, generator):
     decode_arguments = (q[:2], cache, table, lengths)
     prefill_arguments = (q, cache, table, lengths, starts)
     torch.testing.assert_close(
-        flash_attention_3.paged_decode(*decode_arguments, num_kv_heads=2, fixed_split_tokens=64),
+        flash_attention_3.paged_decode(*decode_arguments, num_kv_heads=2),
         paged_decode.paged_decode(*decode_arguments, num_kv_heads=2),
     )
     torch.testing.assert_close(
@@ -178,37 +178,4 @@ def test_flash_attention_is_called_with_the_unchanged_pages(adapter, generator):
     for keys, values, _ in seen:
         assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == storage
         assert keys.shape == values.shape == (4, 16, 2, 64)
-    assert [options for _, _, options in seen] == [{"num_splits": 1}, {"max_seqlen_q": 5}]
-
-
-def test_flashinfer_is_called_as_documented(adapter, generator):
-    def rmsnorm(x, weight, eps):
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-    def fused_add_rmsnorm(x, residual, weight, eps):
-        residual += x
-        x.copy_(rmsnorm(residual, weight, eps))
-
-    def silu_and_mul(x, out=None):
-        result = torch.nn.functional.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
-        return result if out is None else out.copy_(result)
-
-    def gelu_tanh_and_mul(x, out=None):
-        gate = torch.nn.functional.gelu(x[:, : x.shape[1] // 2], approximate="tanh")
-        result = gate * x[:, x.shape[1] // 2 :]
-        return result if out is None else out.copy_(result)
-
-    module = adapter(
-        "flashinfer_elementwise",
-        flashinfer__activation={"silu_and_mul": silu_and_mul, "gelu_tanh_and_mul": gelu_tanh_and_mul},
-        flashinfer__norm={"fused_add_rmsnorm": fused_add_rmsnorm, "rmsnorm": rmsnorm},
-    )
-    x, residual = torch.randn(2, 3, 16, generator=generator)
-    weight = torch.randn(16, generator=generator)
-    for activation in ("silu", "gelu_tanh"):
-        torch.testing.assert_close(module.swiglu(x, activation=activation), swiglu.swiglu(x, activation=activation))
-    for added in (None, x):
-        expected_residual = residual.clone()
-        expected = add_rms_norm.add_rms_norm(added, expected_residual, weight, epsilon=1e-5)
-        torch.testing.assert_close(module.add_rms_norm(added, residual, weight, epsilon=1e-5), expected)
-        torch.testing.assert_close(residual, expected_residual)
+    assert [options for _, _, options in seen] == [{}, {"max_seqlen_q": 5}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,31 +23,16 @@ def test_a_row_tile_holds_the_row(width):
     head_dim=st.sampled_from([64, 128, 256]),
     max_tokens=SIZES,
     sms=st.integers(1, 200),
-    fixed=st.sampled_from([None, 256, 1024]),
 )
-def test_splits_cover_the_longest_context(batch, kv_heads, head_dim, max_tokens, sms, fixed):
+def test_splits_cover_the_longest_context(batch, kv_heads, head_dim, max_tokens, sms):
     cut = tuning.decode_tuning(
-        batch=batch,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_tokens=max_tokens,
-        num_sms=sms,
-        fixed_split_tokens=fixed,
+        batch=batch, num_kv_heads=kv_heads, head_dim=head_dim, max_tokens=max_tokens, num_sms=sms
     )
     assert cut.splits >= 1
     assert cut.split_tokens % cut.block_tokens == 0
-    if fixed is None:
-        # The work is split evenly, and not further than a full device needs.
-        assert cut.splits <= min(64, -(-max_tokens // cut.split_tokens))
-        assert cut.splits == 1 or (cut.splits - 1) * batch * kv_heads < 2 * sms
-    else:
-        assert cut.splits * fixed >= max_tokens
-        assert cut.split_tokens == fixed
-
-
-def test_a_fixed_split_must_be_whole_blocks():
-    with pytest.raises(ValueError, match="fixed_split_tokens=100: must be a positive multiple of 64"):
-        tuning.decode_tuning(batch=1, num_kv_heads=1, head_dim=64, max_tokens=500, num_sms=1, fixed_split_tokens=100)
+    # The work is split evenly, and not further than a full device needs.
+    assert cut.splits <= min(64, -(-max_tokens // cut.split_tokens))
+    assert cut.splits == 1 or (cut.splits - 1) * batch * kv_heads < 2 * sms
 
 
 def test_one_long_sequence_fills_an_h100():

@@ -21,9 +21,8 @@ from megatron_runtime.checkpoints.hub import download, metadata
 from megatron_runtime.checkpoints.hub.client import HubError
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.cli import main
+from megatron_runtime.cli import containers, main
 from megatron_runtime.distributed.shard import IndivisibleError, ParallelSizes
-from megatron_runtime.engine import termination
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
@@ -99,7 +98,7 @@ def test_the_command_tells_a_missing_repository_from_a_hub_that_does_not_answer(
 
 def test_the_cause_is_the_termination_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[BaseException] = []
-    monkeypatch.setattr(termination, "write_termination_message", written.append)
+    monkeypatch.setattr(containers, "write_termination_message", written.append)
     result = CliRunner().invoke(main, [*ENGINE, "--model", str(tmp_path / "nowhere"), "--check"])
     assert result.exit_code == 1
     assert "does not exist" in str(written[0])
@@ -114,7 +113,6 @@ def test_the_cause_is_the_termination_message(monkeypatch: pytest.MonkeyPatch, t
         {"max_sequence_length": 1},
         {"kv_cache_memory": 1000},
         {"model_format": "TorchDist"},
-        {"batch_invariant": True, "dtype": "bfloat16"},
         {"block_size_tokens": 7},
         {"echo_ranks": 2},
     ],

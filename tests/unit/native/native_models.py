@@ -107,7 +107,7 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
         for layer in range(config.num_layers)
     )
     table = random(config.vocab_size, hidden)
-    embedding = head = linears.tied(table)
+    embedding = head = linears.embedding(table)
     if not config.tie_embeddings:
         head = linears.linear(random(config.vocab_size, hidden))
     return DecoderWeights(embedding=embedding, layers=layers, norm_D=norm(hidden), head_WD=head)

@@ -14,7 +14,7 @@ from megatron_runtime.backends.native.torch_executor import NoGpuError, torch_de
 from megatron_runtime.backends.registry import build_backend
 from megatron_runtime.engine import worker
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.termination import write_termination_message
+from megatron_runtime.process.logs import write_termination_message
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

@@ -238,7 +238,7 @@ def test_floats_of_every_type_are_packed_exactly(dtype: torch.dtype, shape: tupl
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
-    table = NativeLinears(format).tied(random(96, 64))  # type: ignore[arg-type]
+    table = NativeLinears(format).embedding(random(96, 64))  # type: ignore[arg-type]
     ids = torch.tensor([0, 95, 17, 17])
     assert torch.equal(table.look_up(ids), table.dense()[ids])
 

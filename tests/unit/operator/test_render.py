@@ -143,7 +143,6 @@ def test_the_coordinators_of_a_pair_reach_each_other_on_the_admin_port() -> None
         ({"kvCacheMode": "Recompute", "prefixEviction": "LRU", "stepTimeoutSeconds": 60}, []),
         ({"kvCacheMode": "Offload"}, ["--kv-cache-mode", "offload"]),
         ({"prefixEviction": "RefZero"}, ["--prefix-eviction", "ref_zero"]),
-        ({"batchInvariant": True}, ["--batch-invariant"]),
         ({"stepTimeoutSeconds": 300}, ["--step-timeout-seconds", "300"]),
     ],
     ids=str,

@@ -445,7 +445,6 @@ async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Runni
     ("settings", "text"),
     [
         ({"dtype": "int4"}, "dtype int4: vLLM quantizes by its argument quantization"),
-        ({"batch_invariant": True}, "batch_invariant is not supported by the vLLM backend"),
         ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay is not supported by the vLLM backend"),
         ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.model.maxSequenceLength"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "trust_remote_code can load code"),

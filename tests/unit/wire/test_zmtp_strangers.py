@@ -1,9 +1,7 @@
 """The coordinator's ROUTER with peers that violate the protocol or hold no key."""
 
-import asyncio
 import itertools
 import os
-import random
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -49,22 +47,6 @@ async def test_invalid_bytes_end_their_connection_and_no_other(port: Port, nonse
     assert (await port.next())[1] == [b"hello"]
     assert len(port.connections) == 1
     assert port.router.handler_errors == 0
-
-
-async def test_random_bytes_end_nothing_but_their_connection(make_port, keys: Path) -> None:
-    rng = random.Random(3)
-    for options in ({}, {"keys": keys}):
-        port = make_port(**options)
-        begin = NULL_BEGIN if not options else CURVE_GREETING
-        dealer = port.dealer()
-        for _ in range(150):
-            raw = await port.raw(begin[: rng.choice((0, 64, len(begin)))] + rng.randbytes(rng.randint(1, 600)))
-            await asyncio.sleep(0)
-            raw.close()
-        await dealer.send(b"hello")
-        while (await port.next())[1] != [b"hello"]:
-            pass
-        assert port.router.handler_errors == 0
 
 
 async def test_a_stalled_handshake_is_ended_for_a_new_one(make_port, monkeypatch) -> None:

@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
-from megatron_runtime.backends.text import ModelText
+from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,

@@ -128,7 +128,7 @@ def select_executor(
 ) -> TorchExecutor:
     """Return the executor of a model, or of this rank's part of it.
 
-    config:             size of a step, CUDA graphs, batch invariance, log-probabilities.
+    config:             size of a step, CUDA graphs, log-probabilities.
     device, local_rank: as for torch_device().
     is_check:           the executor only validates; the device "cuda" need not exist.
     make_forward:       returns the forward pass of a model on the CPU, instead of the executor's own.
@@ -139,20 +139,9 @@ def select_executor(
     options["records_routing"] = config.moe_enable_routing_replay or getattr(source, "records_routing", False)
     if options["records_routing"] and make_forward is not None:
         raise ValueError("moe_enable_routing_replay=True: a custom inference_wrapper_cls does not record the experts")
-    groups = options.get("groups")
-    shard = groups.shard if groups is not None else options.get("shard") or Shard()
-    if config.batch_invariant and (device == "cuda" or shard.sizes.world > 1):
-        raise ValueError("batch_invariant=True is supported on one rank on the CPU: use device=cpu and one rank")
     where = torch.device(device) if is_check and device == "cuda" else torch_device(device, local_rank=local_rank)
-    if where.type == "cpu" or config.batch_invariant or make_forward is not None:
-        return CpuExecutor(
-            source,
-            controller,
-            dtype=dtype,
-            batch_invariant=config.batch_invariant,
-            make_forward=make_forward,
-            **options,
-        )
+    if where.type == "cpu" or make_forward is not None:
+        return CpuExecutor(source, controller, dtype=dtype, make_forward=make_forward, **options)
 
     rows = config.request_slots
     return CudaExecutor(

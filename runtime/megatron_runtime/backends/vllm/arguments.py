@@ -36,8 +36,6 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         raise ValueError(
             f"dtype {settings.dtype}: vLLM quantizes by its argument quantization; use one of {', '.join(_DTYPES)}"
         )
-    if settings.batch_invariant:
-        raise ValueError("batch_invariant is not supported by the vLLM backend: leave it out or use the native backend")
     if settings.moe_enable_routing_replay:
         raise ValueError("moe_enable_routing_replay is not supported by the vLLM backend: use the native backend")
     if settings.threads is not None:

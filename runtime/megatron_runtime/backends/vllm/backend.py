@@ -16,8 +16,7 @@ from typing import Any, Literal
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_runtime.backends.grammar_queue import GrammarQueue
-from megatron_runtime.backends.text import ModelText
+from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
 from megatron_runtime.checkpoints.adapters import adapter_directory

@@ -76,12 +76,8 @@ class LinearFactory:
         return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Linear:
-        """Return an embedding table."""
+        """Return an embedding table, which may also be the head."""
         return Linear(self.dense(weight_VD), packed=False)
-
-    def tied(self, weight_VD: Weight) -> Linear:
-        """Return an embedding table that is also the head."""
-        return self.embedding(weight_VD)
 
 
 def dense(weight: Weight) -> torch.Tensor:

@@ -28,7 +28,6 @@ from megatron_runtime.backends.native.torch_executor import (
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import ModelSource
-from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import numbers_of
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
@@ -44,9 +43,8 @@ float32 on one thread, both cost the same between 64 and 256 padded tokens."""
 class CpuExecutor(TorchExecutor):
     """A TorchExecutor on the CPU.
 
-    dtype:           "auto" (see select_numbers), "float32", "bfloat16", "float16", "int8" or "int4".
-    batch_invariant: use the operators whose float32 results do not depend on the other requests of a step.
-    make_forward:    returns the forward pass of a model, instead of this module's forward().
+    dtype:        "auto" (see select_numbers), "float32", "bfloat16", "float16", "int8" or "int4".
+    make_forward: returns the forward pass of a model, instead of this module's forward().
     """
 
     def __init__(
@@ -55,25 +53,21 @@ class CpuExecutor(TorchExecutor):
         controller: ModelText | None = None,
         *,
         dtype: str = "auto",
-        batch_invariant: bool = False,
         make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         self.model: DecoderModel | None = None
-        self._is_batch_invariant = batch_invariant
         self._make_forward = make_forward
         self._run: ForwardPass | None = None
         """The forward pass of `make_forward`; None: this module's."""
-        if batch_invariant and dtype not in ("auto", "float32"):
-            raise ValueError(f"dtype={dtype!r}: batch_invariant=True needs float32: use float32 or auto")
-        numbers = numbers_of("float32" if batch_invariant else dtype, open_checkpoint(source))
+        numbers = numbers_of(dtype, open_checkpoint(source))
         super().__init__(
             source,
             controller,
             device=torch.device("cpu"),
             dtype=torch.float32,
             cache_dtype=numbers.cache,
-            linears=BatchInvariantLinears if batch_invariant else numbers.linears,
+            linears=numbers.linears,
             **options,
         )
 
@@ -81,11 +75,7 @@ class CpuExecutor(TorchExecutor):
         self.model = self._run = None
         if weights is None:
             return
-        config, groups = self.model_config, self._groups
-        if self._is_batch_invariant:
-            self.model = BatchInvariantDecoder(config, weights)
-        else:
-            self.model = build_decoder(config, weights, shard=self._shard, collectives=groups)
+        self.model = build_decoder(self.model_config, weights, shard=self._shard, collectives=self._groups)
         if self._make_forward is not None:
             self._run = self._make_forward(self.model, self.dtype)
 

@@ -72,6 +72,11 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
 
+    @property
+    def sizes(self) -> list[int]:
+        """The captured sizes, rising."""
+        return sorted(self._captured)
+
     def replay(self, size: int) -> StepOutput:
         """Compute a step from the contents of the buffers. The next replay overwrites the output."""
         if size not in self._captured:
@@ -105,6 +110,9 @@ class CudaExecutor(TorchExecutor):
     graph_rows: the most rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
     device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
+
+    `buffers` are allocated with the weights. `graphs` are None until a step needs one, and after the weights or the KV
+    cache are released.
     """
 
     def __init__(
@@ -125,11 +133,11 @@ class CudaExecutor(TorchExecutor):
         type_ = DTYPES["bfloat16" if dtype == "auto" else dtype]
         device = device or torch.device("cuda")
         self.model: KernelDecoder | None = None
-        self._buffers: StepBuffers | None = None
+        self.buffers: StepBuffers | None = None
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._kernel_config = kernels or KernelConfig.from_environment()
         self._graph_sizes = graph_sizes(graph_rows)
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
         super().__init__(
             source,
             controller,
@@ -141,7 +149,7 @@ class CudaExecutor(TorchExecutor):
         )
 
     def _use_model(self, weights: DecoderWeights | None) -> None:
-        self.model = self._buffers = self._graphs = None
+        self.model = self.buffers = self.graphs = None
         if weights is None:
             return
         self.model = KernelDecoder(
@@ -153,7 +161,7 @@ class CudaExecutor(TorchExecutor):
             shard=self._shard,
             collectives=self._groups,
         )
-        self._buffers = StepBuffers(
+        self.buffers = StepBuffers(
             max_tokens=self._max_tokens,
             max_rows=self._max_rows,
             max_pages=-(-self.max_sequence_length // self.page_size),
@@ -164,17 +172,17 @@ class CudaExecutor(TorchExecutor):
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
         assert self.model is not None, "execute_part() checks that the weights are loaded"
-        assert self._buffers is not None, "_use_model() allocates them with the model"
+        assert self.buffers is not None, "_use_model() allocates them with the model"
         model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
         size = self._graph_size(plan, max(tokens)) if shard.sizes.pipeline == 1 else None
-        staged = self._buffers.stage(batch.plan, decode_size=size)
+        staged = self.buffers.stage(batch.plan, decode_size=size)
         if groups is not None:
             groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
         if size is not None:
-            if self._graphs is None:
-                self._graphs = DecodeGraphs(partial(_decode, model, self._buffers, cache_LPXE, self._records_routing))
-            return _forward_step(model, batch.plan, staged, self._graphs.replay(size))
+            if self.graphs is None:
+                self.graphs = DecodeGraphs(partial(_decode, model, self.buffers, cache_LPXE, self._records_routing))
+            return _forward_step(model, batch.plan, staged, self.graphs.replay(size))
         if groups is None or shard.has_embedding:
             x_TD = model.embed(staged.step.token_ids_T)
         else:
@@ -197,8 +205,13 @@ class CudaExecutor(TorchExecutor):
         return graph_size(rows, self._graph_sizes) if is_decodes else None
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
-        self._graphs = None  # they were captured with the address of the KV cache
+        self.graphs = None  # they were captured with the address of the KV cache
         super().release_kv(keep_pages)
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The rows of the decode steps that are captured as graphs, rising."""
+        return [] if self.graphs is None else self.graphs.sizes
 
     def _trim_memory(self) -> None:
         gc.collect()

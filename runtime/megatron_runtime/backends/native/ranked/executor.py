@@ -35,9 +35,9 @@ from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
 from megatron_runtime.distributed.watch import WARM_UP_SECONDS, StepProgress
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer, serve_on_thread
+from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.protocol.headers import Header
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,18 @@
-"""What a frame may become is bounded wherever one is read: elements, depth, text, and what is allocated on the way."""
+"""The codec and frames of an attacker: any bytes are a message or malformed, and what they become is bounded:
+elements, depth, text, and what is allocated on the way.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import random
 import tracemalloc
 from pathlib import Path
 
 import msgpack
 import pytest
-from hostile_frames import BOMBS
+from hostile_frames import BOMBS, VALUES, HostileFrames
 from hypothesis import example, given
 from hypothesis import strategies as st
 from vectors import VECTORS
@@ -97,31 +100,35 @@ def test_extension_types_are_read_where_they_are_asked_for_only() -> None:
     assert unpack(msgpack.packb(msgpack.ExtType(1, b"x")), extension=lambda code, data: (code, data)) == (1, b"x")
 
 
-@given(st.binary(max_size=300))
-@example(b"\x91" * 1100)
-@example(b"\xdf\xff\xff\xff\xff")
-@example(b"\x81\x90\x01")
-def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
-    for limits in (SMALL, CONTROL, PLAIN):
-        with contextlib.suppress(MalformedMessageError):
-            unpack(data, limits)
+@given(st.lists(st.binary(max_size=300), max_size=10))
+@example([b"\x91" * 1100])
+@example([b"\xdf\xff\xff\xff\xff"])
+@example([b"\x81\x90\x01"])
+def test_any_bytes_are_a_value_or_malformed(frames: list[bytes]) -> None:
+    for data in frames:
+        for limits in (SMALL, CONTROL, PLAIN):
+            with contextlib.suppress(MalformedMessageError):
+                unpack(data, limits)
+        assert header_of(data) is None or isinstance(header_of(data), int)
     with contextlib.suppress(MalformedMessageError):
-        decode([data])
-    assert header_of(data) is None or isinstance(header_of(data), int)
+        decode(frames)
 
 
-_NESTED = st.recursive(
-    st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5) | st.floats(),
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
-    max_leaves=60,
-)
-
-
-@given(st.sampled_from(list(Header)), st.lists(_NESTED, max_size=4))
-def test_any_value_under_any_header_is_a_message_or_malformed(header: Header, values: list[object]) -> None:
+@given(st.sampled_from(list(Header)), st.lists(VALUES, max_size=5), st.lists(st.binary(max_size=40), max_size=4))
+def test_any_content_of_a_header_is_a_message_or_malformed(
+    header: Header, values: list[object], rest: list[bytes]
+) -> None:
     for plain in (CONTROL, PLAIN):
         with contextlib.suppress(MalformedMessageError):
-            decode([pack([int(header), *values])], plain=plain)
+            decode([pack([int(header), *values]), *rest], plain=plain)
+
+
+@given(st.randoms(use_true_random=False))
+def test_damaged_messages_are_a_message_or_malformed(rng: random.Random) -> None:
+    source = HostileFrames(rng)
+    for _ in range(20):
+        with contextlib.suppress(MalformedMessageError):
+            decode(source.next())
 
 
 @pytest.mark.parametrize("name", VECTORS)

@@ -1,0 +1,179 @@
+"""What all steps of the GPU campaign share: the sizes, the device, and the file of results."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.protocol import strict_json as json
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = "results.jsonl"
+_ERROR_CHARACTERS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Limits of the steps.
+
+    max_rows, max_tokens: limits of an engine's step.
+    max_sequence_length:  tokens of a sequence, prompt and answer.
+    kv_cache_mib:         memory of the KV cache of the engines in one process.
+    batches:              rows of the measured decode steps and matrix products, rising.
+    prompt_tokens, new_tokens: of a request of the decode cells.
+    prefill_tokens:       tokens of the long prompt.
+    short_prompts:        tokens of the prompts whose time to the first token is measured.
+    turns:                repetitions of a cell.
+    steps:                measured steps of a cell.
+    growing_requests:     requests that arrive one after another while graphs are captured.
+    stagings:             how often weights are staged during captures.
+    copy_elements, product_side: sizes of the copy and the matrix product that measure the device's rates.
+    server_kv_cache_mib:  memory of the KV cache of an engine behind the server.
+    threads:              CPU threads of an engine behind the server.
+    streams, stream_tokens: open streams of the server's cells, and tokens of each answer.
+    clients, requests_per_client, answer_tokens: of `megatron bench serve`.
+    """
+
+    max_rows: int = 64
+    max_tokens: int = 8192
+    max_sequence_length: int = 16384
+    kv_cache_mib: int = 24 << 10
+    batches: tuple[int, ...] = (1, 8, 64)
+    prompt_tokens: int = 1024
+    new_tokens: int = 128
+    prefill_tokens: int = 8192
+    short_prompts: tuple[int, ...] = (16, 128, 512)
+    turns: int = 3
+    steps: int = 20
+    growing_requests: int = 40
+    stagings: int = 3
+    copy_elements: int = 2**28
+    product_side: int = 8192
+    server_kv_cache_mib: int = 4 << 10
+    threads: int = 4
+    streams: int = 8
+    stream_tokens: int = 256
+    clients: tuple[int, ...] = (1, 8, 32)
+    requests_per_client: int = 4
+    answer_tokens: int = 64
+
+    def with_values(self, values: Sequence[str]) -> Sizes:
+        """Return these sizes with `values`, each NAME=NUMBER or NAME=NUMBER,NUMBER.
+
+        Raises:
+            ValueError: an unknown name, or a value that is no positive number.
+        """
+        sizes = self
+        names = [field.name for field in fields(self)]
+        for text in values:
+            name, _, value = text.partition("=")
+            if name not in names:
+                raise ValueError(f"{text!r}: no size has this name: choose among {', '.join(names)}")
+            numbers = tuple(int(number) if number.isdecimal() else 0 for number in value.split(","))
+            is_list = isinstance(getattr(self, name), tuple)
+            if min(numbers) < 1 or (len(numbers) > 1 and not is_list):
+                raise ValueError(f"{text!r}: want {'positive numbers with commas' if is_list else 'a positive number'}")
+            sizes = replace(sizes, **{name: numbers if is_list else numbers[0]})
+        return sizes
+
+
+DRY_SIZES = Sizes(
+    max_rows=4,
+    max_tokens=64,
+    max_sequence_length=256,
+    kv_cache_mib=8,
+    batches=(1, 3),
+    prompt_tokens=16,
+    new_tokens=8,
+    prefill_tokens=48,
+    short_prompts=(16,),
+    turns=2,
+    steps=2,
+    growing_requests=3,
+    stagings=1,
+    copy_elements=1 << 12,
+    product_side=32,
+    server_kv_cache_mib=64,
+    threads=1,
+    streams=3,
+    stream_tokens=16,
+    clients=(1,),
+    requests_per_client=2,
+    answer_tokens=4,
+)
+"""On a CPU, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """A step of a campaign, or its driver.
+
+    folder: of the results and logs.
+    step:   its name in the results.
+    dry:    runs on the CPU, with the shapes of small models.
+    model:  reference of the server's model.
+    box:    seconds that the step may take.
+    """
+
+    folder: Path
+    step: str
+    dry: bool
+    sizes: Sizes
+    model: str
+    box: float
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def emit(self, name: str, **figures: Any) -> None:
+        """Add a line to the results. It is on disk when this returns, because the machine may be taken away."""
+        line = json.dumps({"step": self.step, "name": name, "time": round(time.time(), 1), **figures})
+        with (self.folder / RESULTS).open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print(line[:600], flush=True)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Run a part of a step. Its error is a result, and the next part runs."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.emit(name, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
+
+    def used_mib(self) -> int | None:
+        """Return the memory of the whole GPU that all processes use; None on a CPU."""
+        if self.dry:
+            return None
+        return int(_nvidia_smi("--query-gpu=memory.used", units=False).split()[0])
+
+    def memory_of_processes(self) -> str:
+        """Return the processes that use the GPU, with their memory."""
+        return "" if self.dry else _nvidia_smi("--query-compute-apps=pid,used_memory")
+
+    def describe_gpu(self) -> str:
+        fields = (
+            "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,temperature.gpu,"
+            "ecc.errors.uncorrected.volatile.total"
+        )
+        return "" if self.dry else _nvidia_smi(f"--query-gpu={fields}")
+
+
+def _nvidia_smi(query: str, *, units: bool = True) -> str:
+    command = ["nvidia-smi", query, f"--format=csv,noheader{'' if units else ',nounits'}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return all lines of the results."""
+    return [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]
