@@ -1,6 +1,6 @@
-"""A fake kubelet: it runs the operator's pods of one namespace as processes on this machine, with an echo engine.
+"""A fake kubelet: it runs the operator's pods of one namespace as processes on this machine, with echo engines.
 
-A coordinator pod is a real coordinator on loopback. An engine pod is a real engine process with the echo executor and
+A coordinator pod is a real coordinator on loopback. An engine pod is an echo engine with
 the keys of the real Secret. A server pod has no process and is only marked Ready. A pod is Ready when its process
 reports ready; its process ends when the pod is deleted. A check pod runs `megatron engine --check`, and ends with it.
 Command lines are those of the rendered containers, with local
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import echo_engine
 from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
@@ -31,7 +32,7 @@ from megatron_runtime.cli.processes import free_ports
 
 LOOK_SECONDS = 0.15
 ECHO_MODEL = "builtin:echo"
-"""The model of the resources here. It does not exist: an engine with the echo backend reads no model."""
+"""The model of the resources here. It does not exist: an echo engine reads no model."""
 
 
 def _free_port() -> int:
@@ -167,7 +168,7 @@ class FakeNode:
 
     def _spawn(self, name: str, arguments: list[str]) -> WarmProcess:
         log = self._folder / f"{name}.log"
-        return WarmProcess("-m", "megatron_runtime.cli", *arguments, environment=os.environ, log=log, modules=PLATFORM)
+        return WarmProcess(*arguments, environment=os.environ, log=log, modules=PLATFORM)
 
     def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
         ports = self.ports
@@ -187,8 +188,8 @@ class FakeNode:
             if argument in local:
                 found[index + 1] = local[argument]
         if found[0] != ENGINE or ("--check" in found and ECHO_MODEL not in found):
-            return found
-        return [*found, "--backend", "echo", *self.engine_arguments]
+            return ["-m", "megatron_runtime.cli", *found]
+        return [echo_engine.PROGRAM, *found[1:], *self.engine_arguments]
 
     async def _report_check(self, container: Container) -> None:
         code = container.process.poll() if container.process is not None else None

@@ -1,4 +1,10 @@
-"""The echo backend: the native engine's thread and core on an executor without a model, with fault injection.
+"""An engine without a model, with injected faults: the native engine's thread and core on an EchoExecutor.
+
+As a program it takes the options of `megatron engine`, and these:
+
+    --echo-step-seconds N  duration of a step
+    --echo-ranks N         simulated ranks; each acknowledges every verb
+    --fault SPEC           see echo_faults.py; repeatable. $ECHO_FAULTS has several, separated by spaces
 
 An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
 """
@@ -8,18 +14,25 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor
-from megatron_runtime.backends.echo.faults import FailVerb, Faults, Lacks, StallVerb, parse_faults
+import click
+from echo_executor import EchoExecutor
+from echo_faults import FailVerb, Faults, FaultyLink, Lacks, StallVerb, parse_faults
+
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.adapters import adapter_directory
+from megatron_runtime.cli.containers import engine
+from megatron_runtime.engine import worker
 from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.children import end_with_parent
 from megatron_runtime.protocol.headers import Header
 
+PROGRAM = __file__
 PAGE_SIZE = 16
 TOKEN_BYTES = 4
 MAX_CACHE_BYTES = 16 << 20
@@ -29,26 +42,29 @@ MAX_CACHE_BYTES = 16 << 20
 class EchoBackend(NativeBackend):
     """Implements EngineBackend.
 
+    step_seconds: duration of a step.
+    ranks:        number of simulated ranks.
+
     Raises:
         ValueError: a setting is not usable; the message names it and the remedy.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        if settings.parallel.world != 1:
-            raise ValueError("backend 'echo' runs in one process: use --echo-ranks for simulated ranks")
-        faults = parse_faults(settings.echo_faults)
+    def __init__(
+        self, settings: EngineSettings, *, step_seconds: float = 0.0, ranks: int = 1, faults: Faults | None = None
+    ) -> None:
+        faults = faults or Faults()
         memory = min(settings.kv_cache_memory, MAX_CACHE_BYTES)
         executor = EchoExecutor(
             max_sequence_length=settings.max_sequence_length or 4096,
             page_size=PAGE_SIZE,
             num_pages=1 + max(1, memory // (PAGE_SIZE * TOKEN_BYTES)),
-            step_seconds=settings.echo_step_seconds,
+            step_seconds=step_seconds,
             faults=faults,
         )
         super().__init__(
             EngineCore(executor, settings.inference_config),
             ModelText.of_model(settings.model),
-            ranks=SimulatedRanks(settings.echo_ranks, faults),
+            ranks=SimulatedRanks(ranks, faults),
             name="echo",
         )
         lacking = {Capability.HIDDEN_STATES, *(Capability[fault.capability] for fault in faults.of(Lacks))}
@@ -77,8 +93,6 @@ class SimulatedRanks(Ranks):
     """
 
     def __init__(self, count: int = 1, faults: Faults | None = None) -> None:
-        if count < 1:
-            raise ValueError(f"echo_ranks {count}: want at least 1")
         faults = faults or Faults()
         for fault in (*faults.of(FailVerb), *faults.of(StallVerb)):
             if fault.rank >= count:
@@ -108,3 +122,24 @@ class SimulatedRanks(Ranks):
                 self._used[id(fault)] += 1
                 return fault
         return None
+
+
+@click.command(params=[*engine.params])
+@click.option("--echo-step-seconds", type=float, default=0.0)
+@click.option("--echo-ranks", type=int, default=1)
+@click.option("--fault", "faults", multiple=True, envvar="ECHO_FAULTS")
+def main(*, echo_step_seconds: float, echo_ranks: int, faults: tuple[str, ...], is_check: bool, **options: Any) -> None:
+    """Run an echo engine until SIGTERM."""
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "device"):
+        del options[name]
+    settings, injected = EngineSettings(**options), parse_faults(faults)
+    make_backend = partial(EchoBackend, step_seconds=echo_step_seconds, ranks=echo_ranks, faults=injected)
+    if is_check:
+        make_backend(settings)
+    else:
+        worker.run(settings, make_backend, link=partial(FaultyLink, faults=injected))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main()

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from echo_faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 
-from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, NO_TOKEN, RowFailure

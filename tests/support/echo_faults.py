@@ -2,7 +2,7 @@
 
 A fault is written `NAME` or `NAME:key=value,key=value`:
 
-    fail-step:at=20                 the 20th step raises; the engine ends with the cause
+    fail-step:at=20                 the 20th step raises; the engine exits with the cause
     slow-step:seconds=0.5,every=10  every tenth step takes 0.5 s longer
     fail-verb:verb=PAUSE,rank=1     rank 1 fails the next PAUSE (times=N: the next N)
     stall-verb:verb=SUSPEND,rank=2,seconds=30   rank 2 acknowledges the next SUSPEND late

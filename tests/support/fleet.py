@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import echo_engine
 from control_link import ControlLink
 from eventually import LONG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,7 +28,7 @@ from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
-COORDINATOR_MODULE = "megatron_runtime.cli"
+RUNTIME_MODULE = "megatron_runtime.cli"
 
 
 @dataclass
@@ -93,21 +94,30 @@ class Fleet:
         health_port = health_port or self._health_port
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
-        command = self._command("coordinator", health_port, "--listen", host, *options, *arguments)
+        command = [
+            "-m",
+            RUNTIME_MODULE,
+            "coordinator",
+            *self._options(health_port),
+            "--listen",
+            host,
+            *options,
+            *arguments,
+        ]
         return self._start(command, health_port, warm=False)
 
     async def engine(
         self, name: str, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None
     ) -> Process:
-        """Start an echo engine, unless `arguments` name another backend.
+        """Start an echo engine, or `megatron engine` if `arguments` name its backend.
 
         warm: forked from a process that has imported torch.
         environment: additional variables of a cold process.
         """
         (health_port,) = free_ports(1)
-        backend = () if "--backend" in arguments else ("--backend", "echo")
-        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *backend)
-        command = self._command("engine", health_port, *options, *arguments)
+        program = ("-m", RUNTIME_MODULE, "engine") if "--backend" in arguments else (echo_engine.PROGRAM,)
+        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name)
+        command = [*program, *self._options(health_port), *options, *arguments]
         self.engines[name] = self._start(command, health_port, warm=warm, environment=environment)
         return self.engines[name]
 
@@ -120,11 +130,10 @@ class Fleet:
 
     def start_command(self, *arguments: str, warm: bool = False) -> Process:
         """Start another `megatron` command, without a port for probes. warm: as of engine()."""
-        return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=warm)
+        return self._start(["-m", RUNTIME_MODULE, *arguments], 0, warm=warm)
 
-    def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
-        common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
-        return ["-m", COORDINATOR_MODULE, command, *arguments, *common]
+    def _options(self, health_port: int) -> tuple[str, ...]:
+        return ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
 
     def _start(
         self, command: list[str], health_port: int, *, warm: bool, environment: Mapping[str, str] | None = None

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from echo_executor import echo_adapter, echo_token
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_adapter, echo_token
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from control_link import ControlLink
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, Process, until_serving, until_status
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import AdapterNotFoundError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList

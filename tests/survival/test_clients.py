@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from echo_executor import echo_answer
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from machine import scaled
 from soak import repeated, size
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, Heartbeat, Hello, Partial, RequestMeta, Submit, decode, pack
 from megatron_runtime.sampling_params import SamplingParams

@@ -1,28 +1,17 @@
 """Fault injection of the echo engine: each configured fault occurs, and the platform recovers from it."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 from control_link import ControlLink
+from echo_engine import EchoBackend, SimulatedRanks
+from echo_executor import echo_answer
+from echo_faults import DropHeartbeats, FailVerb, FaultyLink, InvalidFaultError, StallVerb, parse_faults
 from eventually import LONG_SECONDS
 from machine import scaled
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.backends.echo.faults import (
-    CrashOnToken,
-    DropHeartbeats,
-    FailStep,
-    FailVerb,
-    IgnoreAborts,
-    InvalidFaultError,
-    SlowStep,
-    StallVerb,
-    parse_faults,
-)
-from megatron_runtime.backends.registry import build_backend, link_for
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
@@ -51,12 +40,12 @@ class Stage:
         settings = EngineSettings(
             coordinator=self.coordinator.transport.addresses[Role.ENGINE],
             name=name,
-            backend="echo",
-            echo_faults=faults,
-            echo_ranks=ranks,
             kv_cache_memory=1 << 20,
         )
-        worker = self.workers[name] = EngineWorker(settings, build_backend(settings), link=link_for(settings))
+        injected = parse_faults(faults)
+        backend = EchoBackend(settings, ranks=ranks, faults=injected)
+        worker = EngineWorker(settings, backend, link=partial(FaultyLink, faults=injected))
+        self.workers[name] = worker
         self.runs.append(asyncio.create_task(worker.run()))
         return worker
 
@@ -116,27 +105,9 @@ def test_faults_are_parsed_and_an_invalid_fault_is_rejected() -> None:
         assert spec in str(caught.value)
 
 
-def test_the_documented_faults_exist() -> None:
-    page = Path(__file__).parents[2] / "docs" / "development" / "fault-injection.md"
-    specs = [line.split("`")[1] for line in page.read_text().splitlines() if re.match(r"\| `[a-z]+-", line)]
-    kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts, CrashOnToken}
-    assert {type(fault) for fault in parse_faults(specs).all} == kinds
-
-
-@pytest.mark.parametrize(
-    "options", [{"echo_faults": ("ignore-aborts",)}, {"echo_ranks": 2}, {"echo_step_seconds": 0.1}], ids=str
-)
-def test_a_real_executor_rejects_fault_options(options) -> None:
-    with pytest.raises(ValueError, match="--backend echo"):
-        build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="native", **options))
-
-
 def test_a_fault_of_a_missing_rank_is_rejected() -> None:
-    faults = ("fail-verb:verb=PAUSE,rank=2",)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        build_backend(
-            EngineSettings(coordinator="tcp://h:1", name="e", backend="echo", echo_ranks=2, echo_faults=faults)
-        )
+        SimulatedRanks(2, parse_faults(["fail-verb:verb=PAUSE,rank=2"]))
 
 
 async def test_every_rank_acknowledges_every_verb_once(stage) -> None:

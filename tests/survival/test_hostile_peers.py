@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 import zmq
+from echo_executor import echo_answer
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from hostile_frames import HostileFrames, control_frames
 from soak import FIRST_SEED, part, size
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.protocol.headers import SIGNALS, Role
 from megatron_runtime.protocol.messages import Hello, StatusReply
 from megatron_runtime.transport.security import KeyPair, PeerKeys

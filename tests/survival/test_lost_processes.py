@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from echo_executor import echo_answer
 from fleet import Fleet, Load, until_serving
 from soak import repeated, size
-
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 
 STREAMS = size(1000, soak=1000)
 CLIENTS = 4

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+from echo_executor import echo_answer
 from fleet import Fleet, Load, until_serving, until_status
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.inference_client import InvalidRequestError
 from megatron_runtime.sampling_params import SamplingParams
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from echo_executor import echo_answer
 from fleet import Fleet, Load, until_serving
 from soak import size
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.inference_client import EngineFailedError
 from megatron_runtime.sampling_params import SamplingParams
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from echo_executor import echo_answer
 from eventually import eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
 from machine import scaled
 from soak import repeated, size
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.transport.control_calls import ControlRejectedError

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 from control_link import ControlLink
+from echo_engine import EchoBackend, SimulatedRanks
+from echo_executor import echo_answer
 from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
 
-from megatron_runtime.backends.echo.backend import EchoBackend, SimulatedRanks
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.backend import RankResults
@@ -97,8 +97,6 @@ class Scene:
         settings = EngineSettings(
             coordinator=self.proxies[0].address,
             name=name,
-            backend="echo",
-            echo_ranks=RANKS,
             kv_cache_memory=1 << 18,
             max_requests=8,
         )

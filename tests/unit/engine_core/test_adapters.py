@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
+from echo_engine import EchoBackend
+from echo_executor import echo_answer
+from echo_faults import parse_faults
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.engine.backend import CacheEvents, Capability
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
@@ -19,7 +20,7 @@ from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
 from megatron_runtime.sampling_params import SamplingParams
 
-SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 20)
+SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", kv_cache_memory=1 << 20)
 SQL, CHAT, LOST = Adapter("sql", "hf:org/sql"), Adapter("chat", "hf:org/chat"), Adapter("lost", "/no/such/directory")
 
 
@@ -27,7 +28,7 @@ class Rig:
     """An echo engine and its lifecycle."""
 
     def __init__(self, *, faults: tuple[str, ...] = ()) -> None:
-        self.backend = EchoBackend(dataclasses.replace(SETTINGS, echo_faults=faults))
+        self.backend = EchoBackend(SETTINGS, faults=parse_faults(faults))
         self.lifecycle = Lifecycle(self.backend)
         self.adapters = self.lifecycle.adapters
         self.tokens: dict[int, list[int]] = {}

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode

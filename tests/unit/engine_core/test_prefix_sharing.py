@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput

@@ -4,10 +4,10 @@ from random import Random
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.contexts.dynamic_context import (

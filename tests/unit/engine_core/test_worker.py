@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from echo_engine import EchoBackend
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
@@ -216,7 +216,7 @@ def test_the_termination_message_has_the_cause(tmp_path: Path) -> None:
 
 
 def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
-    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 40)
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", kv_cache_memory=1 << 40)
     engine = EchoBackend(settings).core
     engine.executor.load()
     assert isinstance(engine.executor, EchoExecutor)

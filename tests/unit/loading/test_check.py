@@ -116,7 +116,6 @@ def test_the_cause_is_the_termination_message(monkeypatch: pytest.MonkeyPatch, t
         {"model_format": "TorchDist"},
         {"batch_invariant": True, "dtype": "bfloat16"},
         {"block_size_tokens": 7},
-        {"echo_ranks": 2},
     ],
     ids=str,
 )
