@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import echo_engine
+import httpx
 from control_link import ControlLink
-from eventually import LONG_SECONDS
+from eventually import LONG_SECONDS, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
@@ -76,7 +77,11 @@ class Process:
 
 
 class Fleet:
-    """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run."""
+    """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run.
+
+    engines: the last process of each engine.
+    exits:   name and exit status of the engines of keep_running() that have exited.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.keys_dir = directory / "keys"
@@ -85,6 +90,8 @@ class Fleet:
             (self.keys_dir / name).write_text(text)
         self.client_port, self.engine_port, self.admin_port, self._health_port = free_ports(4)
         self.engines: dict[str, Process] = {}
+        self.exits: list[tuple[str, int]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._processes: list[Process] = []
         self._programs: list[asyncio.subprocess.Process] = []
         self._closers = contextlib.ExitStack()
@@ -121,16 +128,39 @@ class Fleet:
         self.engines[name] = self._start(command, health_port, warm=warm, environment=environment)
         return self.engines[name]
 
+    async def keep_running(self, name: str, *arguments: str) -> None:
+        """Start an engine, and start it again each time it exits, as a kubelet does."""
+        await self.engine(name, *arguments)
+        self._supervisors.append(asyncio.create_task(self._restart(name, arguments)))
+
+    async def _restart(self, name: str, arguments: tuple[str, ...]) -> None:
+        while True:
+            self.exits.append((name, await self.engines[name].ended()))
+            await self.engine(name, *arguments)
+
+    async def server(self, *arguments: str, warm: bool = True) -> tuple[Process, str]:
+        """Start an OpenAI server, and return it and its URL when it is ready. warm: as of engine()."""
+        port, health_port = free_ports(2)
+        address = ("--coordinator", f"127.0.0.1:{self.client_port}", "--host", "127.0.0.1", "--port", str(port))
+        command = ["-m", RUNTIME_MODULE, "server", *self._options(health_port), *address, *arguments]
+        process, url = self._start(command, health_port, warm=warm), f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                try:
+                    return (await http.get(f"{url}/readyz")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(is_ready, what="the server is ready")
+        return process, url
+
     async def engine_program(self, name: str, script: Path) -> Process:
         """Start an engine from another program: `script COORDINATOR NAME HEALTH_PORT KEYS_DIR`."""
         (health_port,) = free_ports(1)
         command = [str(script), f"tcp://127.0.0.1:{self.engine_port}", name, str(health_port), str(self.keys_dir)]
         self.engines[name] = self._start(command, health_port, warm=True)
         return self.engines[name]
-
-    def start_command(self, *arguments: str, warm: bool = False) -> Process:
-        """Start another `megatron` command, without a port for probes. warm: as of engine()."""
-        return self._start(["-m", RUNTIME_MODULE, *arguments], 0, warm=warm)
 
     def _options(self, health_port: int) -> tuple[str, ...]:
         return ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
@@ -167,6 +197,9 @@ class Fleet:
 
     async def close(self) -> None:
         self._closers.close()
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         for process in self._processes:
             process.thaw()
             await process.kill()
