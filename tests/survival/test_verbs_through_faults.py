@@ -100,7 +100,7 @@ class Scene:
             kv_cache_memory=1 << 18,
             max_requests=8,
         )
-        backend = EchoBackend(settings)
+        backend = EchoBackend(settings, ranks=RANKS)
         backend.ranks = self.ranks[name]
         worker = EngineWorker(settings, backend)
         self.ranks[name].record(worker.lifecycle)
