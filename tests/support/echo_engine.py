@@ -1,10 +1,6 @@
-"""An engine without a model, with injected faults: the native engine's thread and core on an EchoExecutor.
+"""An engine without a model: the native engine's thread and core on an EchoExecutor.
 
-As a program it takes the options of `megatron engine`, and these:
-
-    --echo-step-seconds N  duration of a step
-    --echo-ranks N         simulated ranks; each acknowledges every verb
-    --fault SPEC           see echo_faults.py; repeatable. $ECHO_FAULTS has several, separated by spaces
+As a program it takes the options of `megatron engine` and its own, which inject faults.
 
 An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
 """
@@ -12,14 +8,13 @@ An adapter changes the answers. Of its source only a path is checked, a reposito
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from echo_executor import EchoExecutor
-from echo_faults import FailVerb, Faults, FaultyLink, Lacks, StallVerb, parse_faults
 
 from megatron_runtime.backends.native.backend import NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
@@ -30,7 +25,6 @@ from megatron_runtime.engine import worker
 from megatron_runtime.engine.backend import Capability, RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import end_with_parent
-from megatron_runtime.protocol.headers import Header
 
 PROGRAM = __file__
 PAGE_SIZE = 16
@@ -42,33 +36,33 @@ MAX_CACHE_BYTES = 16 << 20
 class EchoBackend(NativeBackend):
     """Implements EngineBackend.
 
-    step_seconds: duration of a step.
-    ranks:        number of simulated ranks.
-
-    Raises:
-        ValueError: a setting is not usable; the message names it and the remedy.
+    ranks:    None: one that acknowledges every verb.
+    lacks:    capabilities that it does not declare.
+    executor: options of EchoExecutor.
     """
 
     def __init__(
-        self, settings: EngineSettings, *, step_seconds: float = 0.0, ranks: int = 1, faults: Faults | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        ranks: Ranks | None = None,
+        lacks: Iterable[Capability] = (),
+        **executor: Any,
     ) -> None:
-        faults = faults or Faults()
         memory = min(settings.kv_cache_memory, MAX_CACHE_BYTES)
-        executor = EchoExecutor(
-            max_sequence_length=settings.max_sequence_length or 4096,
-            page_size=PAGE_SIZE,
-            num_pages=1 + max(1, memory // (PAGE_SIZE * TOKEN_BYTES)),
-            step_seconds=step_seconds,
-            faults=faults,
-        )
+        num_pages = 1 + max(1, memory // (PAGE_SIZE * TOKEN_BYTES))
+        longest = settings.max_sequence_length or 4096
         super().__init__(
-            EngineCore(executor, settings.inference_config),
+            EngineCore(
+                EchoExecutor(max_sequence_length=longest, page_size=PAGE_SIZE, num_pages=num_pages, **executor),
+                settings.inference_config,
+            ),
             ModelText.of_model(settings.model),
-            ranks=SimulatedRanks(ranks, faults),
+            ranks=ranks,
             name="echo",
         )
-        lacking = {Capability.HIDDEN_STATES, *(Capability[fault.capability] for fault in faults.of(Lacks))}
-        self.info = replace(self.info, capabilities=(self.info.capabilities | {Capability.ADAPTERS}) - lacking)
+        declared = (self.info.capabilities | {Capability.ADAPTERS}) - {Capability.HIDDEN_STATES, *lacks}
+        self.info = replace(self.info, capabilities=declared)
         self.adapters: dict[str, str] = {}
         """Sources of the loaded adapters by name."""
 
@@ -83,61 +77,35 @@ class EchoBackend(NativeBackend):
         return RankResults(self.ranks.count)
 
 
-_V = TypeVar("_V", FailVerb, StallVerb)
-
-
-class SimulatedRanks(Ranks):
-    """Ranks without processes: each acknowledges every verb, unless a fault makes it fail or stall.
-
-    acted: by rank, how often it acknowledged each verb.
-    """
-
-    def __init__(self, count: int = 1, faults: Faults | None = None) -> None:
-        faults = faults or Faults()
-        for fault in (*faults.of(FailVerb), *faults.of(StallVerb)):
-            if fault.rank >= count:
-                raise ValueError(f"fault {fault.name}: rank {fault.rank} of {count}; ranks count from 0")
-        self.count = count
-        self.acted: list[Counter[Header]] = [Counter() for _ in range(count)]
-        self._faults = faults
-        self._used: Counter[int] = Counter()
-
-    async def confirm(self, signal: Header) -> RankResults:
-        causes = await asyncio.gather(*(self._act(rank, signal) for rank in range(self.count)))
-        return RankResults(self.count, {rank: cause for rank, cause in enumerate(causes) if cause is not None})
-
-    async def _act(self, rank: int, signal: Header) -> str | None:
-        """Acknowledge `signal` on one rank. Return the cause if a fault makes it fail."""
-        stall = self._due(self._faults.of(StallVerb), signal, rank)
-        if stall is not None:
-            await asyncio.sleep(stall.seconds)
-        if self._due(self._faults.of(FailVerb), signal, rank) is not None:
-            return f"{signal.name} fails: injected fault"
-        self.acted[rank][signal] += 1
-        return None
-
-    def _due(self, faults: list[_V], signal: Header, rank: int) -> _V | None:
-        for fault in faults:
-            if (fault.verb, fault.rank) == (signal.name, rank) and self._used[id(fault)] < fault.times:
-                self._used[id(fault)] += 1
-                return fault
-        return None
-
-
 @click.command(params=[*engine.params])
-@click.option("--echo-step-seconds", type=float, default=0.0)
-@click.option("--echo-ranks", type=int, default=1)
-@click.option("--fault", "faults", multiple=True, envvar="ECHO_FAULTS")
-def main(*, echo_step_seconds: float, echo_ranks: int, faults: tuple[str, ...], is_check: bool, **options: Any) -> None:
+@click.option("--echo-step-seconds", type=float, default=0.0, envvar="ECHO_STEP_SECONDS", help="Duration of a step.")
+@click.option("--echo-crash-token", type=int, help="First token of a prompt that ends the process by SIGSEGV.")
+@click.option("--echo-crash-length", type=int, default=1, help="Tokens of its prompt and answer when it does so.")
+@click.option("--echo-lacks", type=click.Choice(Capability.__members__), multiple=True, help="A capability.")
+def main(
+    *,
+    echo_step_seconds: float,
+    echo_crash_token: int | None,
+    echo_crash_length: int,
+    echo_lacks: tuple[str, ...],
+    is_check: bool,
+    **options: Any,
+) -> None:
     """Run an echo engine until SIGTERM."""
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "device"):
         del options[name]
-    settings, injected = EngineSettings(**options), parse_faults(faults)
-    make_backend = partial(EchoBackend, step_seconds=echo_step_seconds, ranks=echo_ranks, faults=injected)
+    settings = EngineSettings(**options)
+    make_backend = partial(
+        EchoBackend,
+        lacks=[Capability[name] for name in echo_lacks],
+        step_seconds=echo_step_seconds,
+        crash_token=echo_crash_token,
+        crash_length=echo_crash_length,
+    )
     if is_check:
         make_backend(settings)
     else:
-        worker.run(settings, make_backend, link=partial(FaultyLink, faults=injected))
+        worker.run(settings, make_backend)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from megatron_runtime.inference_client import InvalidRequestError
 from megatron_runtime.sampling_params import SamplingParams
 
 STEPS = ("--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
-LACKING = ("--fault", "lacks:capability=HIGH_TEMPERATURE")
+LACKING = ("--echo-lacks", "HIGH_TEMPERATURE")
 LENGTH = 60
 
 pytestmark = pytest.mark.timeout(200)

@@ -18,7 +18,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 POISON = 666
 STREAMS = 8
-POISONED = ("--echo-step-seconds", "0.02", "--fault", f"crash-on-token:token={POISON},length=6")
+POISONED = ("--echo-step-seconds", "0.02", "--echo-crash-token", str(POISON), "--echo-crash-length", "6")
 
 pytestmark = pytest.mark.timeout(size(300, soak=1200))
 

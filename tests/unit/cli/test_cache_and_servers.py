@@ -174,7 +174,7 @@ async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> 
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi", "--engines", "2", "--drain-seconds", str(LONG_SECONDS)),
-        env={**os.environ, "ECHO_FAULTS": "slow-step:seconds=0.05,every=1"},
+        env={**os.environ, "ECHO_STEP_SECONDS": "0.05"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

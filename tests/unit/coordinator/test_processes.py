@@ -292,7 +292,7 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(pro
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
     await processes.coordinator()
     for name in ("one", "two"):
-        await processes.engine(name, "--max-requests", "4", "--fault", "slow-step:seconds=0.01")
+        await processes.engine(name, "--max-requests", "4", "--echo-step-seconds", "0.01")
     link, greedy, other = await processes.admin(), await processes.client(), await processes.client()
     await until_serving(link, {"one", "two"})
     long = [greedy.add_request_streaming([*PROMPT, n], params(3000)) for n in range(300)]

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 from echo_engine import EchoBackend
-from echo_faults import parse_faults
 
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.backend import (
@@ -43,8 +42,11 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
 def test_a_backend_announces_what_it_does_not_declare() -> None:
     info = EchoBackend(SETTINGS).info
     assert info.lacks == ("HIDDEN_STATES",)
-    faults = parse_faults(["lacks:capability=HIGH_TEMPERATURE"])
-    assert EchoBackend(SETTINGS, faults=faults).info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE")
+    lacking = EchoBackend(SETTINGS, lacks=[Capability.HIGH_TEMPERATURE])
+    assert lacking.info.lacks == (
+        "HIDDEN_STATES",
+        "HIGH_TEMPERATURE",
+    )
     verbs = frozenset({Capability.SUSPEND, Capability.ADAPTERS})
     assert "LOG_PROBS" in dataclasses.replace(info, capabilities=verbs).lacks
 
