@@ -79,13 +79,13 @@ class InProcessFleet(FakeKubelet):
             link.close()
 
     async def run_pods(self, pods: Mapping[str, Mapping[str, Any]]) -> None:
-        serving = {uid: pod for uid, pod in pods.items() if not _leaving(pod) and not self.breaks(pod)}
+        engines = {uid: pod for uid, pod in pods.items() if label_of(pod, LABEL_COMPONENT) == ENGINE}
+        serving = {uid: pod for uid, pod in engines.items() if not _leaving(pod) and not self.breaks(pod)}
         for uid in [uid for uid in self._engines if uid not in serving]:
             self._engines.pop(uid).leave()
         for uid, pod in serving.items():
             coordinator = self._coordinators.get(label_of(pod, LABEL_INSTANCE))
-            is_first = label_of(pod, LABEL_COMPONENT) == ENGINE and label_of(pod, LABEL_POD_INDEX) == "0"
-            if coordinator is not None and is_first and uid not in self._engines:
+            if coordinator is not None and uid not in self._engines and label_of(pod, LABEL_POD_INDEX) == "0":
                 self._engines[uid] = await ScriptedEngine(
                     coordinator.transport.addresses[Role.ENGINE],
                     name=label_of(pod, LABEL_ENGINE),
