@@ -455,7 +455,7 @@ async def test_streams_of_others_go_on(
         await streams.close()
     sizes = ", ".join(f"{name} {memory // MIB} MiB" for name, memory in largest.items())
     waits = f"longest wait {disturbed.longest_wait:.2f} s, undisturbed {undisturbed.longest_wait:.2f} s"
-    report(f"{attack.__name__}: {waits}; {sizes}")
+    report(f"{waits}; {sizes}")
     assert disturbed.failures == []
     assert stack.fleet.exits == exits, "an engine exited"
     assert {name: process.pid for name, process in stack.processes.items()} == before

@@ -18,6 +18,7 @@ from typing import Any
 import echo_engine
 import httpx
 from control_link import ControlLink
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
@@ -127,6 +128,15 @@ class Fleet:
         command = [*program, *self._options(health_port), *options, *arguments]
         self.engines[name] = self._start(command, health_port, warm=warm, environment=environment)
         return self.engines[name]
+
+    async def serve(self, engines: int, *arguments: str) -> tuple[Process, ControlLink]:
+        """Start a coordinator and engines. Return it and a link to it when they serve. arguments: of the engines."""
+        coordinator = await self.coordinator()
+        for number in range(engines):
+            await self.engine(f"engine-{number}", *arguments)
+        link = await self.admin()
+        await until_serving(link, self.engines)
+        return coordinator, link
 
     async def keep_running(self, name: str, *arguments: str) -> None:
         """Start an engine, and start it again each time it exits, as a kubelet does."""
@@ -313,3 +323,11 @@ class Load:
         assert not pending, f"{len(pending)} of {len(self._tasks)} streams did not complete within {seconds:g} s"
         for task in done:
             task.result()
+
+    async def check(
+        self, *, answer: Callable[[list[int], int], list[int]] = echo_answer, seconds: float = LONG_SECONDS
+    ) -> None:
+        """Wait until every stream is complete, and check it. answer: returns the tokens of a prompt and a length."""
+        await self.finish(seconds=seconds)
+        for record in self.records:
+            record.check(answer(record.prompt, record.length))

@@ -38,11 +38,7 @@ class Pool:
         self._operations = 0
 
     async def start(self) -> None:
-        self.coordinator = await self.fleet.coordinator()
-        for number in range(3):
-            await self.fleet.engine(f"engine-{number}", *ENGINE_OPTIONS)
-        self.link = await self.fleet.admin()
-        await until_serving(self.link, self.fleet.engines)
+        self.coordinator, self.link = await self.fleet.serve(3, *ENGINE_OPTIONS)
         self.client = await self.fleet.client()
         self.load = Load([self.client])
 
