@@ -1,9 +1,10 @@
-"""What a server and a coordinator cost for each request, beside those of another checkout. Engines echo their prompts.
+"""What a server and a coordinator cost for each request, compared with another checkout. Echo engines answer.
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
-`megatron serve` of both starts once, with the virtual environment .venv of its checkout; then one is loaded while the
-other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
+`megatron serve` of both starts once, with the virtual environment .venv of its checkout, and an echo engine: by
+tests/support/echo_serve.py, or by `--backend echo` in a checkout that lacks it. Then one is loaded while the other is
+idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
 connection. First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron
 bench coordinator` of both runs in turn. Figures are compared within a round.
 """
@@ -45,7 +46,11 @@ Row: TypeAlias = dict[str, Any]
 
 def start(name: str, checkout: Path, keys: Path | None) -> Server:
     """Start `megatron serve` of a checkout. keys: its file of API keys."""
-    command = [str(checkout / ".venv/bin/megatron"), "serve", "--backend", "echo", "--port", "{port}"]
+    serve, environment = checkout / "tests/support/echo_serve.py", checkout / ".venv/bin"
+    if serve.exists():
+        command = [str(environment / "python"), str(serve), "serve", "--device", "cpu", "--port", "{port}"]
+    else:
+        command = [str(environment / "megatron"), "serve", "--backend", "echo", "--port", "{port}"]
     if keys is not None:
         command += ["--api-keys-file", str(keys)]
     server = Server(Engine(name, "echo", command), "/readyz", api_key=None if keys is None else KEY)

@@ -1,12 +1,17 @@
-"""For all tests: timeouts are scaled to this machine's speed, and runs of whole folders are recorded."""
+"""For all tests: timeouts are scaled to this machine's speed, runs of whole folders are recorded, and measurements are
+printed at the end.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import pytest
 from machine import SCALE
 from run_record import RunRecorder
+
+_MEASUREMENTS = pytest.StashKey[list[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,3 +35,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     return f"timeouts are scaled by {SCALE:g} (MEGATRON_TIME_SCALE)"
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Record a measurement, which is printed after all tests."""
+
+    def add(line: str) -> None:
+        request.config.stash.setdefault(_MEASUREMENTS, []).append(f"{request.node.name}: {line}")
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash.get(_MEASUREMENTS, [])
+    if lines:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.line(line)

@@ -260,7 +260,7 @@ class Resource:
             "apiVersion": RESOURCE.api_version,
             "kind": RESOURCE.kind,
             "metadata": {"name": self.name, "namespace": self.namespace},
-            # The engines run the echo backend; the canary of smollm2 would expect smollm2's answer.
+            # The engines are echo engines; the canary of smollm2 would expect smollm2's answer.
             "spec": {"model": {"source": {"builtin": "echo"}}, **spec},
         }
         return await self._api.create(RESOURCE, body, manager="test")

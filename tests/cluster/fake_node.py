@@ -1,17 +1,15 @@
-"""A fake kubelet: it runs the operator's pods of one namespace as processes on this machine, with an echo engine.
+"""A fake kubelet that runs the operator's pods of one namespace as processes on this machine, with echo engines.
 
-A coordinator pod is a real coordinator on loopback. An engine pod is a real engine process with the echo executor and
-the keys of the real Secret. A server pod has no process and is only marked Ready. A pod is Ready when its process
-reports ready; its process ends when the pod is deleted. A check pod runs `megatron engine --check`, and ends with it.
-Command lines are those of the rendered containers, with local
-addresses, ports and paths. It does not schedule, pull images, restart processes or enforce limits.
+A coordinator pod is a real coordinator on loopback. An engine pod is an echo engine with the keys of the real Secret. A
+server pod has no process and is only marked Ready. A pod is Ready when its process reports ready; its process ends when
+the pod is deleted. A check pod runs `megatron engine --check`, and ends with it. Command lines are those of the
+rendered containers, with local addresses, ports and paths. Processes are not restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
 import signal
 import subprocess
@@ -20,18 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import echo_engine
 from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
-from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.kinds import POD, SECRET
-from megatron_operator.controller.watches import CHILD_SELECTOR
+from megatron_operator.cluster.api import KubeApi
+from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.model.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
-LOOK_SECONDS = 0.15
+from .fake_kubelet import FakeKubelet, PodState, label_of, uid_of
+
 ECHO_MODEL = "builtin:echo"
-"""The model of the resources here. It does not exist: an engine with the echo backend reads no model."""
+"""The model of the resources here. It does not exist: an echo engine reads no model."""
 
 
 def _free_port() -> int:
@@ -69,32 +68,23 @@ class Container:
         return label_of(self.pod, LABEL_INSTANCE)
 
 
-class FakeNode:
-    """Runs the operator's pods in one namespace until stop()."""
+class FakeNode(FakeKubelet):
+    """Runs pods as processes."""
 
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path, ports: Ports) -> None:
+        super().__init__(api, namespace=namespace, folder=folder)
         self.ports = ports
         self.containers: dict[str, Container] = {}
         self.start_engines = True
         """False: engine pods stay Pending, as when no node has capacity."""
         self.engine_arguments: tuple[str, ...] = ()
         """Appended to the arguments of engines that start from now on."""
-        self._api = api
-        self._namespace = namespace
-        self._folder = folder
         self._cut_off: list[Container] = []
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._play())
 
     async def stop(self) -> None:
-        """End all processes. Raises the error that has ended the node, if any."""
+        """End all processes."""
         try:
-            if self._task is not None:
-                self._task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._task
+            await super().stop()
         finally:
             for container in (*self.containers.values(), *self._cut_off):
                 _end(container, signal.SIGKILL)
@@ -120,15 +110,7 @@ class FakeNode:
         assert process is not None
         process.send_signal(number)
 
-    async def _play(self) -> None:
-        while True:
-            with contextlib.suppress(ApiError):
-                await self._look()
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _look(self) -> None:
-        found = await self._api.list(POD, self._namespace, selector=CHILD_SELECTOR)
-        pods = {pod["metadata"]["uid"]: pod for pod in found}
+    async def run_pods(self, pods: Mapping[str, Mapping[str, Any]]) -> None:
         for uid in [uid for uid in self.containers if uid not in pods]:
             container = self.containers.pop(uid)
             if container not in self._cut_off:
@@ -139,14 +121,18 @@ class FakeNode:
         for instance in {container.instance for container in self.containers.values()}:
             # A kubelet updates mounted Secrets.
             await self._keys(instance)
-        for container in self.containers.values():
-            if container.component == CHECK:
-                await self._report_check(container)
-                continue
-            ready = await self._is_ready(container)
-            if ready != container.ready:
-                await report_pod(self._api, container.pod, ready=ready)
-                container.ready = ready
+
+    async def state(self, pod: Mapping[str, Any]) -> PodState | None:
+        container = self.containers.get(uid_of(pod))
+        if container is None:
+            return None
+        if container.component != CHECK:
+            container.ready = await self._is_ready(container)
+            return PodState(ready=container.ready)
+        code = container.process.poll() if container.process is not None else None
+        if code is None:
+            return None
+        return PodState(exit_code=code, message=(self._folder / f"{pod['metadata']['name']}.log").read_text())
 
     def _may_start(self, pod: Mapping[str, Any]) -> bool:
         component = label_of(pod, LABEL_COMPONENT)
@@ -167,7 +153,7 @@ class FakeNode:
 
     def _spawn(self, name: str, arguments: list[str]) -> WarmProcess:
         log = self._folder / f"{name}.log"
-        return WarmProcess("-m", "megatron_runtime.cli", *arguments, environment=os.environ, log=log, modules=PLATFORM)
+        return WarmProcess(*arguments, environment=os.environ, log=log, modules=PLATFORM)
 
     def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
         ports = self.ports
@@ -187,16 +173,8 @@ class FakeNode:
             if argument in local:
                 found[index + 1] = local[argument]
         if found[0] != ENGINE or ("--check" in found and ECHO_MODEL not in found):
-            return found
-        return [*found, "--backend", "echo", *self.engine_arguments]
-
-    async def _report_check(self, container: Container) -> None:
-        code = container.process.poll() if container.process is not None else None
-        if code is None or container.ready is not None:
-            return
-        log = self._folder / f"{container.pod['metadata']['name']}.log"
-        await report_end(self._api, container.pod, code=code, message=log.read_text())
-        container.ready = False
+            return ["-m", "megatron_runtime.cli", *found]
+        return [echo_engine.PROGRAM, *found[1:], *self.engine_arguments]
 
     def keys_folder(self, instance: str) -> Path:
         """Return the folder with a resource's keys, for its processes and for the test's client."""
@@ -230,50 +208,6 @@ class FakeNode:
             # A frozen process does not answer; a kubelet would repeat the probe before it reports a failure.
             return bool(container.ready)
         return b" 200 " in answer
-
-
-def label_of(pod: Mapping[str, Any], label: str) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(label, ""))
-
-
-async def report_pod(api: KubeApi, pod: Mapping[str, Any], *, ready: bool, waiting: str = "") -> None:
-    """Write the status of a pod, as its kubelet does. waiting: the reason for which its crashed container waits."""
-    container: dict[str, Any] = {"name": label_of(pod, LABEL_COMPONENT), "image": "fake", "imageID": "fake"}
-    if waiting:
-        crash = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "fake://1"}
-        container |= {"restartCount": 3, "state": {"waiting": {"reason": waiting}}, "lastState": {"terminated": crash}}
-    else:
-        container |= {"restartCount": 0, "state": {"running": {"startedAt": None}}}
-    status = {
-        "phase": "Running",
-        "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-        "containerStatuses": [{**container, "ready": ready}],
-    }
-    await _write_status(api, pod, status)
-
-
-async def report_end(api: KubeApi, pod: Mapping[str, Any], *, code: int, message: str = "") -> None:
-    """Write the status of a pod whose only container has ended. message: its log or termination message."""
-    name = pod["spec"]["containers"][0]["name"]
-    reason = "Error" if code else "Completed"
-    ended = {"exitCode": code, "reason": reason, "message": message[-2000:], "containerID": "fake://1"}
-    container = {"name": name, "image": "fake", "imageID": "fake", "restartCount": 0, "ready": False}
-    status = {
-        "phase": "Failed" if code else "Succeeded",
-        "conditions": [{"type": "Ready", "status": "False"}],
-        "containerStatuses": [{**container, "state": {"terminated": ended}}],
-    }
-    await _write_status(api, pod, status)
-
-
-async def _write_status(api: KubeApi, pod: Mapping[str, Any], status: dict[str, Any]) -> None:
-    metadata = pod["metadata"]
-    await api.request(
-        "PATCH",
-        POD.path(metadata["namespace"], metadata["name"], subresource="status"),
-        body={"metadata": {"uid": metadata["uid"]}, "status": status},
-        content_type="application/merge-patch+json",
-    )
 
 
 def _end(container: Container, number: signal.Signals) -> None:

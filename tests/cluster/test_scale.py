@@ -10,8 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from eventually import eventually
@@ -19,13 +18,12 @@ from soak import size
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
 
 from .audit_log import AuditLog
 from .conftest import percentile_ms
+from .in_process_fleet import InProcessFleet
 from .operator_process import OperatorProcess
-from .ready_pods import ReadyPods
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -36,15 +34,6 @@ ENGINES = 4
 REACTIONS = size(4, soak=200)
 LOOK_SECONDS = 0.02
 SETS = kind_of("apps/v1", "StatefulSet")
-
-
-@pytest.fixture
-async def fleet(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[ReadyPods]:
-    configuration = await load_configuration(kubeconfig=control_plane.kubeconfig)
-    made = ReadyPods(configuration, namespace=namespace, folder=tmp_path)
-    made.start()
-    yield made
-    await made.stop()
 
 
 async def create(api: KubeApi, namespace: str, name: str) -> float:
@@ -68,7 +57,7 @@ async def create(api: KubeApi, namespace: str, name: str) -> float:
 async def test_many_resources_serve_and_cost_no_write_when_idle(
     api: KubeApi,
     namespace: str,
-    fleet: ReadyPods,
+    fleet: InProcessFleet,
     make_operator: Callable[..., OperatorProcess],
     control_plane: LocalCluster,
 ) -> None:
@@ -78,7 +67,7 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
     names = [f"r{number:03}" for number in range(RESOURCES)]
     applied: list[float] = []
     for name in names:
-        fleet.coordinator(name, engines=ENGINES)
+        fleet.coordinator(name)
         taken = await create(api, namespace, name)
         applied.append(taken)
         await asyncio.sleep(max(0.0, 1.0 - taken))

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import psutil
-from eventually import LONG_SECONDS, eventually
-from fleet import Fleet, Process, free_ports, until_serving
+from eventually import LONG_SECONDS
+from fleet import Fleet, Process, until_serving
 
 WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY = "well-behaved-key", "hostile-key", "limited-key"
 TOKENS_PER_MINUTE = 2000
@@ -71,55 +71,34 @@ class Streams:
 
 
 class Stack:
-    """Restarts engines that exit, as a StatefulSet does; `exits` lists them."""
+    """The processes of an installation."""
 
     def __init__(self, directory: Path) -> None:
         self.fleet = Fleet(directory)
         self._directory = directory
-        self.exits: list[str] = []
         self.url = ""
         self.health_port = 0
         self.longest_undisturbed = 0.0
         """Longest wait of a well-behaved stream without an attack, in seconds."""
-        self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self, *engine_arguments: str) -> None:
         self.coordinator = await self.fleet.coordinator()
         for name in ENGINES:
-            self._supervisors.append(asyncio.create_task(self._keep_running(name, engine_arguments)))
+            await self.fleet.keep_running(
+                name,
+                *("--max-requests", str(MAX_REQUESTS), "--kv-cache-memory", "16Mi"),
+                *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--echo-step-seconds", str(STEP_SECONDS)),
+                *engine_arguments,
+            )
         link = await self.fleet.admin()
         await until_serving(link, ENGINES)
         keys_file = self._directory / "api-keys"
         keys = [{"name": key, "key": key} for key in (WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY)]
         keys[-1]["tokensPerMinute"] = TOKENS_PER_MINUTE
         keys_file.write_text(f"keys: {json.dumps(keys)}\n")
-        port, self.health_port = free_ports(2)
-        self.url = f"http://127.0.0.1:{port}"
-        self.server = self.fleet.start_command(
-            *("server", "--coordinator", f"127.0.0.1:{self.fleet.client_port}", "--host", "127.0.0.1"),
-            *("--port", str(port), "--api-keys-file", str(keys_file), "--keys-dir", str(self.fleet.keys_dir)),
-            *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--log-level", "error"),
-            *("--health-port", str(self.health_port)),
-        )
-        await eventually(self.is_ready, what="the server is ready")
-
-    async def _keep_running(self, name: str, arguments: tuple[str, ...]) -> None:
-        while True:
-            engine = await self.fleet.engine(
-                name,
-                *("--max-requests", str(MAX_REQUESTS), "--kv-cache-memory", "16Mi"),
-                *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--echo-step-seconds", str(STEP_SECONDS)),
-                *arguments,
-            )
-            code = await engine.ended()
-            self.exits.append(f"{name}: {code}")
-
-    async def is_ready(self) -> bool:
-        try:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"{self.url}/readyz")).status_code == 200
-        except httpx.TransportError:
-            return False
+        options = ("--api-keys-file", str(keys_file), "--max-sequence-length", str(MAX_SEQUENCE_LENGTH))
+        self.server, self.url = await self.fleet.server(*options, warm=False)
+        self.health_port = self.server.health_port
 
     def hostile_client(self) -> httpx.AsyncClient:
         return self.client(HOSTILE_KEY)
@@ -150,9 +129,6 @@ class Stack:
         return sizes
 
     async def close(self) -> None:
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await self.fleet.close()
 
 

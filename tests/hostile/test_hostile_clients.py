@@ -440,7 +440,7 @@ async def test_streams_of_others_go_on(
     stack: Stack, attack: Callable[[Stack], Awaitable[None]], report: Callable[[str], None]
 ) -> None:
     before = {name: process.pid for name, process in stack.processes.items()}
-    exits = list(stack.exits)
+    exits = list(stack.fleet.exits)
     stack.reset_peaks()
     streams = await Streams.start(stack.url)
     try:
@@ -455,9 +455,9 @@ async def test_streams_of_others_go_on(
         await streams.close()
     sizes = ", ".join(f"{name} {memory // MIB} MiB" for name, memory in largest.items())
     waits = f"longest wait {disturbed.longest_wait:.2f} s, undisturbed {undisturbed.longest_wait:.2f} s"
-    report(f"{attack.__name__}: {waits}; {sizes}")
+    report(f"{waits}; {sizes}")
     assert disturbed.failures == []
-    assert stack.exits == exits, "an engine exited"
+    assert stack.fleet.exits == exits, "an engine exited"
     assert {name: process.pid for name, process in stack.processes.items()} == before
     assert all(process.running for process in stack.processes.values())
     allowed = LONGEST_WAIT_MULTIPLE * stack.longest_undisturbed

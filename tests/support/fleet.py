@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import echo_engine
+import httpx
 from control_link import ControlLink
-from eventually import LONG_SECONDS
+from echo_executor import echo_answer
+from eventually import LONG_SECONDS, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
@@ -27,7 +30,7 @@ from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
-COORDINATOR_MODULE = "megatron_runtime.cli"
+RUNTIME_MODULE = "megatron_runtime.cli"
 
 
 @dataclass
@@ -75,7 +78,11 @@ class Process:
 
 
 class Fleet:
-    """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run."""
+    """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run.
+
+    engines: the last process of each engine.
+    exits:   name and exit status of the engines of keep_running() that have exited.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.keys_dir = directory / "keys"
@@ -84,6 +91,8 @@ class Fleet:
             (self.keys_dir / name).write_text(text)
         self.client_port, self.engine_port, self.admin_port, self._health_port = free_ports(4)
         self.engines: dict[str, Process] = {}
+        self.exits: list[tuple[str, int]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._processes: list[Process] = []
         self._programs: list[asyncio.subprocess.Process] = []
         self._closers = contextlib.ExitStack()
@@ -93,23 +102,68 @@ class Fleet:
         health_port = health_port or self._health_port
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
-        command = self._command("coordinator", health_port, "--listen", host, *options, *arguments)
+        command = [
+            "-m",
+            RUNTIME_MODULE,
+            "coordinator",
+            *self._options(health_port),
+            "--listen",
+            host,
+            *options,
+            *arguments,
+        ]
         return self._start(command, health_port, warm=False)
 
     async def engine(
         self, name: str, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None
     ) -> Process:
-        """Start an echo engine, unless `arguments` name another backend.
+        """Start an echo engine, or `megatron engine` if `arguments` name its backend.
 
         warm: forked from a process that has imported torch.
         environment: additional variables of a cold process.
         """
         (health_port,) = free_ports(1)
-        backend = () if "--backend" in arguments else ("--backend", "echo")
-        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *backend)
-        command = self._command("engine", health_port, *options, *arguments)
+        program = ("-m", RUNTIME_MODULE, "engine") if "--backend" in arguments else (echo_engine.PROGRAM,)
+        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name)
+        command = [*program, *self._options(health_port), *options, *arguments]
         self.engines[name] = self._start(command, health_port, warm=warm, environment=environment)
         return self.engines[name]
+
+    async def serve(self, engines: int, *arguments: str) -> tuple[Process, ControlLink]:
+        """Start a coordinator and engines. Return it and a link to it when they serve. arguments: of the engines."""
+        coordinator = await self.coordinator()
+        for number in range(engines):
+            await self.engine(f"engine-{number}", *arguments)
+        link = await self.admin()
+        await until_serving(link, self.engines)
+        return coordinator, link
+
+    async def keep_running(self, name: str, *arguments: str) -> None:
+        """Start an engine, and start it again each time it exits, as a kubelet does."""
+        await self.engine(name, *arguments)
+        self._supervisors.append(asyncio.create_task(self._restart(name, arguments)))
+
+    async def _restart(self, name: str, arguments: tuple[str, ...]) -> None:
+        while True:
+            self.exits.append((name, await self.engines[name].ended()))
+            await self.engine(name, *arguments)
+
+    async def server(self, *arguments: str, warm: bool = True) -> tuple[Process, str]:
+        """Start an OpenAI server, and return it and its URL when it is ready. warm: as of engine()."""
+        port, health_port = free_ports(2)
+        address = ("--coordinator", f"127.0.0.1:{self.client_port}", "--host", "127.0.0.1", "--port", str(port))
+        command = ["-m", RUNTIME_MODULE, "server", *self._options(health_port), *address, *arguments]
+        process, url = self._start(command, health_port, warm=warm), f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                try:
+                    return (await http.get(f"{url}/readyz")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(is_ready, what="the server is ready")
+        return process, url
 
     async def engine_program(self, name: str, script: Path) -> Process:
         """Start an engine from another program: `script COORDINATOR NAME HEALTH_PORT KEYS_DIR`."""
@@ -118,13 +172,8 @@ class Fleet:
         self.engines[name] = self._start(command, health_port, warm=True)
         return self.engines[name]
 
-    def start_command(self, *arguments: str, warm: bool = False) -> Process:
-        """Start another `megatron` command, without a port for probes. warm: as of engine()."""
-        return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=warm)
-
-    def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
-        common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
-        return ["-m", COORDINATOR_MODULE, command, *arguments, *common]
+    def _options(self, health_port: int) -> tuple[str, ...]:
+        return ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
 
     def _start(
         self, command: list[str], health_port: int, *, warm: bool, environment: Mapping[str, str] | None = None
@@ -158,6 +207,9 @@ class Fleet:
 
     async def close(self) -> None:
         self._closers.close()
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         for process in self._processes:
             process.thaw()
             await process.kill()
@@ -271,3 +323,11 @@ class Load:
         assert not pending, f"{len(pending)} of {len(self._tasks)} streams did not complete within {seconds:g} s"
         for task in done:
             task.result()
+
+    async def check(
+        self, *, answer: Callable[[list[int], int], list[int]] = echo_answer, seconds: float = LONG_SECONDS
+    ) -> None:
+        """Wait until every stream is complete, and check it. answer: returns the tokens of a prompt and a length."""
+        await self.finish(seconds=seconds)
+        for record in self.records:
+            record.check(answer(record.prompt, record.length))

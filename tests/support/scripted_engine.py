@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from echo_executor import echo_adapter, echo_token
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_adapter, echo_token
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
@@ -64,6 +64,7 @@ class ScriptedEngine:
     adapter_errors: why adapters of the list are not loaded.
     backend, lacks: its backend and the features that it lacks; None: its release announces neither.
     reply_fields: further fields of its replies.
+    log_prob: of every token; None: its replies have none.
     """
 
     address: str
@@ -83,6 +84,7 @@ class ScriptedEngine:
     backend: str | None = None
     lacks: tuple[str, ...] | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
+    log_prob: float | None = None
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
     keys: PeerKeys | None = None
@@ -242,6 +244,8 @@ class ScriptedEngine:
             "prompt_length": len(job.prompt),
             **self.reply_fields,
         }
+        if self.log_prob is not None:
+            reply["generated_log_probs"] = [self.log_prob] * len(job.generated)
         self.send(Final(number, job.dispatch.uid, tokens_to_bytes(job.generated), pack(reply)))
 
     def _control(self, control: Control) -> None:

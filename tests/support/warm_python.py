@@ -28,7 +28,7 @@ from eventually import LONG_SECONDS
 TORCH = (
     "megatron_runtime.apis",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.echo.backend",
+    "echo_engine",
     "megatron_runtime.backends.native.build",
     "rank_program",
     "pytest",  # every process imports the main module of the pytest process
@@ -39,7 +39,7 @@ PLATFORM = (
     "megatron_operator.controller.main",
     "megatron_runtime.coordinator.service",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.echo.backend",
+    "echo_engine",
     "pytest",
 )
 """Modules of an operator, a coordinator and an echo engine, without torch."""

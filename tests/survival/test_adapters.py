@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from control_link import ControlLink
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, Process, until_serving, until_status
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import AdapterNotFoundError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -38,11 +38,7 @@ class Pool:
         self._operations = 0
 
     async def start(self) -> None:
-        self.coordinator = await self.fleet.coordinator()
-        for number in range(3):
-            await self.fleet.engine(f"engine-{number}", *ENGINE_OPTIONS)
-        self.link = await self.fleet.admin()
-        await until_serving(self.link, self.fleet.engines)
+        self.coordinator, self.link = await self.fleet.serve(3, *ENGINE_OPTIONS)
         self.client = await self.fleet.client()
         self.load = Load([self.client])
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from echo_executor import echo_answer
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from machine import scaled
 from soak import repeated, size
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, Heartbeat, Hello, Partial, RequestMeta, Submit, decode, pack
 from megatron_runtime.sampling_params import SamplingParams
@@ -40,9 +40,7 @@ async def test_requests_of_a_killed_client_are_aborted_and_their_blocks_freed(fl
         staying.add([seed, number], size(200, soak=600))
     vanishing.kill()
     await until_status(link, lambda status: status.in_flight <= 20, seconds=60, what="its requests are aborted")
-    await staying.finish(seconds=60)
-    for record in staying.records:
-        record.check(echo_answer(record.prompt, record.length))
+    await staying.check(seconds=60)
 
     async def freed() -> bool:
         metrics = await engine.metrics()
@@ -107,10 +105,7 @@ class LazyReader:
 async def test_a_client_that_does_not_read_affects_no_other_and_receives_everything_later(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
-    coordinator = await fleet.coordinator()
-    await fleet.engine("engine-0", *ENGINE_OPTIONS)
-    link = await fleet.admin()
-    await until_serving(link, fleet.engines)
+    coordinator, link = await fleet.serve(1, *ENGINE_OPTIONS)
     memory = psutil.Process(coordinator.pid).memory_info
     lazy = LazyReader(fleet)
     try:
@@ -120,9 +115,7 @@ async def test_a_client_that_does_not_read_affects_no_other_and_receives_everyth
         others = Load([await fleet.client()])
         for number in range(150):
             others.add([number, seed], size(100, soak=300))
-        await others.finish(seconds=120)
-        for record in others.records:
-            record.check(echo_answer(record.prompt, record.length))
+        await others.check(seconds=120)
         await until_status(link, lambda status: status.in_flight == 0, seconds=120, what="all requests are complete")
         grown = (memory().rss - before) / (1 << 20)
         report(f"200 streams of {UNREAD_TOKENS} tokens unread: coordinator grew by {grown:.1f} MiB")
@@ -139,11 +132,7 @@ async def test_a_client_that_does_not_read_affects_no_other_and_receives_everyth
 async def test_ten_clients_with_a_thousand_requests_each_at_once(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
-    coordinator = await fleet.coordinator()
-    for number in range(3):
-        await fleet.engine(f"engine-{number}", "--max-requests", "500", "--kv-cache-memory", "16Mi")
-    link = await fleet.admin()
-    await until_serving(link, fleet.engines)
+    coordinator, link = await fleet.serve(3, "--max-requests", "500", "--kv-cache-memory", "16Mi")
     clients = [await fleet.client() for _ in range(10)]
     prompts = [[client, number, seed] for number in range(1000) for client in range(10)]
     params = SamplingParams(num_tokens_to_generate=4)

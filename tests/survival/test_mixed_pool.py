@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
+from echo_executor import echo_answer
 from fleet import Fleet, Load, until_serving, until_status
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.inference_client import InvalidRequestError
 from megatron_runtime.sampling_params import SamplingParams
 
 STEPS = ("--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
-LACKING = ("--fault", "lacks:capability=HIGH_TEMPERATURE")
+LACKING = ("--echo-lacks", "HIGH_TEMPERATURE")
 LENGTH = 60
 
 pytestmark = pytest.mark.timeout(200)
@@ -38,8 +38,6 @@ async def test_streams_wait_for_the_only_engine_that_supports_them(fleet: Fleet)
         await client.add_request([7], SamplingParams(num_tokens_to_generate=5, temperature=3.0))
     assert (rejected.value.code, rejected.value.field) == (400, "temperature")
     await fleet.engine("whole", *STEPS)
-    await load.finish()
-    for record in load.records:
-        record.check(echo_answer(record.prompt, record.length))
+    await load.check()
     assert (await asyncio.wait_for(whole, 60))["generated_tokens"] == echo_answer([99, 5], LENGTH)
     assert (await coordinator.metrics())["megatron_coordinator_replays_total"] > 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 from control_link import ControlLink
-from eventually import LONG_SECONDS, eventually
-from fleet import Fleet, Load, free_ports, until_serving, until_status
+from eventually import LONG_SECONDS
+from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
@@ -54,23 +54,10 @@ async def pool(fleet: Fleet) -> Pool:
 
 
 async def test_it_serves_chat_and_rejects_unsupported_fields(pool: Pool) -> None:
-    (port,) = free_ports(1)
-    keys = str(pool.fleet.keys_dir)
-    pool.fleet.start_command(
-        *("server", "--coordinator", f"127.0.0.1:{pool.fleet.client_port}", "--model-name", "toy", "--keys-dir", keys),
-        *("--host", "127.0.0.1", "--port", str(port), "--health-port", "off", "--log-level", "error"),
-    )
+    _, url = await pool.fleet.server("--model-name", "toy")
     messages = [{"role": "user", "content": "Hello, toy!"}]
     body = {"model": "toy", "messages": messages, "max_tokens": 12, "temperature": 0}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_SECONDS) as http:
-
-        async def is_up() -> bool:
-            try:
-                return (await http.get("/v1/models")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await eventually(is_up, what="the server listens")
+    async with httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS) as http:
         reply = (await http.post("/v1/chat/completions", json=body)).json()
         tokenizer = load_tokenizer("builtin:smollm2-135m")
         assert reply["choices"][0]["message"]["content"] == tokenizer.decode(
@@ -109,9 +96,7 @@ async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
     await pool.control(Header.UNPAUSE)
     for number in range(20, 40):
         load.add([number, 5], 10)
-    await load.finish()
-    for record in load.records:
-        record.check(toy_answer(record.prompt, record.length))
+    await load.check(answer=toy_answer)
 
 
 async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> None:
@@ -134,9 +119,7 @@ async def test_a_killed_engine_loses_and_duplicates_no_token(pool: Pool) -> None
         load.add([number, 1], 80)
     await load.until(400)
     await pool.fleet.engines.pop(ENGINES[0]).kill()
-    await load.finish()
-    for record in load.records:
-        record.check(toy_answer(record.prompt, record.length))
+    await load.check(answer=toy_answer)
     await until_status(
         pool.admin, lambda status: len(status.engines) == 1, what="the coordinator has removed the killed engine"
     )

@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 from control_link import ControlLink
+from echo_engine import EchoBackend
+from echo_executor import echo_answer
 from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
 
-from megatron_runtime.backends.echo.backend import EchoBackend, SimulatedRanks
-from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.backend import RankResults
@@ -42,11 +43,12 @@ LEGAL = {
 }
 
 
-class RecordingRanks(SimulatedRanks):
+class RecordingRanks(Ranks):
     """Counts how often each operation was executed. An engine that converges by itself has no operation id."""
 
+    count = RANKS
+
     def __init__(self) -> None:
-        super().__init__(RANKS)
         self.operations: Counter[str] = Counter()
         self._operation_id: str | None = None
 
@@ -97,13 +99,10 @@ class Scene:
         settings = EngineSettings(
             coordinator=self.proxies[0].address,
             name=name,
-            backend="echo",
-            echo_ranks=RANKS,
             kv_cache_memory=1 << 18,
             max_requests=8,
         )
-        backend = EchoBackend(settings)
-        backend.ranks = self.ranks[name]
+        backend = EchoBackend(settings, ranks=self.ranks[name])
         worker = EngineWorker(settings, backend)
         self.ranks[name].record(worker.lifecycle)
         return worker

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from megatron_runtime.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.shard import RankIdentity
-    from megatron_runtime.engine.worker import MakeLink
 
 
 def build_backend(settings: EngineSettings) -> EngineBackend:
@@ -28,10 +26,6 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
     Raises:
         ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
     """
-    if settings.backend == "echo":
-        from megatron_runtime.backends.echo.backend import EchoBackend
-
-        return EchoBackend(settings)
     if settings.backend == "vllm":
         _require_vllm()
         from megatron_runtime.backends.vllm.backend import VllmBackend
@@ -53,11 +47,6 @@ def check_backend(settings: EngineSettings) -> None:
         OSError: the model cannot be read at present, such as HubUnavailableError.
         VllmError: vLLM ended while it checked them; VllmKilledError if it was killed.
     """
-    if settings.backend == "echo":
-        from megatron_runtime.backends.echo.backend import EchoBackend
-
-        EchoBackend(settings)
-        return
     with _described(settings) as described:
         if settings.backend == "vllm":
             _require_vllm()
@@ -90,15 +79,6 @@ def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
 def _require_vllm() -> None:
     if find_spec("vllm") is None:
         raise ValueError("backend vllm: vLLM is not installed: use an image that has it, or --backend native")
-
-
-def link_for(settings: EngineSettings) -> MakeLink | None:
-    """Return the factory of a coordinator connection with the faults of `settings`; None for the default factory."""
-    if not settings.echo_faults:
-        return None
-    from megatron_runtime.backends.echo.faults import FaultyLink, parse_faults
-
-    return partial(FaultyLink, faults=parse_faults(settings.echo_faults))
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:

@@ -16,7 +16,6 @@ from megatron_runtime.cli.options import (
     ADDRESS,
     COUNT,
     DIRECTORY,
-    FAULT,
     FILE,
     MEMORY,
     OPTIONAL_PORT,
@@ -128,17 +127,6 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     default=60,
     help="An engine of several ranks ends if no rank makes progress in a step for so long.",
 )
-@click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo backend takes.")
-@click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo backend.")
-@environment_option(
-    "--fault",
-    "echo_faults",
-    multiple=True,
-    type=FAULT,
-    envvar="MEGATRON_ENGINE_FAULTS",
-    metavar="SPEC",
-    help="A fault of the echo backend, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
-)
 @click.option("--drain-seconds", type=SECONDS, default=60)
 @click.option(
     "--check",
@@ -167,7 +155,7 @@ def engine(
     Exit codes of --check: 0 the engine can start; 75 the model cannot be read now, or the check was killed, try again
     later; 1 or 2 trying again does not help.
     """
-    from megatron_runtime.backends.registry import build_backend, link_for
+    from megatron_runtime.backends.registry import build_backend
     from megatron_runtime.distributed.shard import ParallelSizes, node_identity, rank_identity
     from megatron_runtime.engine import worker
     from megatron_runtime.engine.settings import EngineSettings
@@ -183,7 +171,7 @@ def engine(
         show_only(device.gpus)
 
     def run_worker() -> None:
-        worker.run(settings, build_backend, link=link_for(settings))
+        worker.run(settings, build_backend)
 
     if sizes.world == 1 or (settings.backend == "vllm" and node_identity(sizes).node_rank == 0):
         run_worker()  # vLLM starts its ranks itself

@@ -159,20 +159,8 @@ def _adapter(text: str) -> Adapter:
         raise click.BadParameter(f"{error}.") from error
 
 
-def _fault(text: str) -> str:
-    from megatron_runtime.backends.echo.faults import InvalidFaultError, parse_faults
-
-    try:
-        parse_faults([text])
-    except InvalidFaultError as error:
-        raise click.BadParameter(f"{error}.") from error
-    return text
-
-
 ADAPTER = Parsed("name=source", _adapter)
 """A LoRA adapter: `sql=hf:org/sql-lora@REVISION` or `sql=DIRECTORY`."""
-FAULT = Parsed("fault", _fault)
-"""A fault of the echo backend: `fail-verb:verb=PAUSE,rank=1`."""
 MEMORY = Parsed("size", _memory)
 """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)
@@ -257,11 +245,10 @@ engine_options = together(
     model,
     environment_option(
         "--backend",
-        type=click.Choice(["native", "vllm", "echo"]),
+        type=click.Choice(["native", "vllm"]),
         default="native",
         envvar="MEGATRON_ENGINE_BACKEND",
-        help="vllm runs vLLM, which must be installed. echo answers with a hash of the prompt, without a model: for "
-        "tests and benchmarks.",
+        help="vllm runs vLLM, which must be installed.",
     ),
     environment_option(
         "--vllm-arguments",

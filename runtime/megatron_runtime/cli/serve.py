@@ -92,11 +92,8 @@ def serve(**options: Any) -> None:
     if is_loopback(options["host"]) or options["allowed_hosts"]:
         # On loopback, a web page must not reach the server under another name (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
-    ranks, uses_gpus = options["tensor_parallel"], options["backend"] != "echo"
-    if ranks > 1 and not uses_gpus:
-        raise click.UsageError("--tensor-parallel: the echo backend has no layers to share; use --backend native.")
     options["gpus"] = assign_gpus(
-        options["device"], engines=options["engines"], ranks=ranks, gpus=count_gpus() if uses_gpus else 0
+        options["device"], engines=options["engines"], ranks=options["tensor_parallel"], gpus=count_gpus()
     )
     options["device"] = options["device"].kind  # the GPUs are in the environment of the engines
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])

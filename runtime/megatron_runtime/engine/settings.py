@@ -19,15 +19,14 @@ class EngineSettings:
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
     model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors", "TorchDist" or "Packed".
-    backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed; "echo" answers with
-                       a hash of the tokens, for tests.
+    backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
     max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model.
     max_requests:      limit of concurrent requests.
     max_tokens:        limit of tokens of one step.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
-    kv_cache_memory:   size of the KV cache in bytes; an echo engine uses at most 16 MiB.
+    kv_cache_memory:   size of the KV cache in bytes.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
@@ -45,9 +44,6 @@ class EngineSettings:
     step_timeout_seconds: watchdog of an engine of several ranks: it fails if no rank makes progress for so long.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
-    echo_step_seconds: duration of a step of the echo backend.
-    echo_ranks:        simulated ranks of the echo backend; each acknowledges every verb.
-    echo_faults:       injected faults of an echo engine; see backends/echo/faults.py.
     registration_seconds: the engine ends if no coordinator has answered in this time after its start; None: it tries
                        without end.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
@@ -57,7 +53,7 @@ class EngineSettings:
     name: str
     model: str = "builtin:smollm2-135m"
     model_format: Literal["Auto", "GGUF", "SafeTensors", "TorchDist", "Packed"] = "Auto"
-    backend: Literal["native", "vllm", "echo"] = "native"
+    backend: Literal["native", "vllm"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"
     max_sequence_length: int | None = None
@@ -80,9 +76,6 @@ class EngineSettings:
     step_timeout_seconds: float = 60.0
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     vllm_allow_code: bool = False
-    echo_step_seconds: float = 0.0
-    echo_ranks: int = 1
-    echo_faults: tuple[str, ...] = ()
     registration_seconds: float | None = None
     drain_seconds: float = 60.0
 

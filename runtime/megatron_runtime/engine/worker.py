@@ -440,11 +440,11 @@ class EngineWorker:
         self.ended.set()
 
 
-async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: MakeLink | None) -> BaseException | None:
+async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseException | None:
     backend = make_backend(settings)
     tracer = tracer_from_environment("megatron-engine")
     gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
-    worker = EngineWorker(settings, backend, link=link, tracer=tracer)
+    worker = EngineWorker(settings, backend, tracer=tracer)
     for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, worker.on_leave)
     try:
@@ -455,16 +455,15 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend, link: Make
     return worker.failure
 
 
-def run(settings: EngineSettings, make_backend: MakeBackend, *, link: MakeLink | None = None) -> None:
+def run(settings: EngineSettings, make_backend: MakeBackend) -> None:
     """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
     if the engine fails. The termination message has the cause, also that of an error of the factory, which is raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
-    link:         factory of the connection to the coordinator; None: PeerLink.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            failure = runner.run(_serve(settings, make_backend, link))
+            failure = runner.run(_serve(settings, make_backend))
     except Exception as error:
         # A setting that this machine does not support, a model that cannot be opened, or a process that was killed.
         write_termination_message(error)

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import echo_serve
 import httpx
 import pytest
 from click.testing import CliRunner
@@ -111,9 +112,7 @@ def test_a_batch_that_is_not_a_list_of_numbers_is_rejected(batch: str) -> None:
 async def test_serve(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", str(port))
-    )
+    server = await asyncio.create_subprocess_exec(*(sys.executable, echo_serve.PROGRAM, "serve", "--port", str(port)))
     try:
 
         async def ready() -> bool:

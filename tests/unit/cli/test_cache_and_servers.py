@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import echo_serve
 import httpx
 import psutil
 import pytest
@@ -119,7 +120,7 @@ def test_models_of_the_cache_complete() -> None:
 @pytest.fixture
 async def server(cache: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi", "--engines", "2"),
         stdout=asyncio.subprocess.PIPE,
     )
@@ -154,7 +155,7 @@ async def test_a_server_starts_where_it_cannot_be_listed(cache: Path) -> None:
     (cache.parent / "cache").mkdir()
     (cache.parent / "cache" / "megatron").touch()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -171,9 +172,9 @@ async def test_a_server_starts_where_it_cannot_be_listed(cache: Path) -> None:
 async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> None:
     """A service manager such as systemd sends it to every process of the group at once."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi", "--engines", "2", "--drain-seconds", str(LONG_SECONDS)),
-        env={**os.environ, "MEGATRON_ENGINE_FAULTS": "slow-step:seconds=0.05,every=1"},
+        env={**os.environ, "ECHO_STEP_SECONDS": "0.05"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

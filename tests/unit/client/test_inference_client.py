@@ -8,9 +8,9 @@ import time
 import pytest
 import zmq
 import zmq.asyncio
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.inference_client import (
     AdapterNotFoundError,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator_tables import check_tables
+from echo_executor import echo_answer, echo_token
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer, echo_token
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.protocol.headers import Header, Role

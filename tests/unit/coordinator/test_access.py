@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import zmq
 from control_link import ControlLink
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from vectors import VECTORS
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.coordinator.service import Coordinator

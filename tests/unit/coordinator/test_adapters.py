@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from echo_executor import echo_answer
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import AdapterNotFoundError, InferenceClient, ModelChangedError, UnavailableError
 from megatron_runtime.protocol.adapters import Adapter, AdapterList

@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import zmq
 from coordinator_tables import check_tables
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing

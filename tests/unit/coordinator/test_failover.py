@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role

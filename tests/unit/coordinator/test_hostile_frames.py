@@ -6,10 +6,10 @@ from collections import deque
 
 import pytest
 import zmq
+from echo_executor import echo_answer
 from hostile_frames import HostileFrames
 from vectors import VECTORS
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role

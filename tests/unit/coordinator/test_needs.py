@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
+from echo_executor import echo_answer
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import DeadlineExceededError, InvalidRequestError
 from megatron_runtime.protocol.headers import ErrorCode, Header

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from echo_executor import echo_answer
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import zmq
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role

@@ -8,14 +8,15 @@ import signal
 import sys
 import urllib.request
 
+import echo_engine
 import psutil
 import pytest
 import zmq
 from control_link import ControlLink
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.inference_client import InferenceClient
@@ -24,10 +25,11 @@ from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
 
 PROMPT = [11, 12, 13]
+COORDINATOR = ("-m", "megatron_runtime.cli", "coordinator")
 
 
 class Processes:
-    """Starts `megatron` subcommands; those that still run at the end are killed."""
+    """Starts a coordinator and echo engines; those that still run at the end are killed."""
 
     def __init__(self) -> None:
         self.ports = free_ports(4)
@@ -35,20 +37,18 @@ class Processes:
         self.closers = contextlib.ExitStack()
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "megatron_runtime.cli", *arguments, "--log-level", "warning"
-        )
+        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, "--log-level", "warning")
         self.running.append(process)
         return process
 
     async def coordinator(self) -> asyncio.subprocess.Process:
         client, engine, admin, health = map(str, self.ports)
         ports = ("--client-port", client, "--engine-port", engine, "--admin-port", admin, "--health-port", health)
-        return await self.start("coordinator", "--listen", "127.0.0.1", *ports)
+        return await self.start(*COORDINATOR, "--listen", "127.0.0.1", *ports)
 
     async def engine(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         address = ("--coordinator", f"127.0.0.1:{self.ports[1]}", "--name", name)
-        return await self.start("engine", *address, "--backend", "echo", "--health-port", "off", *arguments)
+        return await self.start(echo_engine.PROGRAM, *address, "--health-port", "off", *arguments)
 
     async def client(self) -> InferenceClient:
         client = InferenceClient(self.ports[0], deserialize=False)
@@ -238,7 +238,7 @@ def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
     await processes.coordinator()
     for name in ("one", "two"):
-        await processes.engine(name, "--max-requests", "4", "--fault", "slow-step:seconds=0.01")
+        await processes.engine(name, "--max-requests", "4", "--echo-step-seconds", "0.01")
     link, greedy, other = await processes.admin(), await processes.client(), await processes.client()
     await until_serving(link, {"one", "two"})
     long = [greedy.add_request_streaming([*PROMPT, n], params(3000)) for n in range(300)]
@@ -281,7 +281,7 @@ async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_op
     processes: Processes,
 ) -> None:
     with private_folder() as folder:
-        options = ("coordinator", "--socket-dir", str(folder), "--health-port", "off")
+        options = (*COORDINATOR, "--socket-dir", str(folder), "--health-port", "off")
         address = f"ipc://{folder}/client"
         for _ in range(2):
             coordinator = await processes.start(*options)

@@ -4,8 +4,8 @@ import asyncio
 import socket
 
 import pytest
+from echo_executor import echo_answer
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.text_prompts import MAX_TEXT_CHARACTERS
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import zmq
+from echo_executor import echo_answer
 
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.adapters import Adapter, AdapterList

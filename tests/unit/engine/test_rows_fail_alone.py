@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from echo_executor import EchoExecutor
 from random_checkpoint import LLAMA, OVERFLOW, random_tensors, write_model, write_overflowing_model
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.torch_executor import TorchExecutor

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from echo_engine import EchoBackend
 from hostile_grammars import REJECTED_BY_TRIAL
 
 from megatron_runtime.backends import text as model_text
-from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
@@ -128,7 +128,7 @@ def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: C
 
 
 def test_an_echo_engine_keeps_to_the_structure_too() -> None:
-    echo = EchoBackend(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", backend="echo"))
+    echo = EchoBackend(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1"))
     params = SamplingParams(structured_output={"type": "json_schema", "value": PERSON})
     prompt = np.array([1, 2, 3], np.int32)
     assert echo.controller is not None

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
+from echo_engine import EchoBackend
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.engine.backend import CacheEvents, Capability
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
@@ -19,15 +19,17 @@ from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
 from megatron_runtime.sampling_params import SamplingParams
 
-SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 20)
+from .echo_core import FailingRanks
+
+SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", kv_cache_memory=1 << 20)
 SQL, CHAT, LOST = Adapter("sql", "hf:org/sql"), Adapter("chat", "hf:org/chat"), Adapter("lost", "/no/such/directory")
 
 
 class Rig:
     """An echo engine and its lifecycle."""
 
-    def __init__(self, *, faults: tuple[str, ...] = ()) -> None:
-        self.backend = EchoBackend(dataclasses.replace(SETTINGS, echo_faults=faults))
+    def __init__(self) -> None:
+        self.backend = EchoBackend(SETTINGS)
         self.lifecycle = Lifecycle(self.backend)
         self.adapters = self.lifecycle.adapters
         self.tokens: dict[int, list[int]] = {}
@@ -94,10 +96,10 @@ async def test_all_adapters_of_a_list_are_loaded_or_none(rig: Rig) -> None:
     assert rig.adapters.current.adapters == (SQL,)
 
 
-async def test_a_rank_that_does_not_confirm_undoes_the_load() -> None:
-    rig = Rig(faults=("fail-verb:verb=SET_ADAPTERS",))
+async def test_a_rank_that_does_not_confirm_undoes_the_load(rig: Rig) -> None:
+    rig.backend.ranks = FailingRanks(Header.SET_ADAPTERS)
     ack = await rig.prepare(SQL)
-    assert "SET_ADAPTERS fails: injected fault" in (ack.error or "")
+    assert "rank 1: did not confirm SET_ADAPTERS" in (ack.error or "")
     assert rig.loaded == []
 
 

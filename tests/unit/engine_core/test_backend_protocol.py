@@ -1,11 +1,10 @@
-"""The interface between the worker and a backend: capabilities, results by rank, the registry."""
+"""The interface between the worker and a backend: capabilities, results by rank."""
 
 import dataclasses
 
 import pytest
+from echo_engine import EchoBackend
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.registry import build_backend, link_for
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.backend import (
     Capability,
@@ -15,9 +14,8 @@ from megatron_runtime.engine.backend import (
 )
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.transport.peer_link import PeerLink
 
-SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 20)
+SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", kv_cache_memory=1 << 20)
 USES = {
     "structured_output": ({"structured_output": {"type": "json_object"}}, Capability.STRUCTURED_OUTPUT),
     "logit_bias": ({"logit_bias": {7: 1.0}}, Capability.LOGIT_BIAS),
@@ -44,8 +42,11 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
 def test_a_backend_announces_what_it_does_not_declare() -> None:
     info = EchoBackend(SETTINGS).info
     assert info.lacks == ("HIDDEN_STATES",)
-    faulty = dataclasses.replace(SETTINGS, echo_faults=("lacks:capability=HIGH_TEMPERATURE",))
-    assert EchoBackend(faulty).info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE")
+    lacking = EchoBackend(SETTINGS, lacks=[Capability.HIGH_TEMPERATURE])
+    assert lacking.info.lacks == (
+        "HIDDEN_STATES",
+        "HIGH_TEMPERATURE",
+    )
     verbs = frozenset({Capability.SUSPEND, Capability.ADAPTERS})
     assert "LOG_PROBS" in dataclasses.replace(info, capabilities=verbs).lacks
 
@@ -78,12 +79,3 @@ def test_results_name_every_failed_rank_of_several() -> None:
     assert RankResults.of_failure(lost, ranks=4).failed == {3: "its connection ended"}
     with pytest.raises(RuntimeError, match="PAUSE failed: rank 3: its connection ended"):
         RankResults.of_failure(lost, ranks=4).require("PAUSE")
-
-
-def test_the_registry_builds_the_backend_of_the_settings() -> None:
-    assert isinstance(build_backend(SETTINGS), EchoBackend)
-    assert link_for(SETTINGS) is None
-    faulty = dataclasses.replace(SETTINGS, echo_faults=("drop-heartbeats:after=1",))
-    make_link = link_for(faulty)
-    assert make_link is not None
-    assert issubclass(make_link.func, PeerLink)

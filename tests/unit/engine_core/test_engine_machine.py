@@ -5,11 +5,11 @@ A model-based test on the echo executor, whose answer depends on every token rea
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Process, until_serving
 from hostile_grammars import REJECTED_BY_TEXT, REJECTED_BY_TRIAL, ambiguous, chained_references, multiples
@@ -21,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from soak import SOAK, size
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.config import InferenceConfig

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
+from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engine.backend import CacheEvents, Capability, RankResults
+from megatron_runtime.engine.backend import CacheEvents, Capability
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -22,6 +22,8 @@ from megatron_runtime.protocol.headers import SIGNALS, Header
 from megatron_runtime.protocol.lifecycle import ENGINE_LEGAL_FROM, TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlCommit
 from megatron_runtime.sampling_params import SamplingParams
+
+from .echo_core import FailingRanks
 
 PATH_TO = {
     EngineState.RUNNING: (Header.UNPAUSE,),
@@ -150,15 +152,6 @@ async def test_a_failed_signal_is_answered_and_keeps_the_state(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-class FailingRanks(Ranks):
-    """Two of four ranks fail."""
-
-    count = 4
-
-    async def confirm(self, signal: Header) -> RankResults:
-        return RankResults(4, {3: "it hangs", 1: f"did not confirm {signal.name}"})
-
-
 @pytest.mark.parametrize("kind", [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS])
 async def test_work_that_another_rank_does_not_confirm_is_undone(rig: Rig, kind: Header) -> None:
     before = {Header.PAUSE: EngineState.RUNNING, Header.RESUME: EngineState.SUSPENDED}.get(kind, EngineState.PAUSED)
@@ -166,7 +159,7 @@ async def test_work_that_another_rank_does_not_confirm_is_undone(rig: Rig, kind:
     await rig.submit(400)
     await rig.reach(before)
     has_weights = rig.executor.has_weights
-    alone, rig.backend.ranks = rig.backend.ranks, FailingRanks()
+    alone, rig.backend.ranks = rig.backend.ranks, FailingRanks(kind)
     ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=3))
     assert ack.error == f"{kind.name} failed: rank 1: did not confirm {kind.name}; rank 3: it hangs"
     assert rig.lifecycle.state is before

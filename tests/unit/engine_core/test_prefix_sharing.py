@@ -1,38 +1,30 @@
 """Requests with equal prefixes share their KV, as the scheduler admits them."""
 
-import numpy as np
-import pytest
+from functools import partial
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
+import pytest
+from echo_executor import EchoExecutor, echo_answer, echo_weights
+
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
-from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
+from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.hashing import block_digests
-from megatron_runtime.sampling_params import SamplingParams
 
-PAGE, BLOCK = 4, 8
+from . import echo_core
+from .echo_core import BLOCK, request
+
 PROMPT = list(range(1, 30))
 """Three complete blocks and five tokens."""
 
 
-def make_engine(*, pages: int = 200, **config: object) -> EngineCore:
-    executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
-    executor.load()
-    defaults = {
-        "max_requests": 8,
-        "max_tokens": 64,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "prefix_caching_eviction_policy": "lru",
-        "block_size_tokens": BLOCK,
-    }
-    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
+make_engine = partial(
+    echo_core.make_engine, enable_prefix_caching=True, prefix_caching_eviction_policy="lru", block_size_tokens=BLOCK
+)
 
 
 def add(engine: EngineCore, number: int, prompt: list[int], length: int = 4, **params: object) -> None:
-    sampling = SamplingParams(temperature=0, num_tokens_to_generate=length, **params)
-    engine.add_request(EngineRequest(number, np.array(prompt, np.int32), np.array([], np.int32), sampling))
+    engine.add_request(request(number, prompt, length, **params))
 
 
 def step(engine: EngineCore) -> list[int]:

@@ -1,55 +1,27 @@
 """A waiting request takes the place of running ones of lower priority: at once, of as few as need be, once."""
 
+from functools import partial
 from random import Random
 
 import numpy as np
 import pytest
+from echo_executor import echo_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.sampling_params import SamplingParams
 
-PAGE = 4
+from . import echo_core
+from .echo_core import PAGE, prompt_of, request, run, running, step
 
-
-def make_engine(*, pages: int = 200, **config: object) -> EngineCore:
-    executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
-    executor.load()
-    defaults = {"max_requests": 3, "max_tokens": 256, "enable_chunked_prefill": True}
-    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
-
-
-def prompt(number: int, length: int = 8) -> list[int]:
-    return [number + 1] * length
+make_engine = partial(echo_core.make_engine, max_requests=3, max_tokens=256)
 
 
 def add(engine: EngineCore, number: int, priority: int, *, length: int = 8, answer: int = 20) -> None:
-    params = SamplingParams(temperature=0.0, num_tokens_to_generate=answer, priority=priority)
-    tokens = np.array(prompt(number, length), np.int32)
-    engine.add_request(EngineRequest(number, tokens, np.empty(0, np.int32), params))
-
-
-def running(engine: EngineCore) -> list[int]:
-    return [request.request_id for request in engine._scheduler.running]
-
-
-def run(engine: EngineCore, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
-    answers = {} if answers is None else answers
-    while engine.has_work:
-        step(engine, answers)
-    return answers
-
-
-def step(engine: EngineCore, answers: dict[int, list[int]]) -> None:
-    for output in engine.step():
-        assert output.error is None
-        answers.setdefault(output.request_id, []).extend(output.new_tokens)
-    engine.check_integrity()
+    engine.add_request(request(number, prompt_of(number, length), answer, priority=priority))
 
 
 def test_a_higher_priority_preempts_the_last_request_which_continues_later() -> None:
@@ -66,7 +38,7 @@ def test_a_higher_priority_preempts_the_last_request_which_continues_later() -> 
     assert running(engine) == [3, 0, 1]
     assert [request.request_id for request in engine._scheduler.waiting] == [2, 4]
     run(engine, answers)
-    assert answers == {number: echo_answer(prompt(number), 20) for number in range(5)}
+    assert answers == {number: echo_answer(prompt_of(number), 20) for number in range(5)}
     assert engine.stats().preemptions == 1
     kinds = [event.type for event in victim.events]
     assert kinds == [Event.ADD_ENGINE, Event.ADD_CONTEXT, Event.EVICT, Event.ADD_CONTEXT, Event.FINISH]
@@ -85,8 +57,8 @@ def test_preemption_takes_as_few_requests_as_needed() -> None:
     # 6 pages are free; one victim gives 4 and needs no page kept for its growth: 10 + 5 > 10, two: 10 + 4 <= 14.
     assert running(engine) == [6, 0, 1, 2, 3]
     run(engine, answers)
-    assert answers[6] == echo_answer(prompt(6, 10 * PAGE - 1), 20)
-    assert all(answers[number] == echo_answer(prompt(number, 4 * PAGE - 1), 30) for number in range(6))
+    assert answers[6] == echo_answer(prompt_of(6, 10 * PAGE - 1), 20)
+    assert all(answers[number] == echo_answer(prompt_of(number, 4 * PAGE - 1), 30) for number in range(6))
 
 
 @pytest.mark.parametrize("priority", [1, 2])
@@ -100,7 +72,7 @@ def test_no_request_is_preempted_by_an_equal_or_lower_priority(priority: int) ->
         add(engine, number, priority=priority, answer=5)
     run(engine, answers)
     assert engine.stats().preemptions == 0
-    assert answers[5] == echo_answer(prompt(5), 5)
+    assert answers[5] == echo_answer(prompt_of(5), 5)
 
 
 def test_no_request_is_preempted_if_that_frees_too_little() -> None:
@@ -115,7 +87,7 @@ def test_no_request_is_preempted_if_that_frees_too_little() -> None:
         assert running(engine) == [0, 1]
     run(engine, answers)
     assert engine.stats().preemptions <= 1
-    assert answers[1] == echo_answer(prompt(1, 2 * PAGE), 60)
+    assert answers[1] == echo_answer(prompt_of(1, 2 * PAGE), 60)
 
 
 def test_a_prompt_of_higher_priority_has_the_tokens_of_a_step_first() -> None:
@@ -131,7 +103,7 @@ def test_a_prompt_of_higher_priority_has_the_tokens_of_a_step_first() -> None:
     assert plan.query_lengths.tolist() == [16]
     assert engine.stats().preemptions == 0
     run(engine, answers)
-    assert answers[0] == echo_answer(prompt(0, 100), 20)
+    assert answers[0] == echo_answer(prompt_of(0, 100), 20)
 
 
 def test_a_decode_is_deferred_if_decodes_take_every_token_of_a_step() -> None:
@@ -144,7 +116,7 @@ def test_a_decode_is_deferred_if_decodes_take_every_token_of_a_step() -> None:
     add(engine, 3, priority=0)
     step(engine, answers)
     assert running(engine) == [3, 0, 1]
-    assert run(engine, answers)[3] == echo_answer(prompt(3), 20)
+    assert run(engine, answers)[3] == echo_answer(prompt_of(3), 20)
 
 
 def test_a_cached_prefix_that_only_victims_held_is_computed_again_where_it_was_forgotten() -> None:
@@ -160,13 +132,13 @@ def test_a_cached_prefix_that_only_victims_held_is_computed_again_where_it_was_f
         add(engine, 0, priority=1, length=6 * PAGE)
         step(engine, answers)
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=4, priority=0)
-        tokens = np.array([*prompt(0, 5 * PAGE), 9, 9], np.int32)
+        tokens = np.array([*prompt_of(0, 5 * PAGE), 9, 9], np.int32)
         engine.add_request(EngineRequest(1, tokens, np.empty(0, np.int32), params))
         step(engine, answers)
         assert running(engine) == [1]
         assert engine._scheduler.open[1].num_cached_tokens == (5 * PAGE if policy == "lru" else 0)
         run(engine, answers)
-        assert answers == {0: echo_answer(prompt(0, 6 * PAGE), 20), 1: echo_answer(tokens.tolist(), 4)}
+        assert answers == {0: echo_answer(prompt_of(0, 6 * PAGE), 20), 1: echo_answer(tokens.tolist(), 4)}
 
 
 @settings(max_examples=25)
@@ -181,7 +153,7 @@ def test_the_first_request_always_runs_and_every_answer_is_exact(seed: int, page
         if len(wanted) < 14 and random.random() < 0.4:
             number, length = len(wanted), random.randint(1, longest)
             add(engine, number, priority=random.randint(-2, 2), length=length, answer=12)
-            wanted[number] = echo_answer(prompt(number, length), 12)
+            wanted[number] = echo_answer(prompt_of(number, length), 12)
         line = sorted(engine._scheduler.open.values(), key=lambda request: request.rank)
         preempted = engine.stats().preemptions
         step(engine, answers)

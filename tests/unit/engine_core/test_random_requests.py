@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer
 from soak import SOAK
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from echo_executor import EchoExecutor, echo_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.contexts.dynamic_context import (
@@ -20,36 +20,7 @@ from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 
-DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
-
-
-def make_engine(*, pages: int = 200, **config: int) -> EngineCore:
-    executor = EchoExecutor(page_size=4, num_pages=pages, max_sequence_length=256)
-    executor.load()
-    return EngineCore(executor, InferenceConfig(**{**DEFAULTS, **config}))
-
-
-def request(
-    request_id: int, prompt: list[int], length: int = 10, *, generated: list[int] | None = None, **params: object
-) -> EngineRequest:
-    return EngineRequest(
-        request_id,
-        np.array(prompt, np.int32),
-        np.array(generated or [], np.int32),
-        SamplingParams(temperature=0.0, num_tokens_to_generate=length, **params),
-    )
-
-
-def run(engine: EngineCore, steps: int = 10_000) -> dict[int, list[int]]:
-    answers: dict[int, list[int]] = {}
-    for _ in range(steps):
-        if not engine.has_work:
-            break
-        for output in engine.step():
-            answers.setdefault(output.request_id, []).extend(output.new_tokens)
-        engine.check_integrity()
-    return answers
-
+from .echo_core import make_engine, request, run
 
 prompts = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=60), min_size=1, max_size=20)
 
@@ -218,13 +189,10 @@ def test_memory_is_taken_from_the_lowest_priority() -> None:
 @pytest.mark.parametrize("running", [True, False])
 def test_a_request_past_its_deadline_ends_and_frees_its_memory(running: bool) -> None:
     clock = Clock()
-    executor = EchoExecutor(page_size=4)
-    executor.load()
-    engine = EngineCore(executor, InferenceConfig(max_requests=1), clock=clock)
+    engine = make_engine(max_requests=1, clock=clock)
     if not running:
         engine.add_request(request(9, [1], 50))
-    late = request(0, [1, 2, 3], 50)
-    engine.add_request(EngineRequest(0, late.prompt_tokens, late.generated_tokens, late.sampling_params, 0, 5.0))
+    engine.add_request(request(0, [1, 2, 3], 50, seconds=5.0))
     clock.now += 4.9
     assert all(output.error is None for output in engine.step())
     clock.now += 0.1
@@ -237,12 +205,9 @@ def test_a_request_past_its_deadline_ends_and_frees_its_memory(running: bool) ->
 
 def test_a_call_that_ended_in_time_is_not_killed() -> None:
     clock = Clock()
-    executor = EchoExecutor(page_size=4)
-    executor.load()
-    engine = EngineCore(executor, InferenceConfig(), clock=clock)
+    engine = make_engine(clock=clock)
     for number in range(300):
-        one = request(number, [1], 1)
-        engine.add_request(EngineRequest(number, one.prompt_tokens, one.generated_tokens, one.sampling_params, 0, 5.0))
+        engine.add_request(request(number, [1], 1, seconds=5.0))
         engine.step()
     clock.now += 10
     engine.add_request(request(0, [1], 2))
@@ -251,19 +216,10 @@ def test_a_call_that_ended_in_time_is_not_killed() -> None:
 
 def test_a_deadline_is_kept_whatever_many_others_ended_in_time() -> None:
     clock = Clock()
-    executor = EchoExecutor(page_size=4, num_pages=20)
-    executor.load()
-    engine = EngineCore(executor, InferenceConfig(), clock=clock)
-
-    def add(number: int, seconds: float) -> None:
-        one = request(number, [1, 2], 50)
-        engine.add_request(
-            EngineRequest(number, one.prompt_tokens, one.generated_tokens, one.sampling_params, 0, seconds)
-        )
-
-    add(0, 5)
+    engine = make_engine(pages=20, clock=clock)
+    engine.add_request(request(0, [1, 2], 50, seconds=5.0))
     for number in range(1, 200):
-        add(number, 100)
+        engine.add_request(request(number, [1, 2], 50, seconds=100.0))
         assert engine.abort_request(number)
     clock.now += 6
     assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(0, "error")]

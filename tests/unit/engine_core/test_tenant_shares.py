@@ -1,53 +1,23 @@
 """Tenants share an engine's slots, pages and prompt tokens; a tenant alone has all of them, in the order of arrival."""
 
+from functools import partial
 from random import Random
 
-import numpy as np
 import pytest
+from echo_executor import echo_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.sampling_params import SamplingParams
 
-PAGE = 4
+from . import echo_core
+from .echo_core import PAGE, prompt_of, request, run, running, step
 
-
-def make_engine(*, pages: int = 200, **config: object) -> EngineCore:
-    executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
-    executor.load()
-    defaults = {"max_requests": 4, "max_tokens": 256, "enable_chunked_prefill": True}
-    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
-
-
-def prompt(number: int, length: int = 8) -> list[int]:
-    return [number + 1] * length
+make_engine = partial(echo_core.make_engine, max_requests=4, max_tokens=256)
 
 
 def add(engine: EngineCore, number: int, tenant: str, *, length: int = 8, answer: int = 20, priority: int = 0) -> None:
-    params = SamplingParams(temperature=0.0, num_tokens_to_generate=answer, priority=priority)
-    tokens, nothing = np.array(prompt(number, length), np.int32), np.empty(0, np.int32)
-    engine.add_request(EngineRequest(number, tokens, nothing, params, tenant=tenant))
-
-
-def running(engine: EngineCore) -> list[int]:
-    return [request.request_id for request in engine._scheduler.running]
-
-
-def step(engine: EngineCore, answers: dict[int, list[int]]) -> None:
-    for output in engine.step():
-        assert output.error is None
-        answers.setdefault(output.request_id, []).extend(output.new_tokens)
-    engine.check_integrity()
-
-
-def run(engine: EngineCore, answers: dict[int, list[int]]) -> dict[int, list[int]]:
-    while engine.has_work:
-        step(engine, answers)
-    return answers
+    engine.add_request(request(number, prompt_of(number, length), answer, tenant=tenant, priority=priority))
 
 
 def test_a_tenant_that_has_every_slot_gives_half_of_them_to_another() -> None:
@@ -63,7 +33,7 @@ def test_a_tenant_that_has_every_slot_gives_half_of_them_to_another() -> None:
     assert running(engine) == [0, 12, 1, 13]
     assert engine.stats().preemptions == 2
     run(engine, answers)
-    assert answers == {number: echo_answer(prompt(number), 20) for number in range(16)}
+    assert answers == {number: echo_answer(prompt_of(number), 20) for number in range(16)}
 
 
 def test_a_tenant_that_fills_the_memory_is_preempted_for_another() -> None:
@@ -78,8 +48,8 @@ def test_a_tenant_that_fills_the_memory_is_preempted_for_another() -> None:
     step(engine, answers)
     assert len(answers[16]) == 1, "the first step brought its first token"
     run(engine, answers)
-    assert answers[16] == echo_answer(prompt(16, 6 * PAGE - 1), 10)
-    assert all(answers[number] == echo_answer(prompt(number, 6 * PAGE - 1), 60) for number in range(16))
+    assert answers[16] == echo_answer(prompt_of(16, 6 * PAGE - 1), 10)
+    assert all(answers[number] == echo_answer(prompt_of(number, 6 * PAGE - 1), 60) for number in range(16))
 
 
 def test_long_prompts_of_a_tenant_do_not_hold_up_the_prompt_of_another() -> None:
@@ -94,7 +64,7 @@ def test_long_prompts_of_a_tenant_do_not_hold_up_the_prompt_of_another() -> None
         step(engine, answers)
         steps += 1
     assert steps <= 8, "only the first prompt of the other tenant goes before it: 100 tokens in steps of 16"
-    assert run(engine, answers)[4] == echo_answer(prompt(4, 12), 20)
+    assert run(engine, answers)[4] == echo_answer(prompt_of(4, 12), 20)
 
 
 @pytest.mark.parametrize("waiting", ["a", "b"])
@@ -152,7 +122,7 @@ def test_no_request_overtakes_the_first_and_every_answer_is_exact(seed: int, pag
         if len(wanted) < 14 and random.random() < 0.4:
             number, length = len(wanted), random.randint(1, longest)
             add(engine, number, random.choice("abc"), length=length, answer=12, priority=random.randint(0, 1))
-            wanted[number] = echo_answer(prompt(number, length), 12)
+            wanted[number] = echo_answer(prompt_of(number, length), 12)
         step(engine, answers)
         line = sorted(engine._scheduler.open.values(), key=lambda request: request.rank)
         waits = line[0].request_id if line and line[0].slot < 0 else None

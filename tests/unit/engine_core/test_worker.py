@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control_link import ControlLink
+from echo_executor import EchoExecutor, echo_answer, echo_weights
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
+from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine import worker as worker_module
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
@@ -25,11 +26,14 @@ from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Message, tokens_to_bytes
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink
+
+from .echo_core import FailingRanks
 
 
 class BrokenExecutor(EchoExecutor):
@@ -64,6 +68,11 @@ class Served:
         )
         self.coordinator.start()
         self.address = self.coordinator.transport.addresses[Role.ENGINE]
+        self.client = InferenceClient(self.address, deserialize=False)
+        self.begin("engine-0")
+
+    def begin(self, name: str) -> None:
+        """Start an engine in place of the last one."""
         self.executor = EchoExecutor(page_size=4, num_pages=40)
         config = InferenceConfig(
             enable_prefix_caching=True,
@@ -73,9 +82,8 @@ class Served:
         )
         self.engine = EngineCore(self.executor, config)
         self.backend = NativeBackend(self.engine)
-        self.worker = EngineWorker(EngineSettings(coordinator=self.address, name="engine-0"), self.backend)
+        self.worker = EngineWorker(EngineSettings(coordinator=self.address, name=name), self.backend)
         self.task = asyncio.ensure_future(self.worker.run())
-        self.client = InferenceClient(self.address, deserialize=False)
 
     async def generate(self, prompt: list[int], length: int, **params: object) -> dict:
         sampling = SamplingParams(temperature=0.0, num_tokens_to_generate=length, **params)
@@ -215,14 +223,6 @@ def test_the_termination_message_has_the_cause(tmp_path: Path) -> None:
     }
 
 
-def test_an_echo_engine_uses_little_memory_for_any_cache_size() -> None:
-    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="echo", kv_cache_memory=1 << 40)
-    engine = EchoBackend(settings).core
-    engine.executor.load()
-    assert isinstance(engine.executor, EchoExecutor)
-    assert 0 < engine.executor._cache.nbytes + engine.context.prefix_cache.references.nbytes < 32 << 20
-
-
 @pytest.mark.parametrize(("is_open", "why"), [(False, "Connect call failed"), (True, "accepts connections, but no")])
 async def test_an_engine_reports_where_and_why_it_cannot_register_and_ends_at_the_limit(
     is_open: bool, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -270,3 +270,55 @@ async def test_an_engine_that_a_later_process_has_replaced_logs_its_rejection_on
     await task
     logged = [record.getMessage() for record in caplog.records if "a later process" in record.getMessage()]
     assert logged == ["the coordinator rejected a message: UNAVAILABLE a later process is registered as engine-0"]
+
+
+@pytest.mark.parametrize("way", ["step", "rank ended", "rank silent", "control", "leaves"])
+async def test_only_an_engine_that_fails_in_a_step_counts_as_crashed(served: Served, way: str) -> None:
+    """Its DISCONNECT gives the reason. Its requests are replayed on another engine in any case."""
+    served.executor.step_seconds = 0.02
+    if way == "step":
+        served.executor.fails_at = 5
+    answer = asyncio.ensure_future(served.generate([1, 2], 50))
+
+    async def in_flight() -> bool:
+        return bool(served.coordinator.core.engines.in_flight())
+
+    await eventually(in_flight, what="the engine has the request", look_seconds=0.01)
+    if way == "rank ended":
+        served.worker.on_failure(RankLostError(1, "its connection ended"))
+    elif way == "rank silent":
+        silent = RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True)
+        served.worker.on_failure(silent)
+    elif way == "control":
+        served.worker._controls.put_nowait(None)  # type: ignore[arg-type]
+    elif way == "leaves":
+        served.worker.ended.set()
+    await asyncio.wait_for(served.task, LONG_SECONDS)
+    if way == "step":
+        assert str(served.worker.failure) == "step 5 fails: injected fault"
+    served.begin("engine-1")
+    assert (await answer)["generated_tokens"] == echo_answer([1, 2], 50)
+    counters = served.coordinator.core.counters
+    assert (counters.engines_lost, counters.engine_crashes) == (1, int(way in ("step", "rank ended")))
+
+
+@pytest.mark.parametrize("failing", [Header.PAUSE, Header.SUSPEND, Header.RESUME])
+async def test_a_verb_that_the_only_engine_fails_is_rolled_back_and_serving_continues(
+    served: Served, failing: Header
+) -> None:
+    served.backend.ranks = ranks = FailingRanks(failing)
+    link = ControlLink(served.address)
+    await link.start()
+    try:
+        for kind in (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE):
+            if kind is failing:
+                with pytest.raises(ControlRejectedError, match=f"rank 1: did not confirm {kind.name}"):
+                    await link.control(kind, operation_id="first", fence=1, timeout_seconds=LONG_SECONDS)
+                ranks.failing.clear()
+                await served.coordinator.wait_for_engines(1)
+                if kind is Header.PAUSE:
+                    assert (await served.generate([5], 4))["generated_tokens"] == echo_answer([5], 4)
+            await link.control(kind, operation_id=kind.name, fence=1, timeout_seconds=LONG_SECONDS)
+        assert (await served.generate([7], 6))["generated_tokens"] == echo_answer([7], 6)
+    finally:
+        link.close()

@@ -114,7 +114,6 @@ def test_the_cause_is_the_termination_message(monkeypatch: pytest.MonkeyPatch, t
         {"kv_cache_memory": 1000},
         {"model_format": "TorchDist"},
         {"block_size_tokens": 7},
-        {"echo_ranks": 2},
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from echo_executor import EchoExecutor
 from megatron.core.inference import async_stream as their_stream
 from megatron.core.inference import data_parallel_inference_coordinator as their_coordinator
 from megatron.core.inference import inference_client as their_client
@@ -22,7 +23,6 @@ from megatron_runtime import config, inference_request
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _EventLoopManager, _MegatronLLMBase
 from megatron_runtime.async_stream import AsyncStream
-from megatron_runtime.backends.echo.echo_executor import EchoExecutor
 from megatron_runtime.contexts import dynamic_context
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from gpt_models import make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
@@ -27,7 +28,6 @@ from megatron_engine import be_engine
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator

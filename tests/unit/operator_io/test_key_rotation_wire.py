@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from echo_engine import EchoBackend
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
-from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.backends.registry import build_backend
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
@@ -155,13 +155,11 @@ async def test_a_real_engine_loads_its_new_key_while_it_serves(tmp_path: Path) -
     settings = EngineSettings(
         coordinator=site.address(Role.ENGINE),
         name="engine-0",
-        backend="echo",
-        echo_step_seconds=0.01,
         max_requests=8,
         kv_cache_memory=1 << 20,
         keys_dir=tmp_path,
     )
-    worker = EngineWorker(settings, build_backend(settings))
+    worker = EngineWorker(settings, EchoBackend(settings, step_seconds=0.01))
     serving = asyncio.create_task(worker.run())
     await site.client.start(connect_timeout_seconds=LONG_SECONDS)
     asked: list[asyncio.Task[list[int]]] = []

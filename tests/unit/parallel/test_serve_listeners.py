@@ -12,10 +12,11 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import echo_serve
 import psutil
 import pytest
 from eventually import LONG_SECONDS
@@ -25,13 +26,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 _LISTENS = 0x10000
 """The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON)."""
 OTHER_USER = 65534
+MEGATRON = (str(Path(sys.executable).with_name("megatron")),)
 
 
 @asynccontextmanager
-async def serve(directory: Path, *options: str) -> AsyncIterator[tuple[int, str]]:
+async def serve(directory: Path, *options: str, program: Sequence[str] = MEGATRON) -> AsyncIterator[tuple[int, str]]:
     """Run `megatron serve` in a directory. Yield its process id and URL."""
     process = await asyncio.create_subprocess_exec(
-        *(Path(sys.executable).with_name("megatron"), "serve", "--port", "0", *options),
+        *(*program, "serve", "--port", "0", *options),
         cwd=directory,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -121,8 +123,8 @@ async def test_two_engines_open_the_http_port_only_and_import_nothing_from_the_d
     hostile: HostileDirectory,
 ) -> None:
     (hostile.path / "keys").write_text("secret\n")
-    options = ("--backend", "echo", "--kv-cache-memory", "16Mi", "--engines", "2", "--api-keys-file", "keys")
-    async with serve(hostile.path, *options) as (pid, url):
+    options = ("--kv-cache-memory", "16Mi", "--engines", "2", "--api-keys-file", "keys")
+    async with serve(hostile.path, *options, program=(sys.executable, echo_serve.PROGRAM)) as (pid, url):
         assert check_listeners(pid, url) == {"client", "engine", "admin"}
         assert "secret" not in str([process.cmdline() for process in processes(pid)])
     assert hostile.imported == []

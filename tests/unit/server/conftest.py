@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import echo_serve
 import httpx
 import openai
 import psutil
@@ -193,8 +194,9 @@ class Served:
         raise AssertionError(f"no line matched {pattern!r}:\n" + "\n".join(self.lines))
 
     def children(self) -> dict[str, psutil.Process]:
+        names = ("coordinator", "server")
         children = psutil.Process(self.process.pid).children()
-        return {child.cmdline()[4]: child for child in children}
+        return {next((name for name in names if name in child.cmdline()), "engine"): child for child in children}
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
@@ -203,7 +205,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi", "--adapter", "sql=hf:org/sql"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -54,7 +54,7 @@ async def test_help_lists_every_command_and_imports_none() -> None:
         (["engine", "--name", "e"], ["--coordinator"]),
         (["engine", "--name", "e", "--coordinator", "nowhere"], ["--coordinator", "'nowhere'", "host:port"]),
         (["engine", "--name", "e", "--coordinator", "h:1", "--kv-cache-memory", "2Gb"], ["--kv-cache-memory", "2Gi"]),
-        (["engine", "--name", "e", "--coordinator", "h:1", "--backend", "gpu"], ["--backend", "'gpu'", "'echo'"]),
+        (["engine", "--name", "e", "--coordinator", "h:1", "--backend", "gpu"], ["--backend", "'gpu'", "'vllm'"]),
         (["engine", "--name", "e", "--coordinator", "h:1", "--health-port", "x"], ["--health-port", "'x'", "off"]),
         (["coordinator", "--routing-policy", "Random"], ["--routing-policy", "'Random'", "LoadBalanced"]),
         (["coordinator", "--alpha", "2"], ["--alpha", "2.0"]),

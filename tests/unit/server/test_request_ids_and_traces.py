@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import echo_engine
 import httpx
 import pytest
 from eventually import LONG_SECONDS, eventually
@@ -77,9 +78,11 @@ class Components:
     async def start(self) -> None:
         client, engine, admin, http_port = free_ports(4)
         ports = ("--client-port", str(client), "--engine-port", str(engine), "--admin-port", str(admin))
-        self._run("coordinator", "--listen", "127.0.0.1", *ports)
-        self._run("engine", "--coordinator", f"127.0.0.1:{engine}", "--name", "engine-0", "--backend", "echo")
-        self._run("server", "--coordinator", f"127.0.0.1:{client}", "--host", "127.0.0.1", "--port", str(http_port))
+        megatron = ("-m", "megatron_runtime.cli")
+        to_server = ("--coordinator", f"127.0.0.1:{client}", "--host", "127.0.0.1", "--port", str(http_port))
+        self._run("coordinator", *megatron, "coordinator", "--listen", "127.0.0.1", *ports)
+        self._run("engine", echo_engine.PROGRAM, "--coordinator", f"127.0.0.1:{engine}", "--name", "engine-0")
+        self._run("server", *megatron, "server", *to_server)
         self.url = f"http://127.0.0.1:{http_port}"
         async with httpx.AsyncClient(trust_env=False) as probe:
 
@@ -91,11 +94,11 @@ class Components:
 
             await eventually(is_ready, what="the server is ready")
 
-    def _run(self, command: str, *arguments: str) -> None:
+    def _run(self, component: str, *command: str) -> None:
         common = ("--health-port", "off", "--log-level", "debug", "--log-format", "json")
-        with (self.directory / command).open("wb") as log:
-            self.processes[command] = subprocess.Popen(
-                [sys.executable, "-m", "megatron_runtime.cli", command, *arguments, *common],
+        with (self.directory / component).open("wb") as log:
+            self.processes[component] = subprocess.Popen(
+                [sys.executable, *command, *common],
                 stderr=log,
                 env={**os.environ, **self.environment},
             )

@@ -1,4 +1,4 @@
-"""`megatron serve` with real processes and real sockets, and the echo executor instead of weights."""
+"""`megatron serve` with real processes and real sockets, and echo engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import echo_serve
 import httpx
 import psutil
 from eventually import LONG_SECONDS
@@ -50,7 +51,7 @@ async def test_it_answers_survives_a_killed_engine_and_leaves_no_process(served:
 
 async def test_an_adapter_that_cannot_be_loaded_ends_it_with_the_cause() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--backend", "echo", "--port", "0"),
+        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
         *("--kv-cache-memory", "16Mi", "--adapter", "sql=/no/such"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -92,10 +93,10 @@ async def test_a_port_in_use_is_reported_at_once(running: Any) -> None:
 
 async def test_run_serves_a_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "megatron.toml"
-    file.write_text('backend = "native"\nkv-cache-memory = "16Mi"\ntemperature = 0\n')
+    file.write_text('backend = "vllm"\nkv-cache-memory = "16Mi"\ntemperature = 0\n')
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "run", "builtin:smollm2-135m"),
-        *("--config", str(file), "--backend", "echo"),
+        *(sys.executable, echo_serve.PROGRAM, "run", "builtin:smollm2-135m"),
+        *("--config", str(file), "--backend", "native"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from control_link import ControlLink
+from echo_engine import EchoBackend
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from random_checkpoint import OVERFLOW, write_overflowing_model
 
-from megatron_runtime.backends.echo.backend import EchoBackend
-from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.engine import EngineCore
@@ -37,7 +37,7 @@ TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
 class Stack:
     """A coordinator, an engine and a server.
 
-    step_seconds: time of a step of the echo backend.
+    step_seconds: duration of a step of the echo engine.
     model:        directory and dtype of a model in place of it.
     """
 
@@ -57,12 +57,10 @@ class Stack:
         engine_settings = EngineSettings(
             coordinator=addresses[Role.ENGINE],
             name="engine-0",
-            backend="echo",
-            echo_step_seconds=self.step_seconds,
             max_requests=8,
             kv_cache_memory=1 << 20,
         )
-        backend: NativeBackend = EchoBackend(engine_settings)
+        backend: NativeBackend = EchoBackend(engine_settings, step_seconds=self.step_seconds)
         if self.model is not None:
             directory, dtype = self.model
             executor = CpuExecutor(resolve(str(directory)), dtype=dtype, kv_cache_memory=1 << 20, threads=1)

@@ -30,7 +30,6 @@ def build_native(settings: EngineSettings) -> NativeBackend:
     Raises:
         ValueError: a setting or the model is not usable; the message names it and the remedy.
     """
-    _require_no_echo_options(settings)
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
         return NativeBackend(
@@ -59,21 +58,12 @@ def check_native(settings: EngineSettings) -> None:
         ValueError: a setting or the model is not usable; the message names it and the remedy.
         OSError: a file of the model cannot be read.
     """
-    _require_no_echo_options(settings)
     controller = ModelText.of_model(settings.model)
     # Rank 0 has the most layers; all ranks have as many heads and experts.
     shard = settings.parallel.shard(0)
     executor = _executor(settings, controller, None, resolve(settings.model), shard=shard)
     EngineCore(executor, settings.inference_config)
     controller.tokenizer  # noqa: B018 - loads it; servers need it
-
-
-def _require_no_echo_options(settings: EngineSettings) -> None:
-    if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
-        raise ValueError(
-            f"backend {settings.backend!r} has no faults, simulated ranks or step time: "
-            "leave out --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds, or use --backend echo"
-        )
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:

@@ -1,6 +1,6 @@
 """The interface between the scheduler and the model: an executor gets a step plan and returns sampled tokens. No torch.
 
-An executor is one rank, many ranks, or the echo executor. The scheduler is the same for all of them.
+An executor is one rank or many ranks. The scheduler is the same for both.
 """
 
 from __future__ import annotations

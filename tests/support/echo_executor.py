@@ -7,8 +7,6 @@ wrong page table, a lost or duplicated token, and a request continued at the wro
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import time
 import zlib
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, NO_TOKEN, RowFailure
@@ -73,7 +70,10 @@ class EchoExecutor:
     """Implements Executor.
 
     step_seconds: how long a step takes, to simulate the time of a model.
-    faults:       steps that fail or are slow, and requests that end the process.
+    fails_at:     number of the step that raises.
+    crash_token:  a request whose prompt begins with this token ends the process by SIGSEGV, because process 1 of a
+                  container ignores signals that it sends itself.
+    crash_length: number of tokens of its prompt and answer when it does so.
     """
 
     def __init__(
@@ -84,15 +84,18 @@ class EchoExecutor:
         page_size: int = 16,
         num_pages: int = 4097,
         step_seconds: float = 0.0,
-        faults: Faults | None = None,
+        crash_token: int | None = None,
+        crash_length: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_ids: tuple[int, ...] = (0,)
         self.max_sequence_length = max_sequence_length
         self.page_size = page_size
         self.num_pages = num_pages
-        self._step_seconds = step_seconds
-        self._faults = faults or Faults()
+        self.step_seconds = step_seconds
+        self.fails_at: int | None = None
+        self._crash_token = crash_token
+        self._crash_length = crash_length
         self._steps = 0
         self.has_weights = False
         self._weights = 0
@@ -163,21 +166,15 @@ class EchoExecutor:
         )
 
     def _crash_if_poisoned(self, plan: StepPlan) -> None:
-        """End the process if a row of this step is the request of a CrashOnToken fault."""
         assert self._cache is not None
-        for fault in self._faults.of(CrashOnToken):
+        if self._crash_token is not None:
             first = self._cache[plan.block_tables[:, 0], 0]
-            if np.any((first == fault.token) & (plan.context_lengths >= fault.length)):
-                if fault.signal == "SIGKILL":
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if np.any((first == self._crash_token) & (plan.context_lengths >= self._crash_length)):
                 ctypes.string_at(0)
 
     def _take_time(self) -> None:
-        """Simulate the time of a model, with the faults of this step."""
         self._steps += 1
-        seconds = self._step_seconds
-        seconds += sum(fault.seconds for fault in self._faults.of(SlowStep) if self._steps % fault.every == 0)
-        if seconds:
-            time.sleep(seconds)
-        if any(fault.at == self._steps for fault in self._faults.of(FailStep)):
-            raise InjectedFaultError(f"step {self._steps} fails: injected fault")
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        if self._steps == self.fails_at:
+            raise RuntimeError(f"step {self._steps} fails: injected fault")

@@ -1,1 +1,0 @@
-"""A deterministic backend with fault injection, for tests and benchmarks."""
