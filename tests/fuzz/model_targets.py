@@ -14,10 +14,10 @@ from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
-from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
+from megatron_runtime.checkpoints.remote.download import choose
+from megatron_runtime.checkpoints.remote.hub import HubError, Reference, parse_listing
 from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, read_pickle
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, read_config
 from megatron_runtime.checkpoints.torch_dist import configuration, saved_files

@@ -25,7 +25,7 @@ from megatron_runtime.cli.options import (
 from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
-    from megatron_runtime.checkpoints.hub.download import Progress
+    from megatron_runtime.checkpoints.remote.download import Progress
 
 _RATE_SECONDS = 30.0
 
@@ -98,8 +98,8 @@ def fetch(
     Exit codes: 0 the directory is complete; 75 the source cannot be reached, try again later; 1 trying again does not
     help.
     """
-    from megatron_runtime.checkpoints.hub import download
-    from megatron_runtime.checkpoints.hub.client import HubUnavailableError, read_token
+    from megatron_runtime.checkpoints.remote import download
+    from megatron_runtime.checkpoints.remote.hub import HubUnavailableError, read_token
 
     if verify is not None:
         if source is not None:
@@ -131,7 +131,7 @@ def fetch(
 @json_output
 def list_(*, output: str | None) -> None:
     """List the models in the local cache: those that were fetched from a hub or an object store."""
-    from megatron_runtime.checkpoints.hub.cache import cached_models
+    from megatron_runtime.checkpoints.remote.cache import cached_models
 
     found = cached_models()
     if output == "json":
@@ -159,7 +159,7 @@ def list_(*, output: str | None) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def rm(*, model: str, yes: bool) -> None:
     """Remove all revisions of MODEL from the local cache. A model that a server of this user serves is not removed."""
-    from megatron_runtime.checkpoints.hub.cache import cached_models, remove
+    from megatron_runtime.checkpoints.remote.cache import cached_models, remove
     from megatron_runtime.cli.servers import running_servers
 
     reference = model_reference(model)
@@ -192,7 +192,7 @@ def _shown_progress(what: str) -> Iterator[Progress]:
     """Show a transfer as a bar on a terminal, else as a line for every tenth of it."""
     from rich import console, progress
 
-    from megatron_runtime.checkpoints.hub.download import each_tenth
+    from megatron_runtime.checkpoints.remote.download import each_tenth
 
     terminal = console.Console(stderr=True)
     if not terminal.is_terminal:

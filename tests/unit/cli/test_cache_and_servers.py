@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from eventually import LONG_SECONDS
 
-from megatron_runtime.checkpoints.hub.objects import MANIFEST_FILE
+from megatron_runtime.checkpoints.remote.object_store import MANIFEST_FILE
 from megatron_runtime.cli import main
 from megatron_runtime.cli.servers import Server, listed, running_servers
 

@@ -18,8 +18,8 @@ from megatron_operator.chat import api_key
 from megatron_operator.cli import main as operator_main
 from megatron_operator.kubectl import main as kubectl_main
 from megatron_operator.kubectl_proxy import ClusterError
-from megatron_runtime.checkpoints.hub.client import HubApi, HubError, read_token
-from megatron_runtime.checkpoints.hub.objects import ObjectReference, ObjectStoreError, _store
+from megatron_runtime.checkpoints.remote.hub import HubApi, HubError, read_token
+from megatron_runtime.checkpoints.remote.object_store import ObjectReference, ObjectStoreError, _store
 from megatron_runtime.cli import main as runtime_main
 from megatron_runtime.distributed.shard import ParallelSizes, rank_identity
 from megatron_runtime.process.options import EnvironmentOption

@@ -17,8 +17,8 @@ from warm_python import WarmProcess
 from megatron_runtime.backends.native.build import build_native, check_native
 from megatron_runtime.backends.registry import check_backend
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.hub import download, metadata
-from megatron_runtime.checkpoints.hub.client import HubError
+from megatron_runtime.checkpoints.remote import download, metadata
+from megatron_runtime.checkpoints.remote.hub import HubError
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main

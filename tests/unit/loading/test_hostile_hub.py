@@ -12,8 +12,10 @@ import httpx
 import pytest
 from fake_hub import FakeHub
 
-from megatron_runtime.checkpoints.hub import client as hub_api
-from megatron_runtime.checkpoints.hub.client import (
+from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.remote import hub as hub_api
+from megatron_runtime.checkpoints.remote.download import MANIFEST_FILE, cached_directory, fetch
+from megatron_runtime.checkpoints.remote.hub import (
     HubApi,
     HubError,
     HubUnavailableError,
@@ -22,8 +24,6 @@ from megatron_runtime.checkpoints.hub.client import (
     RemoteFile,
     parse_listing,
 )
-from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, cached_directory, fetch
-from megatron_runtime.checkpoints.model_files import ModelFileError
 
 MAIN = Reference("org/name")
 FILES = {"config.json": b'{"a": 1}', "sub/model.safetensors": bytes(1000)}

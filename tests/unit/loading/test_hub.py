@@ -14,8 +14,8 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
-from megatron_runtime.checkpoints.hub.client import HubApi, HubError, HubUnavailableError, Reference
-from megatron_runtime.checkpoints.hub.download import (
+from megatron_runtime.checkpoints.model_files import UnsafeNameError
+from megatron_runtime.checkpoints.remote.download import (
     MANIFEST_FILE,
     Manifest,
     WrongContentError,
@@ -25,7 +25,7 @@ from megatron_runtime.checkpoints.hub.download import (
     read_manifest,
     verify_directory,
 )
-from megatron_runtime.checkpoints.model_files import UnsafeNameError
+from megatron_runtime.checkpoints.remote.hub import HubApi, HubError, HubUnavailableError, Reference
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main
 from megatron_runtime.server.settings import default_model_name
@@ -95,8 +95,8 @@ def test_a_server_without_ranges_is_read_past_the_received_bytes(hub: FakeHub, t
 _FETCHER = """
 import sys
 from pathlib import Path
-from megatron_runtime.checkpoints.hub.client import HubApi, Reference
-from megatron_runtime.checkpoints.hub.download import fetch
+from megatron_runtime.checkpoints.remote.hub import HubApi, Reference
+from megatron_runtime.checkpoints.remote.download import fetch
 fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1]), wait=lambda seconds: sys.exit("cut"))
 """
 

@@ -36,7 +36,7 @@ from megatron_operator.controller.download import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
 from megatron_operator.plan.world import PodView
-from megatron_runtime.checkpoints.hub.download import (
+from megatron_runtime.checkpoints.remote.download import (
     MANIFEST_FILE,
     Manifest,
     WrongContentError,
@@ -45,8 +45,8 @@ from megatron_runtime.checkpoints.hub.download import (
     parse_reference,
     verify_directory,
 )
-from megatron_runtime.checkpoints.hub.metadata import metadata_directory
-from megatron_runtime.checkpoints.hub.objects import (
+from megatron_runtime.checkpoints.remote.metadata import metadata_directory
+from megatron_runtime.checkpoints.remote.object_store import (
     ObjectReference,
     ObjectStoreError,
     ObjectStoreUnavailableError,

@@ -160,7 +160,7 @@ HTTP_CLIENTS = {
     "operator/megatron_operator/kubectl_proxy.py": {"http.client.HTTPConnection"},
     "operator/megatron_operator/controller/download.py": {"http.client.HTTPConnection"},
     # Follows them, without the token for other servers.
-    "runtime/megatron_runtime/checkpoints/hub/client.py": {"httpx.Client"},
+    "runtime/megatron_runtime/checkpoints/remote/hub.py": {"httpx.Client"},
 }
 """Every HTTP client of the project, by file. A new one needs a test of redirects above."""
 _CONSTRUCTORS = {

@@ -23,8 +23,9 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from megatron_runtime.checkpoints.hub import OBJECT_PREFIXES
-from megatron_runtime.checkpoints.hub.client import (
+from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
+from megatron_runtime.checkpoints.remote import OBJECT_PREFIXES
+from megatron_runtime.checkpoints.remote.hub import (
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_LISTING_BYTES,
@@ -34,7 +35,6 @@ from megatron_runtime.checkpoints.hub.client import (
     RemoteFile,
     retried,
 )
-from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
 from megatron_runtime.process.secrets import HEADER, SWITCH, URL, SecretError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown

@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
-from megatron_runtime.checkpoints.hub import hf_home
-from megatron_runtime.checkpoints.hub.client import (
+from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
+from megatron_runtime.checkpoints.remote import hf_home
+from megatron_runtime.checkpoints.remote.hub import (
     MAX_ATTEMPTS,
     HubApi,
     HubError,
@@ -38,13 +39,12 @@ from megatron_runtime.checkpoints.hub.client import (
     pause,
     read_token,
 )
-from megatron_runtime.checkpoints.hub.objects import (
+from megatron_runtime.checkpoints.remote.object_store import (
     MANIFEST_FILE,
     ObjectReference,
     ObjectStoreApi,
     is_object_reference,
 )
-from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import shown
 

@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import httpx
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
+from megatron_runtime.checkpoints.remote import HUB_PREFIX, hf_home
 from megatron_runtime.process.environment import http_client
 from megatron_runtime.process.secrets import HEADER, URL, Form, SecretError
 from megatron_runtime.protocol import strict_json as json

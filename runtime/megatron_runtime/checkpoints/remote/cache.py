@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
-from megatron_runtime.checkpoints.hub.download import LOCK_FILE, MODEL_CACHE, hub_cache, read_manifest
+from megatron_runtime.checkpoints.remote import HUB_PREFIX, hf_home
+from megatron_runtime.checkpoints.remote.download import LOCK_FILE, MODEL_CACHE, hub_cache, read_manifest
 
 _HUB_DIRECTORY = "models--"
 

@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.checkpoints.hub.client import Listing, RemoteFile
-from megatron_runtime.checkpoints.hub.download import (
+from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
+from megatron_runtime.checkpoints.remote.download import (
     FileSource,
     cached_snapshot,
     choose,
@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.hub.download import (
     fetch_listed,
     parse_reference,
 )
-from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
+from megatron_runtime.checkpoints.remote.hub import Listing, RemoteFile
 
 _WEIGHTS = (".safetensors", ".gguf", ".distcp", ".packed")
 _LENGTH_BYTES = 8
