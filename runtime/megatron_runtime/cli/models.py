@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from megatron_runtime.cli.options import (
 from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
-    from megatron_runtime.checkpoints.remote.download import Progress
+    from megatron_runtime.checkpoints.remote.files import Progress
 
 _RATE_SECONDS = 30.0
 
@@ -99,13 +99,13 @@ def fetch(
     help.
     """
     from megatron_runtime.checkpoints.remote import download
-    from megatron_runtime.checkpoints.remote.hub import HubUnavailableError, read_token
+    from megatron_runtime.checkpoints.remote.files import HubUnavailableError, verify_directory
 
     if verify is not None:
         if source is not None:
             raise click.UsageError("--verify takes the directory itself: leave the source out")
         with _shown_progress("checking") as progress:
-            manifest = download.verify_directory(verify, progress=progress)
+            manifest = verify_directory(verify, progress=progress)
         click.echo(f"{len(manifest.files)} files of {manifest.repository}@{manifest.commit} are as they were fetched")
         return
     if source is None or (directory is None) == (cache is None):
@@ -119,8 +119,8 @@ def fetch(
                 found = download.cached_directory(source, cache=cache, progress=progress)
                 click.echo(f"{found} holds {reference}")
                 return
-            with closing(download.connect(reference, endpoint=endpoint, token=read_token(token_file))) as api:
-                manifest = download.fetch(reference, directory, api=api, include=include, progress=progress)
+            source_api = download.connect(reference, endpoint=endpoint, token_file=token_file)
+            manifest = download.fetch(source_api, directory, include=include, progress=progress)
     except HubUnavailableError as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(os.EX_TEMPFAIL) from error
@@ -192,7 +192,7 @@ def _shown_progress(what: str) -> Iterator[Progress]:
     """Show a transfer as a bar on a terminal, else as a line for every tenth of it."""
     from rich import console, progress
 
-    from megatron_runtime.checkpoints.remote.download import each_tenth
+    from megatron_runtime.checkpoints.remote.files import each_tenth
 
     terminal = console.Console(stderr=True)
     if not terminal.is_terminal:

@@ -1,9 +1,8 @@
 """Models from a Hugging Face hub, `hf:ORG/NAME[@REVISION]`, and from object stores: `s3://`, `gs://`, `az://`,
 `https://`. Imports no torch.
 
-client.py speaks the hub's HTTP API, and objects.py reads object stores through obstore. Both list files and read one of
-them from a byte offset. download.py fetches the files, resumes and verifies them: to a directory with a manifest of
-digests, or to a cache.
+hub.py lists and fetches files through huggingface_hub, object_store.py through obstore. download.py chooses the files,
+verifies them by their digests and keeps a manifest of them: in a directory, or in a cache.
 """
 
 import os
@@ -13,9 +12,20 @@ HUB_PREFIX = "hf:"
 OBJECT_PREFIXES = ("s3://", "gs://", "az://", "https://")
 REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
 """Prefixes of model references whose files are downloaded."""
+MODEL_CACHE = "MEGATRON_MODEL_CACHE"
+"""Variable that names a directory which `megatron fetch --cache` fills. Models in it are used without the network."""
+LOCK_FILE = ".megatron-lock"
+"""Held by the process that fetches to the directory of this file."""
 
 
 def hf_home() -> Path:
     """Return the directory of HF_HOME, by default ~/.cache/huggingface."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
-    return Path(home)
+    return Path(os.path.expandvars(home)).expanduser()
+
+
+def hub_cache() -> Path:
+    """Return the directory of the cache of huggingface_hub."""
+    from huggingface_hub import constants  # an optional dependency
+
+    return Path(constants.HF_HUB_CACHE)

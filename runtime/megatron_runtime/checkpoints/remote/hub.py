@@ -1,11 +1,14 @@
-"""The hub's HTTP API as far as a download needs it: list the files of a revision, and read one of them.
+"""A Hugging Face hub, through the library huggingface_hub: list the files of a revision, read the first bytes of one,
+and fetch one to the cache of the library.
 
-Nothing that a hub sends is used before it is checked: names of commits and files become paths, sizes limit what is
-written, digests identify contents, and responses and redirects have limits.
+The library reads its variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE, proxies, ...) when it is imported.
+The hub is trusted as a package index is. What this module checks are names that become paths, and values of the user
+that errors would quote.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -13,57 +16,44 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
+import httpx2
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, set_client_factory, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, tqdm
+from huggingface_hub.utils import logging as library_logging
+from huggingface_hub.utils._http import hf_request_event_hook
+from huggingface_hub.utils._xet import abort_xet_session
 
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
-from megatron_runtime.checkpoints.remote import HUB_PREFIX, hf_home
-from megatron_runtime.process.environment import http_client
-from megatron_runtime.process.secrets import HEADER, URL, Form, SecretError
-from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.checkpoints.remote import HUB_PREFIX
+from megatron_runtime.checkpoints.remote.files import (
+    HubError,
+    HubUnavailableError,
+    Listing,
+    RemoteFile,
+    is_commit,
+    retried,
+)
+from megatron_runtime.process.environment import UnusableProxyError, http_client
+from megatron_runtime.process.secrets import HEADER, URL
 from megatron_runtime.protocol.text import escaped, shown
 
-_log = logging.getLogger(__name__)
-
-DEFAULT_ENDPOINT = "https://huggingface.co"
-MAX_LISTING_BYTES, MAX_FILES = 64 << 20, 100_000
-"""Limits of the list of files of a repository."""
-LISTING_SECONDS = 120.0
-"""Time limit for the whole list of files."""
+_PROGRAM = "megatron-inference"
+"""Begins the User-Agent of the requests of this module, among those of a program that uses the library as well."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-MAX_FILE_BYTES = 1 << 50
-_MAX_REDIRECTS = 8
-_TIMEOUT = httpx.Timeout(30, connect=10)
-_UNCOMPRESSED = {"accept-encoding": "identity"}
-
-MAX_ATTEMPTS = 6
-"""Consecutive attempts without progress."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-
-
-def is_commit(name: str) -> bool:
-    """Return whether a revision names a commit: 40 or 64 lowercase hexadecimal digits."""
-    return bool(_COMMIT.fullmatch(name))
-
-
-class HubError(ValueError):
-    """The hub does not provide what was requested, and a retry does not help. The message names the remedy."""
-
-
-class HubUnavailableError(OSError):
-    """The hub cannot be reached or is overloaded; a retry may help.
-
-    retry_after: seconds that an overloaded hub names, 0 if it names none; None if no hub answers.
-    """
-
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+_LISTING_SECONDS = 30.0
+"""Time limit of each read of the list of files."""
+_PATH_HEADERS = ("etag", constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
+"""Headers of an answer to HEAD, which the library uses as names of files and directories."""
+_PATH_NAME = re.compile(r'(W/)?"?[A-Za-z0-9][A-Za-z0-9._+=:-]*"?')
+_QUERY = re.compile(r"[?]\S+")
+_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, httpx2.HTTPError)
+"""What the library raises for errors of the hub and for an answer that is not one of a hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,265 +74,266 @@ class Reference:
     @property
     def commit(self) -> str | None:
         """The revision if it is a commit: its files never change."""
-        return self.revision if _COMMIT.fullmatch(self.revision) else None
+        return self.revision if is_commit(self.revision) else None
+
+    @property
+    def cache_name(self) -> str:
+        """Name of its directory in a cache."""
+        return f"models--{self.repository.replace('/', '--')}"
 
     def __str__(self) -> str:
         return f"{self.repository}@{self.revision}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """sha256: of the content, if the source knows it; blob: git's name of the content; version: of an object in a
-    store, which changes with the content but is no digest of it."""
+def offline_directory(reference: Reference, cache: Path) -> Path | None:
+    """Return what the cache has of a revision if HF_HUB_OFFLINE is set, else None. Raises HubError if it has nothing.
 
-    path: str
-    size: int
-    sha256: str | None
-    blob: str | None
-    version: str = ""
-
-    @property
-    def digest(self) -> str:
-        """The digest by which the content is verified, else its version: the name of the content in the cache."""
-        return self.sha256 or self.blob or self.version
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """The files of one commit."""
-
-    repository: str
-    commit: str
-    files: tuple[RemoteFile, ...]
+    As in other programs, files that another program fetched are not compared with a digest then.
+    """
+    if not constants.is_offline_mode():
+        return None
+    try:
+        found = snapshot_download(
+            reference.repository, revision=reference.revision, cache_dir=cache, local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        raise HubError(
+            f"HF_HUB_OFFLINE is set, and {cache} does not have all files of {reference}: fetch it with `megatron "
+            "fetch` where the hub can be reached, or unset HF_HUB_OFFLINE"
+        ) from None
+    return Path(found)
 
 
 class HubApi:
-    """A connection to a hub.
+    """The repository of a reference.
 
-    endpoint: None means HF_ENDPOINT, or the public hub.
-    token:    of a user; None sends no token.
-    clock:    in seconds; limits slow responses.
+    endpoint:   None means HF_ENDPOINT, or the public hub.
+    token_file: None means the token that the library finds.
+
+    Raises HubError, or SecretError if the endpoint or the token is malformed.
     """
 
-    def __init__(
-        self,
-        *,
-        endpoint: str | None = None,
-        token: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.clock = clock
-        self._endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-        headers = {"user-agent": "megatron-inference"}
-        if token:
-            headers["authorization"] = f"Bearer {_valid(HEADER, 'the token of the hub (HF_TOKEN, or its file)', token)}"
-        # httpx logs URLs. Those of large files are signed: they grant access to the file without a token.
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-        try:
-            self._origin = _origin(httpx.URL(_valid(URL, "the endpoint of the hub (HF_ENDPOINT)", self._endpoint)))
-        except (httpx.InvalidURL, HubError):
-            raise HubError(f"the endpoint of the hub (HF_ENDPOINT) is not a URL: give {URL.want}") from None
-        self._client = http_client(
-            httpx.Client,
-            self._endpoint,
-            headers=headers,
-            timeout=_TIMEOUT,
-            follow_redirects=True,
-            max_redirects=_MAX_REDIRECTS,
-            event_hooks={"request": [self._check_request]},
+    def __init__(self, reference: Reference, *, endpoint: str | None = None, token_file: Path | None = None) -> None:
+        self._reference = reference
+        self._endpoint = URL.check(
+            "the endpoint of the hub (HF_ENDPOINT)", (endpoint or constants.ENDPOINT).rstrip("/")
         )
+        try:
+            token = token_file.read_text(encoding="utf-8").strip() if token_file else None
+            sent = token or os.environ.get("HF_TOKEN", "").strip() or get_token()
+        except UnicodeDecodeError:
+            file = token_file or constants.HF_TOKEN_PATH
+            raise HubError(f"{file} is not a text file: write the token there, as the hub shows it") from None
+        if sent:
+            HEADER.check("the token of the hub (HF_TOKEN, or its file)", sent)
+        _configure_library(self._endpoint)
+        self._api = HfApi(endpoint=self._endpoint, token=token, library_name=_PROGRAM)
 
-    def close(self) -> None:
-        self._client.close()
-
-    def list(self, reference: Reference, *, wait: Callable[[float], object] = time.sleep) -> Listing:
-        """Return the files of `reference`; retry while the hub is overloaded. Raises HubError, HubUnavailableError.
+    def list(self, *, wait: Callable[[float], object] = time.sleep) -> Listing:
+        """Return the files of the revision; retry while the hub is overloaded. Raises HubError, HubUnavailableError.
 
         wait: sleeps for a number of seconds.
         """
-        revision = quote(reference.revision, safe="")
-        url = f"{self._endpoint}/api/models/{reference.repository}/revision/{revision}?blobs=true"
+        return retried(self._list, wait)
 
-        def read() -> Listing:
-            with self._response(reference, url, _UNCOMPRESSED) as response:
-                return parse_listing(self._read_listing(response, reference), reference, hub=self._endpoint)
+    def read(self, listing: Listing, file: RemoteFile, size: int) -> Iterator[bytes]:
+        """Yield the first `size` bytes of a file, or all of it if the hub ignores ranges. Raises HubError,
+        HubUnavailableError."""
+        url = hf_hub_url(listing.repository, file.path, revision=listing.commit, endpoint=self._endpoint)
+        headers = build_hf_headers(token=self._api.token, library_name=_PROGRAM)
+        headers |= {"accept-encoding": "identity", "range": f"bytes=0-{size - 1}"}
+        options: dict[str, Any] = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
+        with self._errors(), http_stream_backoff("GET", url, retry_on_exceptions=(), **options) as response:
+            hf_raise_for_status(response)
+            yield from response.iter_bytes()
 
-        return retried(read, wait)
+    def get(
+        self,
+        listing: Listing,
+        file: RemoteFile,
+        cache: Path,
+        received: Callable[[int], None],
+        *,
+        wait: Callable[[float], object],
+        again: bool,
+    ) -> Path:
+        """Return the path of a file in `cache`, where it is fetched if it is not there. Its content is not verified.
+
+        received: called with the number of bytes so far; an exception ends the transfer.
+        wait:     sleeps for a number of seconds.
+        again:    fetch it even if it is there.
+
+        Raises HubError, HubUnavailableError, OSError.
+        """
+        path = cache.resolve() / self._reference.cache_name / "snapshots" / listing.commit / file.path
+
+        def transfer() -> None:
+            received(0)
+            with self._errors():
+                found = self._api.hf_hub_download(
+                    listing.repository,
+                    file.path,
+                    revision=listing.commit,
+                    cache_dir=cache,
+                    force_download=again,
+                    tqdm_class=_bar(received),
+                )
+                if Path(found) != path:
+                    raise HubError(f"{self._endpoint} sent {file.path} of another commit than {listing.commit}")
+
+        retried(transfer, wait, unanswered=True)
+        return path
+
+    def cancel(self) -> None:
+        """End running transfers. Those over plain HTTP end when they call `received`."""
+        abort_xet_session()
+
+    def _list(self) -> Listing:
+        reference = self._reference
+        with self._errors():
+            info = self._api.model_info(
+                reference.repository, revision=reference.revision, files_metadata=True, timeout=_LISTING_SECONDS
+            )
+            if not is_commit(info.sha) or reference.commit not in (None, info.sha):
+                raise HubError(
+                    f"{self._endpoint} answers for {reference} with sha {shown(info.sha)}: want a commit, and the one "
+                    "that was requested; name another hub or revision"
+                )
+            return Listing(reference.repository, str(info.sha), tuple(map(self._file, info.siblings or ())))
+
+    def _file(self, entry: RepoSibling) -> RemoteFile:
+        size, sha256 = (entry.size, None) if entry.lfs is None else (entry.lfs.size, entry.lfs.sha256)
+        try:
+            path = require_safe_name(entry.rfilename)
+        except UnsafeNameError as error:
+            raise HubError(
+                f"{self._endpoint} lists a file of {self._reference} that is not fetched: {error}"
+            ) from error
+        if not is_commit(sha256 or entry.blob_id) or not isinstance(size, int) or size < 0:
+            raise HubError(
+                f"{self._endpoint} lists {shown(path)} of {self._reference} without a size and a digest: name another "
+                "hub or revision"
+            )
+        return RemoteFile(path, size, sha256, entry.blob_id)
 
     @contextmanager
-    def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
-        """Yield the content of a file from byte `start` on. Raises HubError, HubUnavailableError, also while read.
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (HubError, HubUnavailableError, UnusableProxyError):
+            raise
+        except _ERRORS as error:
+            # The messages of the library quote URLs, which may have signatures.
+            raise self._translated(error) from None
 
-        A server that ignores ranges sends the content from its beginning; the bytes before `start` are skipped.
-        """
-        url = f"{self._endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.path)}"
-        headers = _UNCOMPRESSED | ({"range": f"bytes={start}-"} if start else {})
-        with self._response(Reference(listing.repository, listing.commit), url, headers) as response:
-            yield _skipping(response.iter_raw(), 0 if response.status_code == httpx.codes.PARTIAL_CONTENT else start)
+    def _translated(self, error: BaseException) -> BaseException:
+        """Return the error of one line for one of the library, which may have wrapped the error of a request."""
+        text = escaped(_QUERY.sub("", str(error)))
+        what = f"for {self._reference} ({type(error).__name__}: {text})"
+        cause = error.__cause__
+        if isinstance(error, LocalEntryNotFoundError | ValueError) and isinstance(cause, OSError | httpx2.HTTPError):
+            return self._translated(cause)
+        if isinstance(error, OfflineModeIsEnabled):
+            return HubError(f"HF_HUB_OFFLINE is set: unset it to fetch {self._reference}")
+        if isinstance(error, HfHubHTTPError):
+            return self._rejected(error)
+        if isinstance(error, httpx2.TransportError):
+            return HubUnavailableError(
+                f"{self._endpoint} does not answer {what}: check that the network allows it, or name another hub in "
+                "HF_ENDPOINT"
+            )
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return OSError(f"no space left on device to fetch {self._reference}: free some, or name another directory")
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if isinstance(error, OSError | RuntimeError):  # a size that differs, an error of Xet
+            return HubUnavailableError(f"{self._endpoint} did not send a whole file {what}: run this again")
+        return HubError(f"{self._endpoint} sends an unusable response {what}: name another hub in HF_ENDPOINT")
 
-    def _read_listing(self, response: httpx.Response, reference: Reference) -> bytes:
-        """Return a list of files as it was sent: a compressed one could be a thousand times as large."""
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise HubError(f"{self._endpoint} compresses its list of the files of {reference}, against the request")
-        body, until = bytearray(), self.clock() + LISTING_SECONDS
-        for piece in response.iter_raw():
-            body += piece
-            if len(body) > MAX_LISTING_BYTES:
-                raise HubError(
-                    f"{self._endpoint} lists the files of {reference} in more than {MAX_LISTING_BYTES} bytes: this "
-                    "is not a model"
-                )
-            if self.clock() > until:
-                raise HubUnavailableError(
-                    f"{self._endpoint} did not list the files of {reference} within {LISTING_SECONDS:g} s"
-                )
-        return bytes(body)
+    def _rejected(self, error: HfHubHTTPError) -> Exception:
+        reference, response = self._reference, error.response
+        status, phrase = response.status_code, escaped(response.reason_phrase)
+        reason = escaped(error.server_message or response.reason_phrase)
+        if status in (401, 403):
+            return HubError(
+                f"the hub rejects {reference}: {status} {phrase} ({reason}); it is private or a gated repo, or does "
+                "not exist: give a token that may read it (HF_TOKEN, --token-file or tokenSecretRef)"
+            )
+        if status == 404:
+            return HubError(
+                f"repository not found: {reference} ({reason}); correct the name or the revision, or give a token if "
+                "it is private"
+            )
+        if status == 429 or status >= 500:
+            after = response.headers.get("retry-after", "")
+            return HubUnavailableError(
+                f"the hub is overloaded: {status} {reason} for {reference}",
+                retry_after=float(after) if after.isdecimal() else 0.0,
+            )
+        return HubError(f"the hub answers {status} {reason} for {reference}")
 
-    def _check_request(self, request: httpx.Request) -> None:
-        """Check every request, redirected ones included: only the hub gets the token."""
-        if _origin(request.url) != self._origin:
-            request.headers.pop("authorization", None)
-        if self._origin[0] == "https" and request.url.scheme != "https":
+
+_configured = ""
+"""The endpoint of the library's HTTP client."""
+
+
+def _configure_library(endpoint: str) -> None:
+    """Give the library an HTTP client that keeps the token, checks names of paths and exempts loopback from proxies."""
+    global _configured
+    if endpoint == _configured:
+        return
+    # Messages of both quote the signed URLs of large files: they grant access to the file without a token.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    if not os.environ.get("HF_HUB_VERBOSITY"):
+        library_logging.set_verbosity_error()
+    # It would ask HF_ENDPOINT for a list of programs, also if another endpoint is given, and wait where none answers.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    keep_token = partial(_keep_token, _origin(httpx2.URL(endpoint)))
+    hooks = {"request": [hf_request_event_hook, keep_token], "response": [_require_path_names]}
+    options = {"event_hooks": hooks, "follow_redirects": True, "timeout": None}
+    set_client_factory(partial(http_client, httpx2.Client, endpoint, **options))
+    _configured = endpoint
+
+
+def _is_own(request: httpx2.Request) -> bool:
+    return bool(request.headers.get("user-agent", "").startswith(_PROGRAM))
+
+
+def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
+
+
+def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) -> None:
+    """Send the token to the hub only: it names the service that gives tokens of Xet, which may be elsewhere."""
+    if _is_own(request) and _origin(request.url) != origin:
+        request.headers.pop("authorization", None)
+
+
+def _require_path_names(response: httpx2.Response) -> None:
+    """Reject an answer whose headers would lead out of the cache. Raises HubError."""
+    for name in _PATH_HEADERS if _is_own(response.request) and response.request.method == "HEAD" else ():
+        value = response.headers.get(name)
+        if value is not None and not _PATH_NAME.fullmatch(value):
             raise HubError(
-                f"{self._endpoint} redirects to {shown(str(request.url.copy_with(query=None)))}, without encryption: "
-                "nothing is fetched from there"
+                f"{response.url.host} answers with {name} {shown(value)}: want a name without '/'; nothing is written, "
+                "name another hub"
             )
 
-    @contextmanager
-    def _response(self, reference: Reference, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
-        try:
-            with self._client.stream("GET", url, headers=headers) as response:
-                _require_success(response, reference)
-                yield response
-        except httpx.TransportError as error:
-            raise HubUnavailableError(
-                f"{self._endpoint} does not answer for {reference} ({type(error).__name__}: {error}): check that the "
-                "network allows it, or name another hub in HF_ENDPOINT"
-            ) from error
-        except (httpx.RequestError, httpx.InvalidURL) as error:  # too many redirects, an invalid compressed body
-            raise HubError(
-                f"{self._endpoint} sends an unusable response for {reference} ({type(error).__name__}: "
-                f"{escaped(str(error))})"
-            ) from error
 
+def _bar(received: Callable[[int], None]) -> type[tqdm]:
+    """Return the class of an invisible progress bar that calls `received` with its value."""
 
-def _valid(form: Form, name: str, value: str) -> str:
-    try:
-        return form.check(name, value)
-    except SecretError as error:
-        raise HubError(str(error)) from None
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+            self.count = 0
 
+        def update(self, n: float | None = 1) -> None:
+            self.count += int(n or 0)
+            received(self.count)
 
-def read_token(file: Path | None = None) -> str | None:
-    """Return the token in `file`, in HF_TOKEN, or in the file that HF_TOKEN_PATH or HF_HOME names."""
-    if file is None:
-        token = os.environ.get("HF_TOKEN", "").strip()
-        file = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token")
-        if token or not file.is_file():
-            return token or None
-    try:
-        return file.read_text(encoding="utf-8").strip() or None
-    except UnicodeDecodeError:
-        raise HubError(f"{file} is not a text file: write the token there, as the hub shows it") from None
+        # A class with these methods gets the bytes of a file as one bar instead of two.
+        def update_transfer(self, n: float | None = 1) -> None: ...
+        def set_transfer_postfix_str(self, postfix: str, refresh: bool = False) -> None: ...
 
-
-def parse_listing(body: bytes, reference: Reference, *, hub: str) -> Listing:
-    """Return the files in the response `body` of `hub`. Raises HubError naming the hub, the field and its value."""
-
-    def wrong(field: str, value: object, wanted: str) -> HubError:
-        return HubError(
-            f"{hub} answers for {reference} with {field} {shown(value)}: want {wanted}; nothing is fetched, name "
-            "another hub or revision"
-        )
-
-    try:
-        values = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise HubError(f"{hub} answers for {reference} with an invalid list of files: {escaped(str(error))}") from error
-    values = values if isinstance(values, dict) else {}
-    commit, siblings = values.get("sha"), values.get("siblings")
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise wrong("sha", commit, "40 or 64 lowercase hexadecimal digits")
-    if reference.commit not in (None, commit):
-        raise wrong("sha", commit, f"the requested commit, {reference.commit}")
-    if not isinstance(siblings, list) or len(siblings) > MAX_FILES:
-        raise wrong("siblings", siblings, f"a list of at most {MAX_FILES} files")
-    return Listing(reference.repository, commit, tuple(_remote_file(entry, wrong) for entry in siblings))
-
-
-def _remote_file(entry: Any, wrong: Callable[[str, object, str], HubError]) -> RemoteFile:
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    try:
-        path = require_safe_name(fields.get("rfilename"))
-    except UnsafeNameError as error:
-        raise wrong("rfilename", fields.get("rfilename"), f"a file name inside its directory ({error})") from error
-    large = fields.get("lfs") or {}
-    if not isinstance(large, dict):
-        raise wrong(f"lfs of {shown(path)}", large, "an object")
-    size = large.get("size", fields.get("size"))
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_FILE_BYTES:
-        raise wrong(f"size of {shown(path)}", size, f"a whole number from 0 to {MAX_FILE_BYTES}")
-    sha256, blob = large.get("sha256"), fields.get("blobId")
-    if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
-        raise wrong(f"lfs.sha256 of {shown(path)}", sha256, "64 lowercase hexadecimal digits")
-    if (blob is not None or sha256 is None) and not (isinstance(blob, str) and _COMMIT.fullmatch(blob)):
-        raise wrong(f"blobId of {shown(path)}", blob, "40 or 64 lowercase hexadecimal digits")
-    return RemoteFile(path, size, sha256, blob)
-
-
-def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
-    return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
-
-
-def _require_success(response: httpx.Response, reference: Reference) -> None:
-    status = response.status_code
-    if status < 400:
-        return
-    reason = escaped(response.headers.get("x-error-message") or response.reason_phrase)
-    if status in (401, 403):
-        raise HubError(
-            f"the hub rejects {reference}: {status} {escaped(response.reason_phrase)} ({reason}); it is private or a "
-            "gated repo, or does not exist: give a token that may read it (HF_TOKEN, --token-file or tokenSecretRef)"
-        )
-    if status == 404:
-        raise HubError(
-            f"repository not found: {reference} ({reason}); correct the name or the revision, or give a token if it "
-            "is private"
-        )
-    if status == 429 or status >= 500:
-        after = response.headers.get("retry-after", "")
-        raise HubUnavailableError(
-            f"the hub is overloaded: {status} {reason} for {reference}",
-            retry_after=float(after) if after.isdecimal() else 0.0,
-        )
-    raise HubError(f"the hub answers {status} {reason} for {reference}")
-
-
-def _skipping(pieces: Iterator[bytes], skip: int) -> Iterator[bytes]:
-    for piece in pieces:
-        if skip < len(piece):
-            yield piece[skip:]
-        skip = max(0, skip - len(piece))
-
-
-def retried(read: Callable[[], Listing], wait: Callable[[float], object]) -> Listing:
-    """Return what `read` returns; call it again while the hub is overloaded. Raises its errors.
-
-    wait: sleeps for a number of seconds.
-    """
-    failures = 0
-    while True:
-        try:
-            return read()
-        except HubUnavailableError as error:
-            failures += 1
-            if error.retry_after is None or failures == MAX_ATTEMPTS:
-                raise
-            pause(error, failures, wait)
-
-
-def pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:
-    """Wait before a retry: as long as the hub names, else twice as long after each failure."""
-    seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
-    _log.warning("%s; retrying in %.0f s", error, seconds)
-    wait(seconds)
+    return Bar
