@@ -58,7 +58,8 @@ def remove(model: CachedModel) -> None:
                 raise ModelInUseError(f"{model.reference} is being fetched: end that command first") from None
         if model.path.name.startswith(_HUB_DIRECTORY):
             _remove_from_hub_cache(model.path)
-        shutil.rmtree(model.path, ignore_errors=not model.path.exists())
+        if model.path.exists():
+            shutil.rmtree(model.path)
 
 
 def _remove_from_hub_cache(path: Path) -> None:
