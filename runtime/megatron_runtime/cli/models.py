@@ -99,7 +99,7 @@ def fetch(
     help.
     """
     from megatron_runtime.checkpoints.remote import download
-    from megatron_runtime.checkpoints.remote.files import HubUnavailableError, verify_directory
+    from megatron_runtime.checkpoints.remote.files import HubUnavailableError, choose, verify_directory
 
     if verify is not None:
         if source is not None:
@@ -119,8 +119,9 @@ def fetch(
                 found = download.cached_directory(source, cache=cache, progress=progress)
                 click.echo(f"{found} holds {reference}")
                 return
-            source_api = download.connect(reference, endpoint=endpoint, token_file=token_file)
-            manifest = download.fetch(source_api, directory, include=include, progress=progress)
+            api = download.connect(reference, endpoint=endpoint, token_file=token_file)
+            listing = api.list()
+            manifest = download.fetch(api, listing, choose(listing.files, include), directory, progress=progress)
     except HubUnavailableError as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(os.EX_TEMPFAIL) from error

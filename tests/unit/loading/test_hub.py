@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +23,10 @@ from huggingface_hub.utils import _http
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from random_checkpoint import LLAMA, random_tensors, write_model
 
+from megatron_operator.controller.download import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
+from megatron_operator.plan.world import PodView
 from megatron_runtime.checkpoints.model_files import UnsafeNameError
 from megatron_runtime.checkpoints.remote import hub_cache
 from megatron_runtime.checkpoints.remote.download import cached_directory, connect, fetch
@@ -32,9 +35,11 @@ from megatron_runtime.checkpoints.remote.files import (
     HubError,
     HubUnavailableError,
     Manifest,
+    Progress,
     WrongContentError,
     choose,
     read_manifest,
+    silent,
     verify_directory,
 )
 from megatron_runtime.checkpoints.remote.hub import Reference, _bar
@@ -71,8 +76,18 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def get(directory: Path, pauses: list[float] | None = None) -> Manifest:
-    return fetch(connect(MAIN), directory, wait=(pauses if pauses is not None else []).append)
+def get(
+    directory: Path,
+    pauses: list[float] | None = None,
+    *,
+    reference: Reference = MAIN,
+    token_file: Path | None = None,
+    include: tuple[str, ...] = (),
+    progress: Progress = silent,
+) -> Manifest:
+    source, wait = connect(reference, token_file=token_file), (pauses if pauses is not None else []).append
+    listing = source.list(wait=wait)
+    return fetch(source, listing, choose(listing.files, include), directory, progress=progress, wait=wait)
 
 
 def visible(directory: Path) -> dict[str, bytes]:
@@ -164,7 +179,7 @@ def test_two_repositories_do_not_share_a_directory(hub: FakeHub, tmp_path: Path)
     get(tmp_path)
     hub.repository = "org/other"
     with pytest.raises(HubError, match="holds files of org/name: name another one for org/other"):
-        fetch(connect(Reference("org/other")), tmp_path)
+        get(tmp_path, reference=Reference("org/other"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -188,13 +203,28 @@ def test_the_progress_is_that_of_all_files(hub: FakeHub, tmp_path: Path) -> None
     seen: list[tuple[int, int, int]] = []
     hub.files["config.json"] = b"{}"
     hub.damaged = {"model.safetensors": 1}
-    fetch(connect(MAIN), tmp_path, progress=lambda *counts: seen.append(counts))
+    get(tmp_path, progress=lambda *counts: seen.append(counts))
     assert {counts[1:] for counts in seen} == {(SIZE + 4, 3)}
     assert (seen[0][0], seen[-1][0]) == (0, SIZE + 4)
     assert 0 <= min(seen)[0] <= max(seen)[0] <= SIZE + 4
     seen.clear()
-    fetch(connect(MAIN), tmp_path, progress=lambda *counts: seen.append(counts))
+    get(tmp_path, progress=lambda *counts: seen.append(counts))
     assert {counts[0] for counts in seen} == {SIZE + 4}
+
+
+def test_the_operator_reads_the_progress_of_a_download(hub: FakeHub, tmp_path: Path) -> None:
+    hub.delay_seconds = LONG_SECONDS
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pod = PodView("demo-engine-0-0", "1", "engine", fetching_at="127.0.0.1")
+    command = [sys.executable, "-P", "-m", "megatron_runtime.cli", "fetch", "org/name"]
+    options = ["--cache", str(tmp_path), "--progress-port", str(port)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as fetcher:
+        while (found := read_progress(pod, port=port)) is None or found.bytes < 10:
+            assert fetcher.poll() is None, f"exit code {fetcher.returncode}"
+            time.sleep(0.02)
+        fetcher.kill()
+    assert (found.bytes, found.total_bytes) == (10, SIZE + 10), "the weights are not there yet"
 
 
 def test_the_bytes_of_a_transfer_by_xet_count_once() -> None:
@@ -246,7 +276,7 @@ def test_a_private_repository_needs_its_token(hub: FakeHub, tmp_path: Path, monk
     with pytest.raises(HubError, match=r"403 Forbidden .*gated repo"):
         get(tmp_path)
     (tmp_path / "token").write_text("secret\n")
-    fetch(connect(MAIN, token_file=tmp_path / "token"), tmp_path / "by-file")
+    get(tmp_path / "by-file", token_file=tmp_path / "token")
     monkeypatch.delenv("HF_TOKEN")
     Path(constants.HF_TOKEN_PATH).write_text("secret\n")
     get(tmp_path / "by-login")
@@ -283,9 +313,9 @@ def test_the_token_is_not_sent_to_a_service_of_xet_elsewhere(
 def test_missing_repositories_revisions_and_files_are_reported(hub: FakeHub, tmp_path: Path) -> None:
     for reference in (Reference("org/other"), Reference("org/name", "v9")):
         with pytest.raises(HubError, match=f"repository not found: {reference}"):
-            fetch(connect(reference), tmp_path)
+            get(tmp_path, reference=reference)
     with pytest.raises(HubError, match="has no file that is wanted"):
-        fetch(connect(MAIN), tmp_path, include=["*.gguf"])
+        get(tmp_path, include=("*.gguf",))
 
 
 @pytest.mark.parametrize(
@@ -595,6 +625,6 @@ def test_the_operator_finds_the_cause_of_hub_errors(
         get(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "secret")
     with pytest.raises(HubError) as absent:
-        fetch(connect(Reference("org/other")), tmp_path)
+        get(tmp_path, reference=Reference("org/other"))
     causes = [find_cause(str(caught.value)) for caught in (rejected, absent)]
     assert [cause.reason for cause in causes if cause] == [Reason.ACCESS_DENIED, Reason.WEIGHTS_MISSING]

@@ -37,7 +37,13 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
 from megatron_operator.plan.world import PodView
 from megatron_runtime.checkpoints.remote.download import connect, fetch, parse_reference
-from megatron_runtime.checkpoints.remote.files import MANIFEST_FILE, Manifest, WrongContentError, verify_directory
+from megatron_runtime.checkpoints.remote.files import (
+    MANIFEST_FILE,
+    Manifest,
+    WrongContentError,
+    choose,
+    verify_directory,
+)
 from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 from megatron_runtime.checkpoints.remote.object_store import (
     ObjectReference,
@@ -84,7 +90,9 @@ def prefix(s3: str, request: pytest.FixtureRequest) -> str:
 
 
 def get(url: str, directory: Path, pauses: list[float] | None = None) -> Manifest:
-    return fetch(connect(parse_reference(url)), directory, wait=(pauses if pauses is not None else []).append)
+    source, wait = connect(parse_reference(url)), (pauses if pauses is not None else []).append
+    listing = source.list(wait=wait)
+    return fetch(source, listing, choose(listing.files, ()), directory, wait=wait)
 
 
 def visible(directory: Path) -> dict[str, bytes]:

@@ -14,12 +14,12 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from megatron_runtime.checkpoints.remote.files import (
     is_commit,
     read_manifest,
     replace_text,
+    retried,
     silent,
     write_manifest,
 )
@@ -160,25 +161,6 @@ def _log_progress(reference: AnyReference, done: int, size: int, files: int) -> 
 
 def fetch(
     source: Source,
-    directory: Path,
-    *,
-    include: Sequence[str] = (),
-    progress: Progress = silent,
-    wait: Callable[[float], object] | None = None,
-) -> Manifest:
-    """Fetch the files of a model to `directory`; files that are there and right are not transferred again.
-
-    include: patterns of file names; by default every file of a model except pictures and copies in other formats.
-    wait:    sleeps for a number of seconds.
-
-    Raises HubError, HubUnavailableError, OSError.
-    """
-    listing = source.list(wait=wait or time.sleep)
-    return fetch_listed(source, listing, choose(listing.files, include), directory, progress=progress, wait=wait)
-
-
-def fetch_listed(
-    source: Source,
     listing: Listing,
     files: Sequence[RemoteFile],
     directory: Path,
@@ -186,7 +168,12 @@ def fetch_listed(
     progress: Progress = silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Fetch these files of a listing to `directory`, as fetch() does."""
+    """Fetch these files of a listing to `directory`; those that are there and right are not transferred again.
+
+    wait: sleeps for a number of seconds.
+
+    Raises HubError, HubUnavailableError, OSError.
+    """
     cache = directory / _PARTIAL_DIRECTORY
     return _Fetch(source, listing, directory, directory, progress, cache=cache, wait=wait).run(files)
 
@@ -236,7 +223,8 @@ class _Fetch:
             self.copies.update(file.digest for file in missing)
             self.done = self.size - sum(file.size for file in missing)
             self.progress(self.done, self.size, self.files)
-            needed = sum(file.size for file in missing if not self._content(file).is_file())
+            contents = [self.blobs / file.digest if self.blobs else self.directory / file.path for file in missing]
+            needed = sum(file.size for file, path in zip(missing, contents, strict=True) if not path.is_file())
             free = shutil.disk_usage(self.own).free
             if needed > free:
                 raise OSError(
@@ -254,44 +242,39 @@ class _Fetch:
             return found
 
     def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
-        """Return sha256 and size by path."""
+        """Return the entries of a manifest by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
             transfers = {pool.submit(self._get, file): file for file in files}
             try:
-                return {
-                    transfers[done].path: _entry(transfers[done], done.result()) for done in as_completed(transfers)
-                }
+                return {transfers[done].path: done.result() for done in as_completed(transfers)}
             except BaseException:
                 self.stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.source.cancel()
                 raise
 
-    def _get(self, file: RemoteFile) -> str:
-        """Return the sha256 of a file, which is fetched unless it is there. One with the wrong content is fetched again
-        once."""
+    def _get(self, file: RemoteFile) -> dict[str, Any]:
+        """Return the entry of a file, which is fetched unless it is there."""
         path = self.directory / file.path
         sha256 = check_file(file, path) if self.blobs is None and not file.version else None
         if sha256 is None:
-            sha256 = self._fetch(file, path)
+            content, sha256 = self._transfer(file)
+            if self.blobs is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                move = os.replace if self.copies[file.digest] == 1 else shutil.copyfile
+                move(os.path.realpath(content), path)
         self._received(file, file.size)
-        return sha256
+        return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
-    def _fetch(self, file: RemoteFile, path: Path) -> str:
+    def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
+        """Return the path of a file in the cache and its sha256. One with the wrong content is fetched again once."""
         for again in (False, True):
-            content = self.source.get(
-                self.listing,
-                file,
-                self.cache,
-                lambda count: self._received(file, count),
-                wait=self.wait or self.stop.wait,
-                again=again,
-            )
+            get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
+            content = retried(get, self.wait or self.stop.wait, reached=lambda: self.received.get(file.path, 0))
             sha256 = check_file(file, content)
             if sha256 is not None:
-                if self.blobs is None:
-                    self._move(file, content, path)
-                return sha256
+                return content, sha256
             _log.warning("%s does not have the digest that is listed, %s", file.path, file.digest)
         Path(os.path.realpath(content)).unlink(missing_ok=True)
         content.unlink(missing_ok=True)
@@ -299,16 +282,6 @@ class _Fetch:
             f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice without the digest that is "
             f"listed, {file.digest}: a proxy or the network changes it"
         )
-
-    def _move(self, file: RemoteFile, content: Path, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        move = os.replace if self.copies[file.digest] == 1 else shutil.copyfile
-        move(os.path.realpath(content), path)
-
-    def _content(self, file: RemoteFile) -> Path:
-        """Return the path of the content of `file`."""
-        return self.directory / file.path if self.blobs is None else self.blobs / file.digest
 
     def _received(self, file: RemoteFile, count: int) -> None:
         """Report that `count` bytes of a file are here."""
@@ -318,11 +291,6 @@ class _Fetch:
             self.done += count - self.received.get(file.path, 0)
             self.received[file.path] = count
             self.progress(self.done, self.size, self.files)
-
-
-def _entry(file: RemoteFile, sha256: str) -> dict[str, Any]:
-    """Return the entry of a file in a manifest."""
-    return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
 
 def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]]) -> bool:

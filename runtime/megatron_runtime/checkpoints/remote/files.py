@@ -24,6 +24,8 @@ MANIFEST_FILE = ".megatron-manifest.json"
 """Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
 MAX_ATTEMPTS = 6
 """Consecutive attempts without progress."""
+_LEAST_BYTES = 1 << 16
+"""An attempt that transfers fewer bytes makes no progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _OWN_PREFIX = ".megatron-"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -112,28 +114,31 @@ def is_commit(name: object) -> bool:
     return isinstance(name, str) and bool(_COMMIT.fullmatch(name))
 
 
-def retried(call: Callable[[], T], wait: Callable[[float], object], *, unanswered: bool = False) -> T:
-    """Return what `call` returns; repeat it while the hub is overloaded. Raises its errors.
+def retried(
+    call: Callable[[], T],
+    wait: Callable[[float], object],
+    *,
+    reached: Callable[[], int] | None = None,
+) -> T:
+    """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_ATTEMPTS times. Raises its errors.
 
-    wait:       sleeps for a number of seconds.
-    unanswered: repeat it as well if no hub answers.
+    wait:    sleeps for a number of seconds: as long as the hub names, else twice as long after each failure.
+    reached: returns the bytes of a file that are here. Then `call` is also repeated if no hub answers, and attempts
+             that came further than all before do not count.
     """
-    failures = 0
+    failures, furthest = 0, 0
     while True:
         try:
             return call()
         except HubUnavailableError as error:
-            failures += 1
-            if failures == MAX_ATTEMPTS or (error.retry_after is None and not unanswered):
+            now = reached() if reached is not None else 0
+            failures = 1 if now - furthest >= _LEAST_BYTES else failures + 1
+            furthest = max(furthest, now)
+            if failures == MAX_ATTEMPTS or (error.retry_after is None and reached is None):
                 raise
-            pause(error, failures, wait)
-
-
-def pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:
-    """Wait before a retry: as long as the hub names, else twice as long after each failure."""
-    seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
-    _log.warning("%s; retrying in %.0f s", error, seconds)
-    wait(seconds)
+            seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
+            _log.warning("%s; retrying in %.0f s", error, seconds)
+            wait(seconds)
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:

@@ -148,40 +148,28 @@ class HubApi:
             yield from response.iter_bytes()
 
     def get(
-        self,
-        listing: Listing,
-        file: RemoteFile,
-        cache: Path,
-        received: Callable[[int], None],
-        *,
-        wait: Callable[[float], object],
-        again: bool,
+        self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
         """Return the path of a file in `cache`, where it is fetched if it is not there. Its content is not verified.
 
         received: called with the number of bytes so far; an exception ends the transfer.
-        wait:     sleeps for a number of seconds.
         again:    fetch it even if it is there.
 
         Raises HubError, HubUnavailableError, OSError.
         """
+        received(0)
+        with self._errors():
+            found = self._api.hf_hub_download(
+                listing.repository,
+                file.path,
+                revision=listing.commit,
+                cache_dir=cache,
+                force_download=again,
+                tqdm_class=_bar(received),
+            )
         path = cache.resolve() / self._reference.cache_name / "snapshots" / listing.commit / file.path
-
-        def transfer() -> None:
-            received(0)
-            with self._errors():
-                found = self._api.hf_hub_download(
-                    listing.repository,
-                    file.path,
-                    revision=listing.commit,
-                    cache_dir=cache,
-                    force_download=again,
-                    tqdm_class=_bar(received),
-                )
-                if Path(found) != path:
-                    raise HubError(f"{self._endpoint} sent {file.path} of another commit than {listing.commit}")
-
-        retried(transfer, wait, unanswered=True)
+        if Path(found) != path:
+            raise HubError(f"{self._endpoint} sent {file.path} of another commit than {listing.commit}")
         return path
 
     def cancel(self) -> None:

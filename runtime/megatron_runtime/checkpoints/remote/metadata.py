@@ -13,7 +13,7 @@ from megatron_runtime.checkpoints.remote.download import (
     Source,
     cached_snapshot,
     connect,
-    fetch_listed,
+    fetch,
     parse_reference,
 )
 from megatron_runtime.checkpoints.remote.files import Listing, RemoteFile, choose
@@ -46,7 +46,7 @@ def metadata_directory(model: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name:
         directory = Path(name)
         if small:
-            fetch_listed(source, listing, small, directory)
+            fetch(source, listing, small, directory)
         for file in weights:
             path = directory / file.path
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,12 +27,10 @@ from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameE
 from megatron_runtime.checkpoints.remote import OBJECT_PREFIXES
 from megatron_runtime.checkpoints.remote.files import (
     MANIFEST_FILE,
-    MAX_ATTEMPTS,
     HubError,
     HubUnavailableError,
     Listing,
     RemoteFile,
-    pause,
     retried,
 )
 from megatron_runtime.process.secrets import HEADER, SWITCH, URL, SecretError
@@ -55,8 +53,6 @@ _REQUEST_BYTES = 64 << 20
 _REQUEST_SECONDS, _READ_SECONDS, _CONNECT_SECONDS = "600s", "30s", "10s"
 _PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 1 << 20
-_LEAST_BYTES = 1 << 16
-"""An attempt that transfers fewer bytes makes no progress."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HTTP_FILES = (
@@ -182,16 +178,10 @@ class ObjectStoreApi:
         return self._read(file, 0)
 
     def get(
-        self,
-        listing: Listing,
-        file: RemoteFile,
-        cache: Path,
-        received: Callable[[int], None],
-        *,
-        wait: Callable[[float], object],
-        again: bool,
+        self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Fetch a file as HubApi.get() does. Bytes that an earlier process received are not transferred again."""
+        """Fetch a file as HubApi.get() does. Bytes that an earlier attempt or process received are not transferred
+        again: writes are unbuffered."""
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
         for parent in (content.parent, path.parent):
@@ -200,7 +190,13 @@ class ObjectStoreApi:
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
         if again or not content.is_file():
-            self._transfer(file, partial, received, wait)
+            with partial.open("ab", 0) as out:
+                received(out.tell())
+                for piece in self._read(file, out.tell()):
+                    out.write(piece)
+                    received(out.tell())
+                if out.tell() < file.size:
+                    raise ObjectStoreUnavailableError(f"{file.path} ended after {out.tell()} of {file.size} bytes")
             partial.replace(content)
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(content, path.parent))
@@ -209,31 +205,6 @@ class ObjectStoreApi:
 
     def cancel(self) -> None:
         """Transfers end when they call `received`."""
-
-    def _transfer(
-        self, file: RemoteFile, partial: Path, received: Callable[[int], None], wait: Callable[[float], object]
-    ) -> None:
-        """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
-        failures = 0
-        with partial.open("ab", 0) as out:
-            size = out.tell()
-            received(size)
-            while size < file.size:
-                before = size
-                try:
-                    for piece in self._read(file, size):
-                        out.write(piece)
-                        size += len(piece)
-                        received(size)
-                    if size < file.size:
-                        raise ObjectStoreUnavailableError(f"{file.path} ended after {size} of {file.size} bytes")
-                except HubUnavailableError as error:
-                    failures = 1 if size - before >= min(_LEAST_BYTES, file.size - before) else failures + 1
-                    if failures >= MAX_ATTEMPTS:
-                        raise ObjectStoreUnavailableError(
-                            f"{error}; {size} of {file.size} bytes of {file.path} are here: run this again to resume"
-                        ) from error
-                    pause(error, failures, wait)
 
     def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         etag, length = self._etags.get(file.path), _FIRST_BYTES
