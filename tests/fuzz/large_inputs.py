@@ -45,8 +45,5 @@ LARGE_INPUTS: Mapping[str, Callable[[], dict[str, bytes]]] = {
     "pickle": _pickles,
     "torch_dist_arguments": _archives,
     "config": lambda: {"a million empty lists": b'{"a": [' + b"[]," * 1_000_000 + b"[]]}"},
-    "hub_listing": lambda: {
-        "a million files": b'{"sha": "' + b"c" * 40 + b'", "siblings": [' + b"0," * 1_000_000 + b"0]}"
-    },
 }
 """Functions that generate the inputs of a target: description to bytes."""

@@ -1,4 +1,4 @@
-"""Targets that read model files: GGUF, safetensors, Megatron checkpoints, configurations, a hub's listing."""
+"""Targets that read model files: GGUF, safetensors, Megatron checkpoints, configurations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
-from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, read_pickle
@@ -158,10 +156,6 @@ def _pickle_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
     return st.one_of(mutated(corpus, _CODES), program)
 
 
-def _listing(data: bytes) -> None:
-    choose(parse_listing(data, Reference("org/name"), hub="the-hub").files, ())
-
-
 TARGETS: tuple[Target, ...] = (
     Target(name="gguf", run=_gguf, errors=_LOADING),
     Target(name="safetensors", run=_safetensors, errors=_LOADING, strategy=_safetensors_inputs),
@@ -177,5 +171,4 @@ TARGETS: tuple[Target, ...] = (
     Target(name="torch_dist_arguments", run=_arguments, errors=_LOADING),
     Target(name="torch_dist_tensor", run=_saved_tensor, errors=_LOADING),
     Target(name="pickle", run=_pickle, errors=(UnsafePickleError,), strategy=_pickle_inputs),
-    Target(name="hub_listing", run=_listing, errors=(HubError,), strategy=mutated_json),
 )

@@ -19,7 +19,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from fake_hub import FakeHub  # noqa: E402
 from random_checkpoint import CONFIGS, LLAMA, random_tensors, write_model  # noqa: E402
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint  # noqa: E402
@@ -73,8 +72,6 @@ def main() -> None:
         )
     _write("generation_config", "valid", json.dumps({"eos_token_id": [1, 2], "bos_token_id": 0}).encode())
     _write("gguf", "valid", _gguf())
-    listing = FakeHub({"config.json": b"{}", "sub/model.safetensors": b"weights"}).listing()
-    _write("hub_listing", "valid", json.dumps(listing).encode())
     for directory in (transformers, megatron):
         open_checkpoint(resolve(str(directory)))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_runtime.checkpoints.hub import REMOTE_PREFIXES
+from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.engine.backend import EngineBackend
 from megatron_runtime.engine.settings import EngineSettings
 
@@ -66,7 +66,7 @@ def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
         yield settings
         return
     # The HTTP client takes a tenth of a second to import.
-    from megatron_runtime.checkpoints.hub.metadata import metadata_directory
+    from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 
     with metadata_directory(settings.model) as directory:
         try:

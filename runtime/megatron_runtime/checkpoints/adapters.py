@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.remote import HUB_PREFIX
 from megatron_runtime.protocol.text import shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -25,7 +25,7 @@ def adapter_directory(source: str) -> Path:
     """
     if source.startswith(HUB_PREFIX):
         # The HTTP client takes a tenth of a second to import.
-        from megatron_runtime.checkpoints.hub.download import cached_directory
+        from megatron_runtime.checkpoints.remote.download import cached_directory
 
         path = cached_directory(source)
     else:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_runtime.checkpoints.hub import hf_home
 from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.remote import hf_home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

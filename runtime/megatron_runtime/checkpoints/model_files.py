@@ -6,7 +6,8 @@ therefore opens them here:
 
 - A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
-- A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`.
+- A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`,
+  and to those of the `blobs` directory of the cache, which repositories share.
 - The directory itself may be a link, or be below one: it is resolved once. A path named by the caller is trusted.
 - FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.
 """
@@ -152,9 +153,12 @@ class ModelFile:
         assert root is not None
         if path.is_relative_to(root):
             return
-        # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
+        # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID,
+        # which may be a link to a content that repositories share, ../../blobs/XX/ID.
         is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
-        if is_snapshot and path.parent == root.parent.parent / "blobs" and _COMMIT.fullmatch(path.name):
+        repository = root.parent.parent
+        blobs = (repository / "blobs", repository.parent / "blobs" / path.name[:2])
+        if is_snapshot and path.parent in blobs and _COMMIT.fullmatch(path.name):
             return
         link = "a link to " if self.path.is_symlink() else ""
         raise ModelFileError(

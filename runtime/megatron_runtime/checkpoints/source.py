@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
-from megatron_runtime.checkpoints.hub import HUB_PREFIX, REMOTE_PREFIXES
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
+from megatron_runtime.checkpoints.remote import HUB_PREFIX, REMOTE_PREFIXES
 from megatron_runtime.protocol.text import shown
 
 IN_MEMORY = "memory:"
@@ -93,7 +93,7 @@ def resolve(model: str) -> StoredModel:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(REMOTE_PREFIXES):
         # The HTTP client takes a tenth of a second to import.
-        from megatron_runtime.checkpoints.hub.download import cached_directory
+        from megatron_runtime.checkpoints.remote.download import cached_directory
 
         return resolve(str(cached_directory(model)))
     path = Path(model).expanduser()

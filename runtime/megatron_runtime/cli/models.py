@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from megatron_runtime.cli.options import (
 from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
-    from megatron_runtime.checkpoints.hub.download import Progress
+    from megatron_runtime.checkpoints.remote.files import Progress
 
 _RATE_SECONDS = 30.0
 
@@ -98,14 +98,14 @@ def fetch(
     Exit codes: 0 the directory is complete; 75 the source cannot be reached, try again later; 1 trying again does not
     help.
     """
-    from megatron_runtime.checkpoints.hub import download
-    from megatron_runtime.checkpoints.hub.client import HubUnavailableError, read_token
+    from megatron_runtime.checkpoints.remote import download
+    from megatron_runtime.checkpoints.remote.files import HubUnavailableError, choose, verify_directory
 
     if verify is not None:
         if source is not None:
             raise click.UsageError("--verify takes the directory itself: leave the source out")
         with _shown_progress("checking") as progress:
-            manifest = download.verify_directory(verify, progress=progress)
+            manifest = verify_directory(verify, progress=progress)
         click.echo(f"{len(manifest.files)} files of {manifest.repository}@{manifest.commit} are as they were fetched")
         return
     if source is None or (directory is None) == (cache is None):
@@ -119,8 +119,9 @@ def fetch(
                 found = download.cached_directory(source, cache=cache, progress=progress)
                 click.echo(f"{found} holds {reference}")
                 return
-            with closing(download.connect(reference, endpoint=endpoint, token=read_token(token_file))) as api:
-                manifest = download.fetch(reference, directory, api=api, include=include, progress=progress)
+            api = download.connect(reference, endpoint=endpoint, token_file=token_file)
+            listing = api.list()
+            manifest = download.fetch(api, listing, choose(listing.files, include), directory, progress=progress)
     except HubUnavailableError as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(os.EX_TEMPFAIL) from error
@@ -131,7 +132,7 @@ def fetch(
 @json_output
 def list_(*, output: str | None) -> None:
     """List the models in the local cache: those that were fetched from a hub or an object store."""
-    from megatron_runtime.checkpoints.hub.cache import cached_models
+    from megatron_runtime.checkpoints.remote.cache import cached_models
 
     found = cached_models()
     if output == "json":
@@ -159,7 +160,7 @@ def list_(*, output: str | None) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def rm(*, model: str, yes: bool) -> None:
     """Remove all revisions of MODEL from the local cache. A model that a server of this user serves is not removed."""
-    from megatron_runtime.checkpoints.hub.cache import cached_models, remove
+    from megatron_runtime.checkpoints.remote.cache import cached_models, remove
     from megatron_runtime.cli.servers import running_servers
 
     reference = model_reference(model)
@@ -192,7 +193,7 @@ def _shown_progress(what: str) -> Iterator[Progress]:
     """Show a transfer as a bar on a terminal, else as a line for every tenth of it."""
     from rich import console, progress
 
-    from megatron_runtime.checkpoints.hub.download import each_tenth
+    from megatron_runtime.checkpoints.remote.files import each_tenth
 
     terminal = console.Console(stderr=True)
     if not terminal.is_terminal:

@@ -233,7 +233,7 @@ tensor_parallel = environment_option(
 
 def cached_references(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete a model of the local cache."""
-    from megatron_runtime.checkpoints.hub.cache import cached_models
+    from megatron_runtime.checkpoints.remote.cache import cached_models
 
     found = [model.reference for model in cached_models()]
     short = [name.removeprefix("hf:") for name in found]

@@ -55,7 +55,7 @@ def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
 def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
     """Return an HTTP client for `url` with the proxy of the environment, unless NO_PROXY or loopback exempts the host.
 
-    make:    httpx.Client or httpx.AsyncClient.
+    make:    httpx.Client, httpx.AsyncClient or httpx2.Client.
     options: of it.
     Raises UnusableProxyError.
     """

@@ -12,8 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from megatron_runtime.checkpoints.hub import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
+from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.protocol import strict_json as json
@@ -56,7 +56,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
 def _locate(model: str) -> Path:
     if model.startswith(REMOTE_PREFIXES):
-        from megatron_runtime.checkpoints.hub.download import cached_directory
+        from megatron_runtime.checkpoints.remote.download import cached_directory
 
         model = str(cached_directory(model, tokenizer_only=True))
     directory = Path(model).expanduser()

@@ -18,8 +18,9 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 from eventually import LONG_SECONDS
+from fake_hub import use_hub
 
-from megatron_runtime.checkpoints.hub.objects import MANIFEST_FILE
+from megatron_runtime.checkpoints.remote.files import MANIFEST_FILE
 from megatron_runtime.cli import main
 from megatron_runtime.cli.servers import Server, listed, running_servers
 
@@ -44,9 +45,8 @@ def _repository(path: Path, file: str, *, size: int) -> None:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with one model of a hub and one of an object store."""
-    for variable in ("HF_HUB_CACHE", "MEGATRON_MODEL_CACHE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "hf")
+    monkeypatch.delenv("MEGATRON_MODEL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _repository(tmp_path / "hf/hub/models--org--small", "model.safetensors", size=3 << 20)
     _repository(tmp_path / "hf/megatron-objects/s3--x", "m.gguf", size=2048)
@@ -84,6 +84,26 @@ def test_rm_asks_and_removes_one_model(cache: Path) -> None:
         "Error: hf:org/small is not in the local cache: see 'megatron list'\n",
     )
     assert "leave @REVISION out" in megatron("rm", "org/small@v1", "--yes").stderr
+
+
+def test_rm_frees_the_contents_that_only_this_model_uses(cache: Path) -> None:
+    """The library keeps contents that were transferred by Xet once for all repositories."""
+    from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
+
+    hashes = {"small": "ab" * 32, "other": "cd" * 32}
+    other = cache / "hub/models--org--other"
+    _repository(other, "model.safetensors", size=1 << 20)
+    for name, xet_hash in hashes.items():
+        blob = cache / f"hub/models--org--{name}/blobs/d"
+        size = blob.stat().st_size
+        assert publish_blob_to_shared_store(
+            blob_path=str(blob), xet_hash=xet_hash, cache_dir=cache / "hub", expected_size=size, replace_existing=False
+        )
+    assert [line.split()[1] for line in megatron("list").stdout.splitlines()[1:3]] == ["1", "3"]
+    assert megatron("rm", "org/small", "--yes").exit_code == 0
+    assert not (cache / "hub/models--org--small").exists()
+    assert [path.name for path in (cache / "hub/blobs").rglob("??" * 32)] == [hashes["other"]]
+    assert (other / "snapshots" / ("c" * 40) / "model.safetensors").stat().st_size == 1 << 20
 
 
 def test_rm_leaves_a_model_that_a_server_uses_or_a_command_fetches(cache: Path) -> None:

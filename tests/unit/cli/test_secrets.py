@@ -11,11 +11,13 @@ import click
 import httpx
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 from megatron_kubectl.cli import main as kubectl_main
 from megatron_operator.cli import main as operator_main
-from megatron_runtime.checkpoints.hub.client import HubApi, HubError, read_token
-from megatron_runtime.checkpoints.hub.objects import ObjectReference, ObjectStoreError, _store
+from megatron_runtime.checkpoints.remote.files import HubError
+from megatron_runtime.checkpoints.remote.hub import HubApi, Reference
+from megatron_runtime.checkpoints.remote.object_store import ObjectReference, ObjectStoreError, _store
 from megatron_runtime.cli import main as runtime_main
 from megatron_runtime.distributed.shard import ParallelSizes, rank_identity
 from megatron_runtime.process.options import EnvironmentOption
@@ -87,24 +89,28 @@ def test_a_token_of_a_hub_is_checked_before_it_is_sent(monkeypatch: Any, tmp_pat
     monkeypatch.setenv("HF_TOKEN", text + "y")
     file = tmp_path / "token"
     file.write_text(text + "y")
-    for token in (read_token(), read_token(file)):
-        with pytest.raises(HubError, match=r"HF_TOKEN.*does not have a valid value") as failed:
-            HubApi(endpoint="https://hub.example", token=token)
+    for token_file in (None, file):
+        with pytest.raises(SecretError, match=r"HF_TOKEN.*does not have a valid value") as failed:
+            HubApi(Reference("org/name"), endpoint="https://hub.example", token_file=token_file)
         assert CANARY not in chain(failed.value)
     file.write_bytes(b"\xff" + CANARY.encode())
-    with pytest.raises(HubError) as failed:
-        read_token(file)
-    assert CANARY not in chain(failed.value)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(file))
+    for token_file in (None, file):
+        with pytest.raises(HubError, match="is not a text file") as failed:
+            HubApi(Reference("org/name"), endpoint="https://hub.example", token_file=token_file)
+        assert CANARY not in chain(failed.value)
 
 
 @pytest.mark.parametrize(
     "text", [CANARY, f"https://user:{CANARY}@hub.example", f"ftp://{CANARY}", f"http://h/{CANARY}\nx"]
 )
 def test_the_endpoint_of_a_hub_is_checked(monkeypatch: Any, text: str) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", text)
-    with pytest.raises(HubError, match="HF_ENDPOINT") as failed:
-        HubApi()
-    assert CANARY not in chain(failed.value)
+    monkeypatch.setattr(constants, "ENDPOINT", text)
+    for endpoint in (None, text):
+        with pytest.raises(SecretError, match="HF_ENDPOINT") as failed:
+            HubApi(Reference("org/name"), endpoint=endpoint)
+        assert CANARY not in chain(failed.value)
 
 
 WRONG_CREDENTIALS = [

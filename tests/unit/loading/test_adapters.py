@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub
+from fake_hub import FakeHub, use_hub
 
 from megatron_runtime.checkpoints.adapters import AdapterSourceError, adapter_directory
 from megatron_runtime.checkpoints.model_files import ModelFileError
@@ -57,9 +57,8 @@ def test_a_link_out_of_the_directory_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_repository_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with FakeHub(dict(FILES), repository="org/sql").running() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        use_hub(monkeypatch, hub.url, tmp_path)
         source = f"hf:org/sql@{hub.commit}"
         directory = adapter_directory(source)
         assert (directory / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_hub import FakeHub
+from fake_hub import FakeHub, use_hub
+from huggingface_hub import constants
 from random_checkpoint import write_speaking_model
 from warm_python import WarmProcess
 
 from megatron_runtime.backends.native.build import build_native, check_native
 from megatron_runtime.backends.registry import check_backend
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.hub import download, metadata
-from megatron_runtime.checkpoints.hub.client import HubError
+from megatron_runtime.checkpoints.remote import download, hub_cache, metadata
+from megatron_runtime.checkpoints.remote.files import HubError
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import containers, main
@@ -38,8 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     with FakeHub.of(model).running() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        use_hub(monkeypatch, running.url, tmp_path / "home")
         yield running
 
 
@@ -132,7 +132,7 @@ def test_a_model_of_a_hub_is_checked_without_its_weights(hub: FakeHub) -> None:
     hub.trickling.add(WEIGHTS)  # a download of the weights would need many requests
     check_backend(settings("hf:org/name"))
     assert [path for path, _ in hub.requests].count(WEIGHTS) == 2
-    assert not download.hub_cache().exists()
+    assert not hub_cache().exists()
 
 
 def test_an_error_names_the_repository_and_not_the_directory_of_its_metadata(hub: FakeHub) -> None:
@@ -162,7 +162,7 @@ def test_parallel_sizes_are_checked_against_the_model_of_a_hub(hub: FakeHub) -> 
 def test_a_cached_commit_is_checked_without_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"hf:org/name@{hub.commit}"
     download.cached_directory(name)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     check_backend(settings(name))
     (download.cached_directory(name) / WEIGHTS).unlink()
     with pytest.raises(OSError, match="does not answer"):

@@ -140,6 +140,26 @@ def test_the_layout_of_a_hub_cache_is_read(models: dict[str, Path], tmp_path: Pa
     assert read_everything(snapshot, tmp_path / "scratch") == plain
 
 
+def test_contents_that_repositories_of_a_hub_cache_share_are_read(tmp_path: Path) -> None:
+    """Those of files that were transferred by Xet."""
+    blobs = tmp_path / "models--org--name" / "blobs"
+    snapshot = blobs.parent / "snapshots" / COMMIT
+    shared = tmp_path / "blobs" / "ab" / ("ab" * 32)
+    for directory in (blobs, snapshot, shared.parent):
+        directory.mkdir(parents=True)
+    shared.write_text("{}")
+    (blobs / ("c" * 64)).symlink_to(Path("../../blobs/ab", shared.name))
+    (snapshot / "config.json").symlink_to(Path("../../blobs", "c" * 64))
+    file = ModelDirectory(snapshot).file("config.json")
+    assert file is not None
+    assert file.read_text() == "{}"
+    shared.rename(shared.with_name("secret"))
+    (blobs / ("c" * 64)).unlink()
+    (blobs / ("c" * 64)).symlink_to("../../blobs/ab/secret")
+    with pytest.raises(ModelFileError, match="outside of the model directory"):
+        ModelDirectory(snapshot).file("config.json")
+
+
 @pytest.mark.parametrize("target", ["../../blobs/secret", "../../refs/main", f"../{'d' * 40}/config.json"])
 def test_a_snapshot_links_to_blobs_only(target: str, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / COMMIT
@@ -301,7 +321,7 @@ READERS = [
     for folder in ("checkpoints", "tokenization")
     for path in sorted((Path(megatron_runtime.__file__).parent / folder).rglob("*.py"))
     # What opens model files for the others, and what works on files of its own: the cache, packages, what is written.
-    if path.name not in ("model_files.py", "convert.py", "builtin.py") and path.parent.name != "hub"
+    if path.name not in ("model_files.py", "convert.py", "builtin.py") and path.parent.name != "remote"
 ]
 AROUND = {"glob", "rglob", "iterdir", "exists", "from_file", "copyfile", "copytree", "memmap", "fromfile", "safe_open"}
 ON_REFERENCES = {"source.py", "loader.py", "adapters.py"}

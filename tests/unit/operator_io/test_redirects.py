@@ -1,7 +1,7 @@
 """No client sends a credential to another server than the one that it was given for, and clients of the API server
 follow no redirect at all: a pod behind the API server's proxy could choose what is read with the user's credentials.
 
-`tests/unit/loading/test_hostile_hub.py` has the tests of the hub's client, the only one that follows redirects.
+`tests/unit/loading/test_hub.py` has the tests of the hub's client, the only one that follows redirects.
 """
 
 from __future__ import annotations
@@ -160,11 +160,15 @@ HTTP_CLIENTS = {
     "operator/megatron_kubectl/proxy.py": {"http.client.HTTPConnection"},
     "operator/megatron_operator/controller/observe.py": {"http.client.HTTPConnection"},
     # Follows them, without the token for other servers.
-    "runtime/megatron_runtime/checkpoints/hub/client.py": {"httpx.Client"},
+    "runtime/megatron_runtime/checkpoints/remote/hub.py": {"httpx2.Client"},
 }
 """Every HTTP client of the project, by file. A new one needs a test of redirects above."""
 _CONSTRUCTORS = {
-    *(f"httpx.{name}" for name in ("Client", "AsyncClient", "get", "post", "put", "request", "stream")),
+    *(
+        f"{library}.{name}"
+        for library in ("httpx", "httpx2")
+        for name in ("Client", "AsyncClient", "get", "post", "put", "request", "stream")
+    ),
     *(f"requests.{name}" for name in ("Session", "get", "post", "put", "request")),
     *(f"urllib.request.{name}" for name in ("urlopen", "build_opener", "Request")),
     *("http.client.HTTPConnection", "http.client.HTTPSConnection", "aiohttp.ClientSession", "aiohttp.request"),

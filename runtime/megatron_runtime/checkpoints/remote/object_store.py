@@ -23,18 +23,16 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from megatron_runtime.checkpoints.hub import OBJECT_PREFIXES
-from megatron_runtime.checkpoints.hub.client import (
-    MAX_FILE_BYTES,
-    MAX_FILES,
-    MAX_LISTING_BYTES,
+from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
+from megatron_runtime.checkpoints.remote import OBJECT_PREFIXES
+from megatron_runtime.checkpoints.remote.files import (
+    MANIFEST_FILE,
     HubError,
     HubUnavailableError,
     Listing,
     RemoteFile,
     retried,
 )
-from megatron_runtime.checkpoints.model_files import ModelFileError, UnsafeNameError, parse_json, require_safe_name
 from megatron_runtime.process.secrets import HEADER, SWITCH, URL, SecretError
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
@@ -43,8 +41,8 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ClientConfig, ObjectStore
 
-MANIFEST_FILE = ".megatron-manifest.json"
-"""Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
+MAX_FILE_BYTES, MAX_FILES, MAX_LISTING_BYTES = 1 << 50, 100_000, 64 << 20
+"""Limits of a model: bytes of a file, number of files, bytes of an index or a manifest."""
 _URL = re.compile(r"(s3|gs|az|https)://([A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]{1,5})?)((?:/[^?#%]*)?)")
 _WANTED = (
     "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH, without a query and without "
@@ -157,13 +155,9 @@ def is_object_reference(model: str) -> bool:
 
 
 class ObjectStoreApi:
-    """A connection to the store of a reference.
+    """The objects of a reference."""
 
-    clock: in seconds; limits slow responses.
-    """
-
-    def __init__(self, reference: ObjectReference, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(self, reference: ObjectReference) -> None:
         self._reference = reference
         self._etags: dict[str, str] = {}
         try:
@@ -175,21 +169,42 @@ class ObjectStoreApi:
                 f"variables of the environment, such as {_CREDENTIALS.get(reference.scheme, 'SSL_CERT_FILE')}"
             ) from None
 
-    def close(self) -> None: ...
-
-    def list(self, reference: ObjectReference, *, wait: Callable[[float], object] = time.sleep) -> Listing:
-        """Return the files of the model; retry while the store is overloaded. Raises ObjectStoreError,
-        ObjectStoreUnavailableError.
-
-        wait: sleeps for a number of seconds.
-        """
+    def list(self, *, wait: Callable[[float], object] = time.sleep) -> Listing:
+        """List the files of the model as HubApi.list() does. Raises ObjectStoreError, ObjectStoreUnavailableError."""
         return retried(self._list, wait)
 
-    @contextmanager
-    def open(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[Iterator[bytes]]:
-        """Yield the content of a file from byte `start` on. Raises ObjectStoreError, ObjectStoreUnavailableError, also
-        while read."""
-        yield self._read(file, start)
+    def read(self, listing: Listing, file: RemoteFile, size: int) -> Iterator[bytes]:
+        """Yield at least the first `size` bytes of a file. Raises ObjectStoreError, ObjectStoreUnavailableError."""
+        return self._read(file, 0)
+
+    def get(
+        self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
+    ) -> Path:
+        """Fetch a file as HubApi.get() does. Bytes that an earlier attempt or process received are not transferred
+        again: writes are unbuffered."""
+        repository = cache / self._reference.cache_name
+        content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
+        for parent in (content.parent, path.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        # Two files with one content are transferred at the same time.
+        name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
+        partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
+        if again or not content.is_file():
+            with partial.open("ab", 0) as out:
+                received(out.tell())
+                for piece in self._read(file, out.tell()):
+                    out.write(piece)
+                    received(out.tell())
+                if out.tell() < file.size:
+                    raise ObjectStoreUnavailableError(f"{file.path} ended after {out.tell()} of {file.size} bytes")
+            partial.replace(content)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(content, path.parent))
+        link.replace(path)
+        return path
+
+    def cancel(self) -> None:
+        """Transfers end when they call `received`."""
 
     def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         etag, length = self._etags.get(file.path), _FIRST_BYTES

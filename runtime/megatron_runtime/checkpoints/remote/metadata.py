@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.checkpoints.hub.client import Listing, RemoteFile
-from megatron_runtime.checkpoints.hub.download import (
-    FileSource,
+from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
+from megatron_runtime.checkpoints.remote.download import (
+    Source,
     cached_snapshot,
-    choose,
     connect,
-    fetch_listed,
+    fetch,
     parse_reference,
 )
-from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES, MAX_TOKENIZER_BYTES, ModelFileError
+from megatron_runtime.checkpoints.remote.files import Listing, RemoteFile, choose
 
 _WEIGHTS = (".safetensors", ".gguf", ".distcp", ".packed")
 _LENGTH_BYTES = 8
@@ -39,43 +38,44 @@ def metadata_directory(model: str) -> Iterator[Path]:
     if cached is not None:
         yield cached
         return
-    with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name, closing(connect(reference)) as api:
+    source = connect(reference)
+    listing = source.list()
+    wanted = choose(listing.files, ())
+    weights = [file for file in wanted if file.path.endswith(_WEIGHTS)]
+    small = [file for file in wanted if not file.path.endswith(_WEIGHTS)]
+    with tempfile.TemporaryDirectory(prefix="megatron-metadata-") as name:
         directory = Path(name)
-        listing = api.list(reference)
-        wanted = choose(listing.files, ())
-        weights = [file for file in wanted if file.path.endswith(_WEIGHTS)]
-        fetch_listed(reference, listing, [file for file in wanted if file not in weights], directory, api=api)
+        if small:
+            fetch(source, listing, small, directory)
         for file in weights:
             path = directory / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_header(api, listing, file, path)
+            _write_header(source, listing, file, path)
         yield directory
 
 
-def _write_header(api: FileSource, listing: Listing, file: RemoteFile, path: Path) -> None:
+def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path) -> None:
     if file.path.endswith((".safetensors", ".packed")):
-        _write_start(api, listing, file, path, _LENGTH_BYTES)
+        _write_start(source, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as found:
             length = int.from_bytes(found.read(_LENGTH_BYTES), "little")
         # The reader of the file rejects a header that is longer.
-        _write_start(api, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
+        _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return
     size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0
-    _write_start(api, listing, file, path, size)
+    _write_start(source, listing, file, path, size)
     while 0 < size < min(file.size, MAX_TOKENIZER_BYTES) and not _has_gguf_header(path, size):
         size = min(2 * size, file.size)
-        _write_start(api, listing, file, path, size)
+        _write_start(source, listing, file, path, size)
 
 
-def _write_start(api: FileSource, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
+def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
     """Write the first `size` bytes of a file, and set its size."""
     with path.open("wb") as out:
-        if size:
-            with api.open(listing, file, start=0) as pieces:
-                for piece in pieces:
-                    out.write(piece[: size - out.tell()])
-                    if out.tell() >= size:
-                        break
+        for piece in source.read(listing, file, size) if size else ():
+            out.write(piece[: size - out.tell()])
+            if out.tell() >= size:
+                break
         out.truncate(file.size)
 
 

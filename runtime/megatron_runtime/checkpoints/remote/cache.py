@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_runtime.checkpoints.hub import HUB_PREFIX, hf_home
-from megatron_runtime.checkpoints.hub.download import LOCK_FILE, MODEL_CACHE, hub_cache, read_manifest
+from megatron_runtime.checkpoints.remote import HUB_PREFIX, LOCK_FILE, MODEL_CACHE, hf_home, hub_cache
+from megatron_runtime.checkpoints.remote.files import read_manifest
 
 _HUB_DIRECTORY = "models--"
 
@@ -57,7 +56,20 @@ def remove(model: CachedModel) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ModelInUseError(f"{model.reference} is being fetched: end that command first") from None
-        shutil.rmtree(model.path)
+        if model.path.name.startswith(_HUB_DIRECTORY):
+            _remove_from_hub_cache(model.path)
+        if model.path.exists():
+            shutil.rmtree(model.path)
+
+
+def _remove_from_hub_cache(path: Path) -> None:
+    """Delete the revisions of a repository with the contents that the cache shares between repositories."""
+    from huggingface_hub import scan_cache_dir
+
+    cache = scan_cache_dir(path.parent)
+    # Another repository may have a revision of the same name.
+    cache = replace(cache, repos=frozenset(repo for repo in cache.repos if repo.repo_path == path.resolve()))
+    cache.delete_revisions(*(found.commit_hash for repo in cache.repos for found in repo.revisions)).execute()
 
 
 def _is_model(path: Path) -> bool:
@@ -66,7 +78,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _model(path: Path) -> CachedModel:
-    contents = [file.lstat() for file in _files(path)]
+    contents = [file.stat() for file in _contents(path)]
     return CachedModel(
         _reference(path),
         path,
@@ -76,9 +88,9 @@ def _model(path: Path) -> CachedModel:
     )
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """Yield the contents of a repository: its files that are no links."""
-    return (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+def _contents(path: Path) -> set[Path]:
+    """Return the contents of a repository, of which some are beside the repositories."""
+    return {file.resolve() for file in path.rglob("*") if file.is_file()}
 
 
 def _reference(path: Path) -> str:

@@ -1,0 +1,31 @@
+"""Models from a Hugging Face hub, `hf:ORG/NAME[@REVISION]`, and from object stores: `s3://`, `gs://`, `az://`,
+`https://`. Imports no torch.
+
+hub.py lists and fetches files through huggingface_hub, object_store.py through obstore. download.py chooses the files,
+verifies them by their digests and keeps a manifest of them: in a directory, or in a cache.
+"""
+
+import os
+from pathlib import Path
+
+HUB_PREFIX = "hf:"
+OBJECT_PREFIXES = ("s3://", "gs://", "az://", "https://")
+REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
+"""Prefixes of model references whose files are downloaded."""
+MODEL_CACHE = "MEGATRON_MODEL_CACHE"
+"""Variable that names a directory which `megatron fetch --cache` fills. Models in it are used without the network."""
+LOCK_FILE = ".megatron-lock"
+"""Held by the process that fetches to the directory of this file."""
+
+
+def hf_home() -> Path:
+    """Return the directory of HF_HOME, by default ~/.cache/huggingface."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    return Path(os.path.expandvars(home)).expanduser()
+
+
+def hub_cache() -> Path:
+    """Return the directory of the cache of huggingface_hub."""
+    from huggingface_hub import constants  # an optional dependency
+
+    return Path(constants.HF_HUB_CACHE)

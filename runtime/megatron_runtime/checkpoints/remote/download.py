@@ -1,0 +1,311 @@
+"""Fetch a repository of a hub or a model of an object store: to a directory with a manifest of digests, or to a cache.
+
+The cache of hubs is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
+contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. The
+manifests of this program are in `.megatron/` beside them. A manifest is written when all its files are complete and
+their digests are those that the hub lists. The cache of object stores has the same layout; a commit is the digest of
+the list of objects.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.remote import LOCK_FILE, MODEL_CACHE, hf_home, hub_cache
+from megatron_runtime.checkpoints.remote.files import (
+    HubError,
+    Listing,
+    Manifest,
+    Progress,
+    RemoteFile,
+    WrongContentError,
+    check_file,
+    choose,
+    each_tenth,
+    is_commit,
+    read_manifest,
+    replace_text,
+    retried,
+    silent,
+    write_manifest,
+)
+from megatron_runtime.checkpoints.remote.hub import HubApi, Reference, offline_directory
+from megatron_runtime.checkpoints.remote.object_store import ObjectReference, ObjectStoreApi, is_object_reference
+
+_log = logging.getLogger(__name__)
+
+_PARTIAL_DIRECTORY = ".megatron-partial"
+_CONCURRENT_FILES = 8
+"""One connection seldom saturates the network."""
+_COMMIT_CHARACTERS = 256
+_TOKENIZER_SUFFIX = "-tokenizer"
+"""Of the directory with the manifest of a commit of which only the tokenizer is there."""
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+AnyReference = Reference | ObjectReference
+Source = HubApi | ObjectStoreApi
+
+
+def parse_reference(model: str) -> AnyReference:
+    """Return the reference of `hf:ORG/NAME[@REVISION]`, or of the URL of an object store. Raises HubError."""
+    return ObjectReference.parse(model) if is_object_reference(model) else Reference.parse(model)
+
+
+def connect(reference: AnyReference, *, endpoint: str | None = None, token_file: Path | None = None) -> Source:
+    """Return what lists and reads a reference. Raises HubError, SecretError.
+
+    endpoint, token_file: of a hub; by default those that huggingface_hub finds.
+    """
+    if isinstance(reference, ObjectReference):
+        return ObjectStoreApi(reference)
+    return HubApi(reference, endpoint=endpoint, token_file=token_file)
+
+
+def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
+    """Return the directory of the repositories in a cache. cache: None means those of this user."""
+    if isinstance(reference, ObjectReference):
+        return (cache or hf_home()) / "megatron-objects"
+    return hub_cache() if cache is None else cache / "hub"
+
+
+def cached_directory(
+    model: str, *, tokenizer_only: bool = False, cache: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """Return the cached directory with all files of `model`, fetched when first needed.
+
+    model:          an `hf:` reference or the URL of an object store.
+    tokenizer_only: fetch only the tokenizer of a repository that has a tokenizer.json.
+    cache:          directory of the cache to fetch to; by default a model in $MEGATRON_MODEL_CACHE is used, and others
+                    are fetched to the cache of the Hugging Face libraries.
+    progress:       by default it is logged.
+
+    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    """
+    reference = parse_reference(model)
+    found = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
+    if found is not None:
+        return found
+    root = _cache_root(reference, cache)
+    repository = ModelDirectory(root).directory(reference.cache_name)
+    branch = repository.directory(f"refs/{reference.revision}").path
+    source = connect(reference)
+    listing = source.list()
+    directory = _complete_snapshot(repository, listing.commit, tokenizer_only=tokenizer_only)
+    if directory is None:
+        directory = repository.directory(f"snapshots/{listing.commit}").path
+        part = tokenizer_only and any(file.path == "tokenizer.json" for file in listing.files)
+        own = repository.directory(f".megatron/{listing.commit}" + part * _TOKENIZER_SUFFIX).path
+        logged = silent if part else each_tenth(lambda *counts: _log_progress(reference, *counts))
+        blobs = repository.path / "blobs"
+        _Fetch(source, listing, directory, own, progress or logged, cache=root, blobs=blobs).run(
+            choose(listing.files, _TOKENIZER_PATTERNS if part else ())
+        )
+    if not reference.commit and not (branch.is_file() and branch.read_text().strip() == listing.commit):
+        branch.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(branch, listing.commit)
+    return directory
+
+
+def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, cache: Path | None = None) -> Path | None:
+    """Return the directory of a model that is used without the network; None if a file is missing, and for a branch or
+    an object store, which may have changed.
+
+    It is in $MEGATRON_MODEL_CACHE, or a commit in the cache, or what the cache has if HF_HUB_OFFLINE is set. Raises
+    HubError if it is set and the cache does not have the model.
+    """
+    shared = os.environ.get(MODEL_CACHE) if cache is None else None
+    if shared:
+        repository = ModelDirectory(_cache_root(reference, Path(shared))).directory(reference.cache_name)
+        branch = repository.file(f"refs/{reference.revision}") if not reference.commit else None
+        commit = branch.read_text(_COMMIT_CHARACTERS).strip() if branch is not None else reference.revision
+        found = _complete_snapshot(repository, commit)
+        if found is not None:
+            return found
+    root = _cache_root(reference, cache)
+    repository = ModelDirectory(root).directory(reference.cache_name)
+    found = _complete_snapshot(repository, reference.commit or "", tokenizer_only=tokenizer_only)
+    if found is None and isinstance(reference, Reference):
+        return offline_directory(reference, root)
+    return found
+
+
+def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
+    """Return the directory of a commit if it has all files of a manifest: other programs delete from the cache too."""
+    if not is_commit(commit):
+        return None
+    directory = repository.directory(f"snapshots/{commit}").path
+    for suffix in ("", _TOKENIZER_SUFFIX) if tokenizer_only else ("",):
+        manifest = read_manifest(repository.directory(f".megatron/{commit}{suffix}").path)
+        if manifest is not None and all((directory / name).is_file() for name in manifest.files):
+            return directory
+    return None
+
+
+def _log_progress(reference: AnyReference, done: int, size: int, files: int) -> None:
+    """Log a line: an engine that fetches would look idle otherwise."""
+    percent = done * 100 // size if size else 100
+    _log.info("fetching %s: %d %% of %.1f GB in %d files", reference, percent, size / 1e9, files)
+
+
+def fetch(
+    source: Source,
+    listing: Listing,
+    files: Sequence[RemoteFile],
+    directory: Path,
+    *,
+    progress: Progress = silent,
+    wait: Callable[[float], object] | None = None,
+) -> Manifest:
+    """Fetch these files of a listing to `directory`; those that are there and right are not transferred again.
+
+    wait: sleeps for a number of seconds.
+
+    Raises HubError, HubUnavailableError, OSError.
+    """
+    cache = directory / _PARTIAL_DIRECTORY
+    return _Fetch(source, listing, directory, directory, progress, cache=cache, wait=wait).run(files)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Fetches files, several at a time; the first that fails ends all.
+
+    directory: has the files by their names.
+    own:       has manifest and lock.
+    cache:     of repositories, to which the source fetches.
+    blobs:     of the repository in that cache: has the contents, to which `directory` has links. None: the files are
+               moved from the cache to the directory, and the cache is deleted.
+    wait:      sleeps for a number of seconds; None: until another file fails.
+    """
+
+    source: Source
+    listing: Listing
+    directory: Path
+    own: Path
+    progress: Progress
+    cache: Path
+    blobs: Path | None = None
+    wait: Callable[[float], object] | None = None
+    files: int = field(default=0, init=False)
+    size: int = field(default=0, init=False)
+    received: dict[str, int] = field(default_factory=dict, init=False)
+    done: int = field(default=0, init=False)
+    copies: Counter[str] = field(default_factory=Counter, init=False)
+    stop: threading.Event = field(default_factory=threading.Event, init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def run(self, wanted: Sequence[RemoteFile]) -> Manifest:
+        """Fetch these files. Raises as fetch() does."""
+        listing, name = self.listing, self.listing.repository
+        self.own.mkdir(parents=True, exist_ok=True)
+        with _locked(self.own):
+            if not wanted:
+                names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
+                raise HubError(f"{name} has no file that is wanted here: it has {names}")
+            manifest = read_manifest(self.own)
+            if manifest is not None and manifest.repository != name:
+                raise HubError(f"{self.directory} holds files of {manifest.repository}: name another one for {name}")
+            known = manifest.files if manifest is not None else {}
+            missing = [file for file in wanted if not _is_there(file, self.directory, known)]
+            self.files, self.size = len(wanted), sum(file.size for file in wanted)
+            self.copies.update(file.digest for file in missing)
+            self.done = self.size - sum(file.size for file in missing)
+            self.progress(self.done, self.size, self.files)
+            contents = [self.blobs / file.digest if self.blobs else self.directory / file.path for file in missing]
+            needed = sum(file.size for file, path in zip(missing, contents, strict=True) if not path.is_file())
+            free = shutil.disk_usage(self.own).free
+            if needed > free:
+                raise OSError(
+                    f"no space left on device: {self.own} has {free} bytes free, {needed} are to be fetched: free "
+                    "some, or name another directory"
+                )
+            held = known | self._get_all(missing)
+            found = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
+            write_manifest(found, self.own)
+            # A file of an earlier revision that this revision does not have would be taken for a part of the model.
+            for path in set(known) - {file.path for file in listing.files}:
+                (self.directory / path).unlink(missing_ok=True)
+            if self.blobs is None:
+                shutil.rmtree(self.cache, ignore_errors=True)
+            return found
+
+    def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
+        """Return the entries of a manifest by path."""
+        with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
+            transfers = {pool.submit(self._get, file): file for file in files}
+            try:
+                return {transfers[done].path: done.result() for done in as_completed(transfers)}
+            except BaseException:
+                self.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.source.cancel()
+                raise
+
+    def _get(self, file: RemoteFile) -> dict[str, Any]:
+        """Return the entry of a file, which is fetched unless it is there."""
+        path = self.directory / file.path
+        sha256 = check_file(file, path) if self.blobs is None and not file.version else None
+        if sha256 is None:
+            content, sha256 = self._transfer(file)
+            if self.blobs is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                move = os.replace if self.copies[file.digest] == 1 else shutil.copyfile
+                move(os.path.realpath(content), path)
+        self._received(file, file.size)
+        return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
+
+    def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
+        """Return the path of a file in the cache and its sha256. One with the wrong content is fetched again once."""
+        for again in (False, True):
+            get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
+            content = retried(get, self.wait or self.stop.wait, reached=lambda: self.received.get(file.path, 0))
+            sha256 = check_file(file, content)
+            if sha256 is not None:
+                return content, sha256
+            _log.warning("%s does not have the digest that is listed, %s", file.path, file.digest)
+        Path(os.path.realpath(content)).unlink(missing_ok=True)
+        content.unlink(missing_ok=True)
+        raise WrongContentError(
+            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice without the digest that is "
+            f"listed, {file.digest}: a proxy or the network changes it"
+        )
+
+    def _received(self, file: RemoteFile, count: int) -> None:
+        """Report that `count` bytes of a file are here."""
+        if self.stop.is_set():
+            raise HubError("the transfer of another file failed")
+        with self.lock:
+            self.done += count - self.received.get(file.path, 0)
+            self.received[file.path] = count
+            self.progress(self.done, self.size, self.files)
+
+
+def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]]) -> bool:
+    entry, path = known.get(file.path), directory / file.path
+    if entry is None or not path.is_file() or path.stat().st_size != file.size:
+        return False
+    if file.version:
+        return bool(entry.get("version") == file.version)
+    # The hub knows no sha256 of small files: they are read again.
+    return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory; other processes wait and then find the files."""
+    with (directory / LOCK_FILE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,228 @@
+"""The files of a model at a hub or in an object store: which of them a model needs, their digests, and the manifest of
+those that a directory has."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_runtime.checkpoints.model_files import require_safe_name
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.text import shown
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MANIFEST_FILE = ".megatron-manifest.json"
+"""Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
+MAX_ATTEMPTS = 6
+"""Consecutive attempts without progress."""
+_LEAST_BYTES = 1 << 16
+"""An attempt that transfers fewer bytes makes no progress."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_OWN_PREFIX = ".megatron-"
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_READ_BYTES = 1 << 20
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
+_ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
+
+
+class HubError(ValueError):
+    """The hub does not provide what was requested, and a retry does not help. The message names the remedy."""
+
+
+class HubUnavailableError(OSError):
+    """The hub cannot be reached or is overloaded; a retry may help.
+
+    retry_after: seconds that an overloaded hub names, 0 if it names none; None if no hub answers.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class WrongContentError(HubError):
+    """The content of a file does not match the hub's list. The message names both digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """sha256: of the content, if the source knows it; blob: git's name of the content; version: of an object in a
+    store, which changes with the content but is no digest of it."""
+
+    path: str
+    size: int
+    sha256: str | None
+    blob: str | None
+    version: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The digest by which the content is verified, else its version: the name of the content in the cache."""
+        return self.sha256 or self.blob or self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one commit."""
+
+    repository: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a directory holds. files: sha256 and size by path."""
+
+    repository: str
+    commit: str
+    files: dict[str, dict[str, Any]]
+
+
+Progress = Callable[[int, int, int], None]
+"""Called with the bytes received so far, the bytes of all files, and the number of files."""
+
+
+def silent(done: int, size: int, files: int) -> None: ...
+
+
+def each_tenth(report: Progress) -> Progress:
+    """Return a Progress that calls `report` at the beginning and after each tenth of the bytes."""
+    reported = -1
+
+    def progress(done: int, size: int, files: int) -> None:
+        nonlocal reported
+        tenths = done * 10 // size if size else 10
+        if tenths > reported:
+            reported = tenths
+            report(done, size, files)
+
+    return progress
+
+
+def is_commit(name: object) -> bool:
+    """Return whether a revision names a commit: 40 or 64 lowercase hexadecimal digits."""
+    return isinstance(name, str) and bool(_COMMIT.fullmatch(name))
+
+
+def retried(
+    call: Callable[[], T],
+    wait: Callable[[float], object],
+    *,
+    reached: Callable[[], int] | None = None,
+) -> T:
+    """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_ATTEMPTS times. Raises its errors.
+
+    wait:    sleeps for a number of seconds: as long as the hub names, else twice as long after each failure.
+    reached: returns the bytes of a file that are here. Then `call` is also repeated if no hub answers, and attempts
+             that came further than all before do not count.
+    """
+    failures, furthest = 0, 0
+    while True:
+        try:
+            return call()
+        except HubUnavailableError as error:
+            now = reached() if reached is not None else 0
+            failures = 1 if now - furthest >= _LEAST_BYTES else failures + 1
+            furthest = max(furthest, now)
+            if failures == MAX_ATTEMPTS or (error.retry_after is None and reached is None):
+                raise
+            seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
+            _log.warning("%s; retrying in %.0f s", error, seconds)
+            wait(seconds)
+
+
+def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
+    """Return the files that a model needs, or that match the patterns; never one with the name of our own files."""
+    files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
+    if include:
+        return [file for file in files if _matches(file, include)]
+    kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
+    if any(file.path.endswith((".safetensors", ".gguf", ".distcp", ".packed")) for file in kept):
+        distributed = any(file.path.endswith(".distcp") for file in kept)
+        needed = ("common.pt",) if distributed else ()
+        kept = [file for file in kept if file.path.endswith(needed) or not _matches(file, _OTHER_FORMATS)]
+    return kept
+
+
+def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)
+
+
+def check_file(file: RemoteFile, path: Path) -> str | None:
+    """Return the sha256 of the file at `path` if its content is that of `file`, else None. The file is then on the
+    disk: a manifest vouches for it."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return None
+    sha256 = listed = hashlib.sha256()
+    if file.sha256 is None and file.blob is not None:
+        # Git names contents by SHA-1, or by SHA-256 in repositories of that format.
+        kind = "sha256" if len(file.blob) == 64 else "sha1"
+        listed = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as content:
+        while data := content.read(_READ_BYTES):
+            sha256.update(data)
+            if listed is not sha256:
+                listed.update(data)
+        os.fsync(content.fileno())
+    return sha256.hexdigest() if file.version or listed.hexdigest() == file.digest else None
+
+
+def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifest:
+    """Read every file of a fetched directory again and compare it with the manifest.
+
+    Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise HubError(f"{directory} has no {MANIFEST_FILE}: it was not made by `megatron fetch`")
+    files = [RemoteFile(name, entry["size"], entry["sha256"], None) for name, entry in manifest.files.items()]
+    wrong, done, size = [], 0, sum(file.size for file in files)
+    for file in files:
+        if check_file(file, directory / file.path) is None:
+            path = directory / file.path
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
+        done += file.size
+        progress(done, size, len(files))
+    if wrong:
+        raise WrongContentError(
+            f"{len(wrong)} of {len(files)} files in {directory} differ from the fetched ones: {'; '.join(wrong)}: "
+            f"remove them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
+        )
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+        for name, entry in manifest.files.items():
+            require_safe_name(name)
+            if not isinstance(entry["size"], int) or not isinstance(entry["sha256"], str):
+                raise ValueError(f"{shown(name)} has no size or no sha256")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise HubError(f"{path} is damaged ({error}): remove it and fetch again") from error
+    return manifest
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    replace_text(directory / MANIFEST_FILE, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that a reader finds with its earlier content or with this one."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    os.replace(fresh, path)
