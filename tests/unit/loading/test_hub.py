@@ -23,7 +23,7 @@ from huggingface_hub.utils import _http
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from random_checkpoint import LLAMA, random_tensors, write_model
 
-from megatron_operator.controller.download import read_progress
+from megatron_operator.controller.observe import read_progress
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
 from megatron_operator.plan.world import PodView
