@@ -76,7 +76,7 @@ class Browser:
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async with self._http.stream("GET", self._path) as stream:
+        async with self._http.stream("GET", self._path, timeout=None) as stream:
             async for line in stream.aiter_lines():
                 frame = json.loads(line)
                 async with self._changed:
@@ -150,6 +150,8 @@ async def test_actions_permissions_and_expired_watches(
         assert (await browser.request("restart")).status_code == 200
         await browser.until(lambda parts: parts["resource"]["status"].get("attempt") != attempt)
         await browser.until(lambda parts: parts["resource"]["status"].get("ready") == "2/2")
-        await browser.until(lambda parts: any("by kubectl-megatron" in event["note"] for event in parts["events"]))
         await browser.reaches("Stopped")
+        history = browser.parts["resource"]["status"]["history"]
+        assert (history[-1]["to"], history[-1]["by"]) == ("Stopped", "kubectl-megatron")
+        await browser.until(lambda parts: any(event["reason"] == "Stopped" for event in parts["events"]))
     assert (await resource.status())["state"] == "Stopped"

@@ -37,6 +37,8 @@ _LARGEST = 1 << 20
 """Bytes of an input that a report contains."""
 _HEAD = struct.Struct("<QQ")
 _BATCH = 100
+LEAST_INPUTS = 20
+"""New inputs that are run whatever time they take: a loaded machine may use up the time before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,8 @@ class _Child:
         until = time.monotonic() + seconds
         strategy = self._target.strategy(corpus)
         batch = 0
-        while time.monotonic() < until:
+        least = self._inputs + LEAST_INPUTS
+        while self._inputs < least or time.monotonic() < until:
 
             @hypothesis.seed(seed * 1_000_003 + batch)
             @settings(
@@ -202,7 +205,7 @@ class _Child:
             )
             @hypothesis.given(data=strategy)
             def examples(data: bytes) -> None:
-                if time.monotonic() < until:
+                if self._inputs < least or time.monotonic() < until:
                     self.check(data)
 
             with _quiet():

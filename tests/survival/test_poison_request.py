@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fleet import Fleet, Load, until_serving
+from machine import scaled
 from soak import size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
@@ -61,7 +62,7 @@ async def test_a_poison_request_fails_after_three_crashes(fleet: Fleet, report: 
         assert failed.value.code == 500
         assert not failed.value.is_transient
         assert failed.value.retry_after_seconds is None
-        await load.finish(seconds=120)
+        await load.finish()
         for record in load.records:
             record.check(echo_answer(record.prompt, record.length))
         assert supervisor.exits == [-signal.SIGSEGV] * 3
@@ -94,7 +95,7 @@ async def test_requests_of_two_engines_killed_at_once_all_complete(fleet: Fleet,
         killed = time.monotonic()
         for name in ("engine-0", "engine-1"):
             fleet.engines[name].process.kill()
-        await load.finish(seconds=size(120, soak=900))
+        await load.finish(seconds=scaled(size(120, soak=900)))
         for record in load.records:
             record.check(echo_answer(record.prompt, record.length))
         samples = await coordinator.metrics()

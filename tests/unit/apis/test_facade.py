@@ -96,11 +96,11 @@ class TestConstruction:
     def test_a_port_in_use_fails_and_leaves_no_thread_or_process(self, make, options) -> None:
         first = make(use_coordinator=True)
         port = int(first._coord_runtime.coord_addr.rpartition(":")[2])
-        threads, processes = set(threading.enumerate()), psutil.Process().children()
+        threads, processes = set(threading.enumerate()), set(psutil.Process().children())
         with pytest.raises(RuntimeError, match=f"{port} did not start"):
             MegatronLLM(**options, use_coordinator=True, coordinator_port=port)
         assert set(threading.enumerate()) <= threads
-        assert psutil.Process().children() == processes
+        assert set(psutil.Process().children()) <= processes  # an earlier one may have been reaped since
 
 
 class TestPrompts:

@@ -87,7 +87,7 @@ def test_the_front_end_uses_its_settings(make, caplog) -> None:
         access.removeHandler(caplog.handler)
     assert "GET /v1/models" in caplog.text
     # Only this process has the tokenizer, so there are no replicas.
-    assert {child.pid for child in psutil.Process().children()} == children
+    assert {child.pid for child in psutil.Process().children()} <= children
 
 
 def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(make, monkeypatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_runtime.backends.native import torch_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
@@ -37,10 +38,15 @@ Generate = Callable[..., dict[int, list[int]]]
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    """Threads that meet at barriers make a shared machine many times slower than one thread.
+
+    A test of several threads passes their number.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_executor, "default_threads", lambda: 1)
+        yield
     torch.set_num_threads(before)
 
 
