@@ -72,15 +72,16 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Most groups wait for timers and processes: three in parallel use two cores well. Each prints its output when it is done.
+# Most groups wait for timers and processes: three in parallel use two cores well. The longest begin first. Unit tests get
+# one process less than alone, because each collects all tests. Each group prints its output when it is done.
 test: build/chromium.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -j 3 test-unit test-cluster test-e2e test-survival test-pages lint
+	@$(MAKE) --no-print-directory --output-sync=target -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
 
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
-	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$((2 * $(WORKERS))) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
 
 test-unit: setup build/test-weights.stamp
 	@$(BEGIN)

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 from machine import scaled
+from own_children import own_children
 from soak import repeated, size
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
@@ -56,7 +57,7 @@ class Things:
     def __init__(self) -> None:
         gc.collect()
         self.threads = {thread for thread in threading.enumerate() if thread.name != "megatron-pages"}
-        self.children = {child.pid for child in psutil.Process().children(recursive=True)}
+        self.children = own_children(recursive=True)
         self.descriptors = len(os.listdir("/proc/self/fd"))
         self.shared = set(os.listdir("/dev/shm"))
 

@@ -1,7 +1,6 @@
 """Engines of several ranks from Python: tensor, pipeline and expert parallel, and several engines side by side."""
 
 import json
-import socket
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from random_checkpoint import CONFIGS, random_tensors, write_model
 from warm_python import WarmProgram
 
 from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.models.config import ModelConfig
 
 RANK = """
@@ -119,9 +119,7 @@ def run(tmp_path: Path) -> Run:
     def start(directory: Path, world: int, *, program: str = RANK, **sizes: int) -> list[dict[str, Any]]:
         script = tmp_path / "rank.py"
         script.write_text(textwrap.dedent(program))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ranks = [
             WarmProgram(

@@ -156,6 +156,7 @@ class Week:
         self.answer()
 
 
+@pytest.mark.slow
 async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     caplog.set_level("ERROR")
     week = Week()

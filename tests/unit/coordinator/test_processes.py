@@ -26,6 +26,8 @@ from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import Error, decode, pack, unpack
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [11, 12, 13]
 
 
@@ -86,7 +88,6 @@ async def until_serving(link: ControlLink, names: set[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.slow
 async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
     coordinator = await processes.coordinator()
     doomed = await processes.engine("doomed")
@@ -111,7 +112,6 @@ async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, p
         assert (await future)["generated_tokens"] == echo_answer([*PROMPT, number], 100)
 
 
-@pytest.mark.slow
 async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
     coordinator = await processes.coordinator()
     await processes.engine("engine-0")
@@ -133,7 +133,6 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 5)
 
 
-@pytest.mark.slow
 async def test_after_sigterm_the_coordinator_finishes_open_requests_and_an_engine_hands_over(processes, params) -> None:
     coordinator = await processes.coordinator()
     leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
@@ -244,7 +243,6 @@ STALL_FACTOR = 15
 """Of what this machine takes to read a control message of the most elements and to answer a STATUS."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", [Role.CLIENT, Role.ENGINE])
 async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(processes, role) -> None:
     """A frame of 8 MiB held it up for seconds, and took 620 MiB."""
@@ -288,7 +286,6 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(pro
     assert coordinator.returncode is None
 
 
-@pytest.mark.slow
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
     await processes.coordinator()
     for name in ("one", "two"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.server.auth import Certificate, CertificateError
 
 
@@ -50,9 +50,7 @@ async def presented(port: int) -> bytes:
 async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
     """`megatron server` with a certificate, and no coordinator to be found."""
     certificate, key = issue(authority, tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
+    (number,) = free_ports(1)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "server", "--coordinator", "127.0.0.1:9"),
         *("--host", "127.0.0.1", "--port", str(number), "--health-port", "off", "--drain-seconds", "0"),
