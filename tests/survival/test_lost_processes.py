@@ -11,7 +11,8 @@ from soak import repeated, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 
-STREAMS = size(1000, soak=1000)
+STREAMS = size(250, soak=1000)
+"""So few in `make test` that this process, which reads them all, is not seconds behind the engines."""
 CLIENTS = 4
 ENGINE_OPTIONS = ("--max-requests", "600", "--echo-step-seconds", "0.05", "--kv-cache-memory", "16Mi")
 """Two engines have capacity for all requests, so the measured waits are not waits for a slot."""
@@ -44,6 +45,12 @@ class Scene:
         await self.load.until(self.random.randint(STREAMS, self.load.asked // 4))
         self.open = sum(record.final is None for record in self.load.records)
 
+    async def random_busy_engine(self) -> str:
+        """Return the name of an engine that has requests, by the coordinator: this process reads tokens later."""
+        busy = [engine.name for engine in (await self.link.status()).engines if engine.in_flight]
+        assert busy, "every stream is complete"
+        return self.random.choice(busy)
+
     async def check(self) -> None:
         """Check that every stream completes with the undisturbed answer and that the engines serve again."""
         await self.load.finish(seconds=LIVENESS_SECONDS)
@@ -67,22 +74,20 @@ async def scene(fleet: Fleet, seed: int) -> Scene:
 
 
 @repeated()
-async def test_an_engine_is_killed_under_a_thousand_streams(scene: Scene, report: Callable[[str], None]) -> None:
+async def test_an_engine_is_killed_under_many_streams(scene: Scene, report: Callable[[str], None]) -> None:
     await scene.until_a_random_moment()
     killed = time.monotonic()
-    await scene.fleet.engines.pop(scene.random.choice(sorted(scene.fleet.engines))).kill()
+    await scene.fleet.engines.pop(await scene.random_busy_engine()).kill()
     await scene.check()
     report(scene.added_latency(since=killed))
     assert (await scene.coordinator.metrics())["megatron_coordinator_replays_total"] > 0
 
 
 @repeated()
-async def test_an_engine_is_frozen_and_thawed_under_a_thousand_streams(
-    scene: Scene, report: Callable[[str], None]
-) -> None:
+async def test_an_engine_is_frozen_and_thawed_under_many_streams(scene: Scene, report: Callable[[str], None]) -> None:
     await scene.until_a_random_moment()
     frozen = time.monotonic()
-    engine = scene.random.choice(sorted(scene.fleet.engines.values(), key=lambda process: process.pid))
+    engine = scene.fleet.engines[await scene.random_busy_engine()]
     engine.freeze()
     await until_status(scene.link, lambda status: len(status.engines) == 2, what="the frozen engine is removed")
     engine.thaw()
@@ -94,7 +99,7 @@ async def test_an_engine_is_frozen_and_thawed_under_a_thousand_streams(
 
 
 @repeated()
-async def test_the_coordinator_is_killed_and_restarted_under_a_thousand_streams(
+async def test_the_coordinator_is_killed_and_restarted_under_many_streams(
     scene: Scene, report: Callable[[str], None]
 ) -> None:
     await scene.until_a_random_moment()
