@@ -192,7 +192,7 @@ class _Child:
         until = time.monotonic() + seconds
         strategy = self._target.strategy(corpus)
         batch = 0
-        least = self._inputs + LEAST_INPUTS
+        least = self._inputs + (LEAST_INPUTS if seconds else 0)  # a replay explores nothing
         while self._inputs < least or time.monotonic() < until:
 
             @hypothesis.seed(seed * 1_000_003 + batch)
