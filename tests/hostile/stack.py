@@ -117,7 +117,7 @@ class Stack:
 
     async def is_ready(self) -> bool:
         try:
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
                 return (await http.get(f"{self.url}/readyz")).status_code == 200
         except httpx.TransportError:
             return False

@@ -125,6 +125,9 @@ def test_replicas_share_the_socket_log_requests_and_end_with_it(make, capfd) -> 
     replicas = [psutil.Process(pid) for pid in own_children() - before]
     assert len(replicas) == 2
     for replica in replicas:
+        deadline = time.monotonic() + LONG_SECONDS
+        while not replica.cmdline() and time.monotonic() < deadline:
+            time.sleep(0.01)  # forked, and not yet another program
         assert {"--allowed-host=localhost", "--health-port=off"} <= set(replica.cmdline())
     port = int(llm.url.rpartition(":")[2])
     held: list[socket.socket] = []

@@ -81,7 +81,7 @@ class Components:
         self._run("engine", "--coordinator", f"127.0.0.1:{engine}", "--name", "engine-0", "--backend", "echo")
         self._run("server", "--coordinator", f"127.0.0.1:{client}", "--host", "127.0.0.1", "--port", str(http_port))
         self.url = f"http://127.0.0.1:{http_port}"
-        async with httpx.AsyncClient(trust_env=False) as probe:
+        async with httpx.AsyncClient(trust_env=False, timeout=LONG_SECONDS) as probe:
 
             async def is_ready() -> bool:
                 try:

@@ -62,7 +62,8 @@ async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
 
 
 async def test_an_ordinary_client_verifies_the_server(port: int, authority: trustme.CA) -> None:
-    async with httpx.AsyncClient(verify=trusting(authority), base_url=f"https://localhost:{port}") as http:
+    url = f"https://localhost:{port}"
+    async with httpx.AsyncClient(verify=trusting(authority), base_url=url, timeout=LONG_SECONDS) as http:
 
         async def answers() -> bool:
             try:
@@ -73,10 +74,10 @@ async def test_an_ordinary_client_verifies_the_server(port: int, authority: trus
         await eventually(answers, what="the server answers over TLS")
         assert (await http.get("/v1/models")).json()["data"][0]["id"]
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        async with httpx.AsyncClient(verify=trusting(trustme.CA())) as http:
+        async with httpx.AsyncClient(verify=trusting(trustme.CA()), timeout=LONG_SECONDS) as http:
             await http.get(f"https://localhost:{port}/livez")
     with pytest.raises(httpx.TransportError):
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
             await http.get(f"http://localhost:{port}/livez")
 
 
