@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
+.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-pages test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,7 +53,7 @@ build/native.stamp: build/setup.stamp kernels/megatron_kernels/cpu/build.py $(wi
 	$(PY) -m megatron_kernels.cpu.build
 	touch $@
 
-# The browser for tests of web pages. After the compiler and before all groups, because one apt-get runs at a time.
+# The browser for tests of web pages. `make test` installs it before all groups, because one apt-get runs at a time.
 build/chromium.stamp: build/native.stamp
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Chromium is missing, which runs the tests of web pages: installing it"; apt-get update -q; apt-get install -yq chromium; }
 	touch $@
@@ -72,19 +72,25 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Most groups wait for timers and processes: three in parallel use two cores well. Each prints its output when it is done.
+# Most groups wait for timers and processes: three in parallel use two cores well. The longest begin first. Unit tests get
+# one process less than alone, because each collects all tests. Each group prints its output when it is done.
 test: build/chromium.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -j 3 lint test-unit test-survival test-cluster test-e2e
+	@$(MAKE) --no-print-directory --output-sync=target -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
 
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
-	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$((2 * $(WORKERS))) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
 
-test-unit: setup build/chromium.stamp build/test-weights.stamp
+test-unit: setup build/test-weights.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit tests/fuzz -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests/unit tests/fuzz -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`.
+test-pages: setup build/chromium.stamp
+	@$(BEGIN)
+	$(PYTEST) tests/unit/server tests/unit/dashboard -m page -n 2 --dist loadfile
 
 test-survival: setup
 	@$(BEGIN)
@@ -95,7 +101,7 @@ soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm ## the randomi
 soak-processes: setup build/chromium.stamp build/test-weights.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit tests/fuzz --timeout 1800
 
-soak-cluster: setup build/chromium.stamp
+soak-cluster: setup
 	@MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 
 soak-e2e: setup build/chromium.stamp
@@ -125,13 +131,13 @@ build/clients.stamp: build/setup.stamp
 test-clients: setup build/clients.stamp ## LangChain's and LlamaIndex's clients against the server (240 MB of packages)
 	@build/clients/bin/python -m pytest tests/clients
 
-test-cluster: setup build/chromium.stamp
+test-cluster: setup
 	@$(BEGIN)
 	$(PYTEST) tests/cluster
 
-test-e2e: setup build/chromium.stamp
+test-e2e: setup
 	@$(BEGIN)
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e -m "not page"
 
 bench: setup ## the coordinator and an engine on this machine; figures in build/
 	@.venv/bin/megatron bench coordinator --json build/bench-coordinator.json

@@ -20,6 +20,7 @@ PAGE = RECORDS.with_suffix(".md")
 ISA = "CPU instruction set"
 GROUPS = {
     "unit": "units, and answers against transformers",
+    "pages": "the web pages in Chromium",
     "fuzz": "parsers of untrusted bytes",
     "survival": "processes that are killed, frozen and restarted",
     "hostile": "hostile clients",
@@ -29,7 +30,7 @@ GROUPS = {
     "vllm": "engines with vLLM itself",
     "gpu": "kernels and engine on a CUDA device",
 }
-"""Folder below tests/, and what it shows."""
+"""Folder below tests/ or, for `pages`, the tests of `make test-pages`; and what it shows."""
 
 Record = dict[str, Any]
 
@@ -58,7 +59,11 @@ def table(*header: str, rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _command(record: Record) -> str:
-    return f"tests/{record['group']}{' (soak)' * record['soak']}"
+    return f"{_name(record['group'])}{' (soak)' * record['soak']}"
+
+
+def _name(group: str) -> str:
+    return "make test-pages" if group == "pages" else f"tests/{group}"
 
 
 def runs(records: list[Record]) -> list[str]:
@@ -103,7 +108,7 @@ def instruction_sets(records: list[Record]) -> list[str]:
 
 def missing(records: list[Record]) -> list[str]:
     recorded = {record["group"] for record in records}
-    absent = [f"- `tests/{group}`: {subject}" for group, subject in GROUPS.items() if group not in recorded]
+    absent = [f"- `{_name(group)}`: {subject}" for group, subject in GROUPS.items() if group not in recorded]
     return absent or ["Every group of tests has a recorded run."]
 
 

@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
-MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 160, 64
+MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 640, 64
 STORY_SECONDS = 10.0
 """Approximate duration of a story, during which it is paused, suspended, or loses its engine."""
 FROZEN_SECONDS = 2.0

@@ -26,8 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RunRecorder())
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "page" in getattr(item, "fixturenames", ()):
+            item.add_marker("page")
         marker = item.get_closest_marker("timeout")
         if marker is not None:
             item.add_marker(pytest.mark.timeout(marker.args[0] * SCALE), append=False)

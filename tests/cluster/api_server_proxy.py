@@ -128,17 +128,20 @@ class ApiProxy:
         """Remove all faults. Silenced watches stay silent."""
         self._faults.clear()
 
-    def silence_watches(self) -> int:
+    @property
+    def watches(self) -> int:
+        """Number of open watches. Between two watches of a kind there is none for a moment."""
+        return len(self._watches)
+
+    def silence_watches(self) -> None:
         """Stop forwarding events on the open watches, as when a firewall drops a connection's state."""
         for watch in self._watches:
             watch.silent = True
-        return len(self._watches)
 
-    def expire_watches(self) -> int:
+    def expire_watches(self) -> None:
         """Close the open watches with the error 410 Expired."""
         for watch in self._watches:
             watch.expired.set()
-        return len(self._watches)
 
     # --- relaying ---
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
@@ -97,7 +97,7 @@ class OperatorProcess:
 
         await eventually(reached, seconds=seconds, what=f"the operator is {phase}")
 
-    async def beats(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 45) -> None:
+    async def beats(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 120) -> None:
         """Wait until the answer of /healthz meets the condition."""
 
         async def met() -> bool:
@@ -105,7 +105,7 @@ class OperatorProcess:
 
         await eventually(met, seconds=seconds, what="/healthz meets the condition")
 
-    async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
+    async def logs(self, message: str, *, seconds: float = 120, **fields: Any) -> dict[str, Any]:
         """Return the first log line with this message and these fields."""
         async with asyncio.timeout(scaled(seconds)):
             while True:
@@ -124,7 +124,7 @@ class OperatorProcess:
         """Send SIGTERM and return the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=scaled(20))
+        return self._process.wait(timeout=LONG_SECONDS)
 
     def freeze(self) -> None:
         """Send SIGSTOP."""
@@ -138,7 +138,7 @@ class OperatorProcess:
     async def ends(self) -> int:
         """Wait until it exits by itself, and return the exit status."""
         assert self._process is not None
-        return await asyncio.to_thread(self._process.wait, scaled(60))
+        return await asyncio.to_thread(self._process.wait, LONG_SECONDS)
 
     @property
     def running(self) -> bool:
@@ -197,6 +197,6 @@ class OperatorProcess:
     async def _get(self, path: str) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.health_port)
         writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.read(), scaled(5))
+        answer = await asyncio.wait_for(reader.read(), LONG_SECONDS)
         writer.close()
         return answer.decode().split("\r\n\r\n", 1)[1]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
-from browser import page as page  # the fixture
-from machine import scaled
-from playwright.async_api import Page, expect
+from eventually import LONG_SECONDS, eventually
 
 from megatron_kubectl.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 from megatron_operator.cluster.api import KubeApi
@@ -60,44 +60,98 @@ async def user(api: KubeApi, namespace: str, config: str, folder: Path, name: st
     await proxy.stop()
 
 
-async def act(page: Page, verb: str) -> None:
-    await page.get_by_role("button", name=verb, exact=True).click()
-    await page.get_by_role("dialog").get_by_role("button", name=verb, exact=True).click()
+class Browser:
+    """The requests that the page sends for the resource `demo`. `parts`: what its stream has brought so far."""
+
+    def __init__(self, settings: DashboardSettings) -> None:
+        self._path = f"/api/resources/{settings.namespace}/demo"
+        self._http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{settings.port}",
+            headers={"Authorization": f"Bearer {settings.token}"},
+            timeout=LONG_SECONDS,
+            trust_env=False,
+        )
+        self.parts: dict[str, Any] = {}
+        self._changed = asyncio.Condition()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with self._http.stream("GET", self._path, timeout=None) as stream:
+            async for line in stream.aiter_lines():
+                frame = json.loads(line)
+                async with self._changed:
+                    self.parts[frame["part"]] = frame["value"]
+                    self._changed.notify_all()
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        await self._http.aclose()
+
+    async def request(self, action: str, **body: Any) -> httpx.Response:
+        return await self._http.post(f"{self._path}/{action}", json=body)
+
+    async def until(self, condition: Callable[[dict[str, Any]], Any]) -> None:
+        """Wait until the stream has brought what meets the condition."""
+        try:
+            async with asyncio.timeout(LONG_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: "resource" in self.parts and condition(self.parts))
+        except TimeoutError:
+            raise AssertionError(f"the stream brought only {json.dumps(self.parts, indent=1)}") from None
+
+    async def reaches(self, state: str) -> None:
+        """Request a state, and wait until every rank has confirmed it."""
+        answer = await self.request("desired-state", state=state)
+        assert answer.status_code == 200, answer.text
+        generation = answer.json()["generation"]
+        await self.until(
+            lambda parts: (
+                parts["resource"]["settled"]
+                and parts["resource"]["status"]["state"] == state
+                and parts["resource"]["status"]["observedGeneration"] >= generation
+            )
+        )
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: DashboardSettings) -> AsyncIterator[Browser]:
+    browser = Browser(settings)
+    yield browser
+    await browser.close()
 
 
 async def test_actions_permissions_and_expired_watches(
-    page: Page, resource: Any, operator: Any, node: Any, api: Any, namespace: str, control_plane: Any, tmp_path: Path
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str, control_plane: Any, tmp_path: Path
 ) -> None:
-    expect.set_options(timeout=1000 * scaled(60))
     await resource.create()
     config = await asyncio.to_thread(control_plane.kubeconfig.read_text)
-    async with user(api, namespace, config, tmp_path, "viewer", VIEW) as (settings, _):
-        await page.goto(settings.url)
-        await page.get_by_role("link", name="demo", exact=True).click()
-        await expect(page.get_by_label("Resource", exact=True)).to_contain_text("1/1 engines ready")
-        await act(page, "Stop")
-        denied = page.get_by_role("alert").filter(has_text="Stop: 403")
-        await expect(denied).to_contain_text("cannot patch resource")
-        charts = page.get_by_role("region", name="Last 15 minutes")
-        await expect(charts).to_contain_text("cannot get resource")
-        await expect(charts).to_contain_text("pods/proxy")
+    async with (
+        user(api, namespace, config, tmp_path, "viewer", VIEW) as (settings, _),
+        opened(settings) as browser,
+    ):
+        await browser.until(lambda parts: parts["resource"]["status"].get("ready") == "1/1")
+        denied = await browser.request("desired-state", state="Stopped")
+        assert (denied.status_code, "cannot patch resource" in denied.json()["error"]) == (403, True)
+        await browser.until(lambda parts: "cannot get resource" in parts["errors"].get("metrics", ""))
+        assert "pods/proxy" in browser.parts["errors"]["metrics"]
         assert (await resource.status())["state"] == "Running"
-    async with user(api, namespace, config, tmp_path, "editor", [*VIEW, *EDIT_RULES]) as (settings, proxy):
-        await page.goto(settings.url)
-        await page.get_by_role("link", name="demo", exact=True).click()
-        for verb, state in (("Pause", "Paused"), ("Suspend", "Suspended"), ("Run", "Running")):
-            await act(page, verb)
-            await expect(page.get_by_text(f"{verb}: confirmed by every rank")).to_be_visible()
+    async with (
+        user(api, namespace, config, tmp_path, "editor", [*VIEW, *EDIT_RULES]) as (settings, proxy),
+        opened(settings) as browser,
+    ):
+        for state in ("Paused", "Suspended", "Running"):
+            await browser.reaches(state)
             assert (await resource.status())["state"] == state
-        assert proxy.expire_watches() >= 3
-        await page.get_by_role("button", name="Scale", exact=True).click()
-        await page.get_by_role("dialog").get_by_label("Engines").fill("2")
-        await page.get_by_role("dialog").get_by_role("button", name="Scale", exact=True).click()
-        await expect(page.get_by_text("Scale: done, 2/2 engines ready")).to_be_visible()
-        await act(page, "Restart")
-        await expect(page.get_by_text("Restart: done, 2/2 engines ready")).to_be_visible()
-        history = page.get_by_role("table", name="Conditions, Events and history")
-        await expect(history).to_contain_text("by kubectl-megatron")
-        await act(page, "Stop")
-        await expect(page.get_by_text("Stop: confirmed by every rank")).to_be_visible()
+        await eventually(lambda: asyncio.to_thread(lambda: proxy.watches >= 3), what="its watches are open")
+        proxy.expire_watches()
+        assert (await browser.request("scale", replicas=2)).status_code == 200
+        await browser.until(lambda parts: parts["resource"]["status"].get("ready") == "2/2")
+        attempt = browser.parts["resource"]["status"].get("attempt")
+        assert (await browser.request("restart")).status_code == 200
+        await browser.until(lambda parts: parts["resource"]["status"].get("attempt") != attempt)
+        await browser.until(lambda parts: parts["resource"]["status"].get("ready") == "2/2")
+        await browser.reaches("Stopped")
+        history = browser.parts["resource"]["status"]["history"]
+        assert (history[-1]["to"], history[-1]["by"]) == ("Stopped", "kubectl-megatron")
+        await browser.until(lambda parts: any(event["reason"] == "Stopped" for event in parts["events"]))
     assert (await resource.status())["state"] == "Stopped"

@@ -47,6 +47,7 @@ async def test_commands_from_a_list_to_a_scaled_resource(
 async def test_a_rollout_that_cannot_end_is_an_error(resource: Any, operator: Any, plugin: Any, namespace: str) -> None:
     """No node runs the pods."""
     await resource.create()
+    await resource.until(lambda status: "coordinator" in status.get("plan", {}).get("waitingOn", ""))
     late = await plugin("rollout", "status", "demo", "-n", namespace, "--timeout", "3")
     assert late.returncode == 1
     assert "demo: not done after 3 s: 1 of 1 engines updated, 0/1 ready; waiting for the coordinator" in late.stderr

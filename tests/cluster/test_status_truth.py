@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from megatron_operator.cluster.kinds import EVENT, POD
 
@@ -38,7 +39,10 @@ async def test_a_frozen_engine_is_named_and_a_deleted_pod_is_no_loss(
     for name in ("demo-engine-0-0", "demo-engine-1-0"):
         pod = await api.get(POD, namespace, name)
         await api.delete(POD, namespace, name, uid=pod["metadata"]["uid"])
-        await resource.until(lambda status: status["ready"] == "1/2")
+        engine = name.removesuffix("-0")
+        await eventually(
+            lambda engine=engine, pod=pod: node.runs(engine, unlike=pod), what=f"another pod of {engine} is ready"
+        )
         await resource.until(lambda status: status["ready"] == "2/2" and "plan" not in status)
     warnings = {event["reason"] for event in await resource.events() if event["type"] == "Warning"}
     assert warnings == {"EngineUnresponsive"}

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from eventually import LONG_SECONDS
+from machine import scaled
 
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import CommandError, Kubectl
@@ -45,7 +46,7 @@ def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> 
     before = pods(kube, component)
     lost = before[0]["metadata"]
     how(kube, lost["name"])
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + scaled(180)
     while True:
         now = pods(kube, component)
         others = lost["uid"] not in {pod["metadata"]["uid"] for pod in now}
@@ -60,7 +61,7 @@ def evict(kube: Kubectl, pod: str) -> None:
     """Evict a pod as a node drain does. Retry while the disruption budget does not count all pods as ready yet."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": kube.namespace}}
     path = f"/api/v1/namespaces/{kube.namespace}/pods/{pod}/eviction"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while True:
         try:
             kube("create", "--raw", path, "-f", "-", stdin=json.dumps(body))

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 from eventually import LONG_SECONDS
+from machine import scaled
 
 QUESTIONS = (
     "Tell me a story about a lighthouse keeper.",
@@ -89,7 +90,7 @@ class LoadClient:
     def during(self, what: str) -> Iterator[Disturbance]:
         """Collect the answers to all requests that were open or began in the block."""
         disturbance = Disturbance(what)
-        self.answered(len(self._threads), seconds=180)
+        self.answered(len(self._threads))
         began = time.monotonic()
         yield disturbance
         ended = time.monotonic()
@@ -100,11 +101,12 @@ class LoadClient:
                 answer for answer in self._answers if answer.began + answer.seconds >= began and answer.began <= ended
             ]
 
-    def answered(self, count: int, *, seconds: float) -> None:
-        """Wait for `count` more answers."""
+    def answered(self, count: int, *, seconds: float = 180) -> None:
+        """Wait for `count` more answers, for scaled(seconds) at most."""
         with self._grew:
             wanted = len(self._answers) + count
-            assert self._grew.wait_for(lambda: len(self._answers) >= wanted, timeout=seconds), "requests are stalled"
+            is_so = self._grew.wait_for(lambda: len(self._answers) >= wanted, timeout=scaled(seconds))
+            assert is_so, "requests are stalled"
 
     def _begun_since(self, moment: float) -> int:
         return sum(answer.began > moment for answer in self._answers)

@@ -188,7 +188,7 @@ class StatusWatch:
         for watch in self._watches.values():
             watch.terminate()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(scaled(10))
 
     @contextlib.contextmanager
     def during(self) -> Iterator[Record]:

@@ -160,13 +160,13 @@ async def requests_every_action(page: Page, demo: Deployed, relay: TcpRelay) -> 
         status = demo.kube.json("mi", "demo")["status"]
         assert status["state"] == state
 
-    story = demo.chat.stream(STORY, max_tokens=64)
     await confirmed("Pause", "Paused")
     await expect(engines.first).to_contain_text("Paused")
-    assert not story.finished.is_set()
+    story = demo.chat.stream(STORY, max_tokens=64)  # it waits until the engine runs again
     await relay.stop()
     await expect(connection).to_have_text("not live; retrying")
     await expect(page.get_by_role("region", name="Logs").get_by_label("Log")).to_contain_text("The log broke off: ")
+    assert not story.finished.is_set()
     demo.kube.patch_spec("demo", desiredState="Running")
     await asyncio.to_thread(story.wait)
     await expect(shown).to_contain_text("desired Paused")
@@ -177,7 +177,6 @@ async def requests_every_action(page: Page, demo: Deployed, relay: TcpRelay) -> 
     await confirmed("Suspend", "Suspended")
     await confirmed("Run", "Running")
     await act(page, "Scale", engines=2)
-    await expect(page.get_by_text("Scale: 1/2 engines ready")).to_be_visible()
     await expect(page.get_by_text("Scale: done, 2/2 engines ready")).to_be_visible()
     await expect(engines).to_have_count(2)
     await act(page, "Restart")

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from soak import SOAK
 
 from localcluster.kubectl import Kubectl
@@ -63,7 +63,7 @@ def shown(address: str, host: str) -> str:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
-        socket.create_connection((address, 443), timeout=10) as plain,
+        socket.create_connection((address, 443), timeout=LONG_SECONDS) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()

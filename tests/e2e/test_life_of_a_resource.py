@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from eventually import LONG_SECONDS
 from openai import OpenAI
 
 from localcluster.kubectl import CommandError, Kubectl
@@ -37,7 +38,7 @@ def test_every_verb_with_open_streams(kube: Kubectl) -> None:
 def test_a_connection_to_an_unknown_service_stays_on_this_machine(kube: Kubectl) -> None:
     known = ipaddress.ip_address(kube.json("service", "kubernetes", "--namespace=default")["spec"]["clusterIP"])
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((str(known + 250), 80), timeout=10)
+        socket.create_connection((str(known + 250), 80), timeout=LONG_SECONDS)
 
 
 def ask_with_the_openai_sdk(url: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from object_server import BUCKET, KEYS, FaultyProxy, s3_server, upload
 from soak import SOAK
 
@@ -100,7 +100,8 @@ async def test_engines_of_a_node_download_once(
     assert killed["totalBytes"] > size, "the files of the tokenizer count as well"
     process = downloader(killed["pod"])
     process.kill()
-    process.wait(60)  # until its sockets are closed: the server would fill their buffers as soon as it sends faster
+    # Until its sockets are closed: the server would fill their buffers as soon as it sends faster.
+    process.wait(LONG_SECONDS)
     store.rate = 0
     kube.wait("mi/demo", "jsonpath={.status.ready}=2/2")
     kube.wait("mi/demo", "condition=EnginesReady")

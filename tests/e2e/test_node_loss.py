@@ -159,7 +159,7 @@ def test_no_request_fails_when_a_node_is_lost(
                     assert node_of(kube, "coordinator") == {second}
                 with load.during(f"loss of a node with the {component}") as done, watch.during() as record:
                     with lost(cluster):
-                        load.answered(2 * WORKERS, seconds=180)
+                        load.answered(2 * WORKERS)
                         assert node_of(kube, "coordinator") == {first}
                     kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
                     settled(kube)
@@ -200,10 +200,10 @@ def test_a_standby_takes_over_from_a_lost_node(
                 what = "an engine and the active coordinator" + (" and the operator" if operator_at == second else "")
                 with load.during(f"loss of a node with {what}") as done, watch.during() as record:
                     with lost(cluster):
-                        load.answered(2 * WORKERS, seconds=180)
+                        load.answered(2 * WORKERS)
                     kube("wait", f"node/{second}", "--for=condition=Ready", "--timeout=120s")
                     settled(kube)
-                    load.answered(2 * WORKERS, seconds=180)
+                    load.answered(2 * WORKERS)
                     assert active_node(kube) == first, "the coordinator of the lost node took over when it returned"
                 series.append(done)
                 absent = LEASE_SECONDS if operator_at == second else 0.0

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from eventually import LONG_SECONDS
 from machine import scaled
 from soak import SOAK, part
 
@@ -221,8 +220,8 @@ def test_a_chart_upgrade_restarts_no_resource_and_offers_its_image(upgrade: Call
             upgrade("runtime.image.tag=next")
             for name in names:
                 kube.wait(f"mi/{name}", "condition=UpdateAvailable")
-            load.answered(8, seconds=LONG_SECONDS)
-            second_load.answered(8, seconds=LONG_SECONDS)
+            load.answered(8)
+            second_load.answered(8)
             status = {name: kube.json("mi", name)["status"] for name in names}
         rows = f"{done.row()} {record.cells()}\n{second.row()} {second_record.cells()}"
         print(f"\n{heading(HEADING)}\n{rows}", flush=True)

@@ -28,9 +28,10 @@ MAX_SEQUENCE_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements of eight well-behaved streams during a period. longest_wait: seconds."""
+    """Measurements of eight well-behaved streams during a period, as `watched_streams.py` documents them."""
 
     longest_wait: float
+    longest_delay: float
     tokens: int
     answers: int
     failures: list[str]

@@ -37,6 +37,8 @@ MEMORY_BOUNDS = {"coordinator": 256 * MIB, "server": 768 * MIB, **dict.fromkeys(
 UNDISTURBED_SECONDS = 4.0
 LONGEST_WAIT_MULTIPLE = 20
 """Multiple of the longest undisturbed wait so far, which is at least two steps: 0.8 s on an idle machine."""
+PROCESSES = 4
+"""Processes that a token passes. A loaded machine may delay each as long as the program that measures the waits."""
 OTHER_SCHEMA_SECONDS = 5.0
 """Time in which a schema of another key is answered, scaled as timeouts are."""
 ENGINES_TO_REACH = 4
@@ -460,7 +462,7 @@ async def test_streams_of_others_go_on(
     assert stack.fleet.exits == exits, "an engine exited"
     assert {name: process.pid for name, process in stack.processes.items()} == before
     assert all(process.running for process in stack.processes.values())
-    allowed = LONGEST_WAIT_MULTIPLE * stack.longest_undisturbed
+    allowed = LONGEST_WAIT_MULTIPLE * stack.longest_undisturbed + PROCESSES * disturbed.longest_delay
     assert disturbed.longest_wait < allowed, "a well-behaved stream stalled"
     for name, memory in largest.items():
         assert memory < MEMORY_BOUNDS[name], f"{name} uses {memory // MIB} MiB"

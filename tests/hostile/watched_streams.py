@@ -3,9 +3,10 @@
 Arguments: URL, API key, model. Standard input: a line ends a window. Standard output: one JSON object for each window,
 the first as soon as every client streams:
 
-    {"longest_wait": 0.04, "tokens": 412, "answers": 9, "failures": []}
+    {"longest_wait": 0.04, "longest_delay": 0.001, "tokens": 412, "answers": 9, "failures": []}
 
-longest_wait: longest time between two events of one stream, or before its first, in seconds.
+longest_wait:  longest time between two events of one stream, or before its first, in seconds.
+longest_delay: longest time for which this machine did not run this program although its timer had fired, in seconds.
 A failure is an HTTP error, a truncated stream, or an answer that differs from the first one.
 """
 
@@ -20,11 +21,13 @@ import httpx
 
 CLIENTS = 8
 TOKENS = 60
+TICK_SECONDS = 0.01
 
 
 class Window:
     def __init__(self) -> None:
         self.longest_wait = 0.0
+        self.longest_delay = 0.0
         self.tokens = 0
         self.answers = 0
         self.failures: list[str] = []
@@ -48,6 +51,12 @@ class Clients:
             self.window.longest_wait = max(self.window.longest_wait, now - heard)
         window, self.window = self.window, Window()
         return window
+
+    async def watch_machine(self) -> None:
+        while True:
+            due = time.monotonic() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            self.window.longest_delay = max(self.window.longest_delay, time.monotonic() - due)
 
     async def run(self, number: int, began: asyncio.Event) -> None:
         async with httpx.AsyncClient(timeout=None, headers=self._headers) as http:
@@ -96,12 +105,13 @@ class Clients:
 async def main(url: str, key: str, model: str) -> None:
     clients = Clients(url, key, model)
     began = [asyncio.Event() for _ in range(CLIENTS)]
+    watching = asyncio.create_task(clients.watch_machine())
     tasks = [asyncio.create_task(clients.run(number, event)) for number, event in enumerate(began)]
     await asyncio.gather(*(event.wait() for event in began))
     print(clients.end_window().as_json(), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         print(clients.end_window().as_json(), flush=True)
-    for task in tasks:
+    for task in (watching, *tasks):
         task.cancel()
 
 

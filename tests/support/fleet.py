@@ -20,6 +20,7 @@ import httpx
 from control_link import ControlLink
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
+from machine import scaled
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
@@ -196,13 +197,13 @@ class Fleet:
     async def client(self) -> InferenceClient:
         client = InferenceClient(self.client_port, deserialize=False, keys=self.keys(Role.CLIENT))
         self._closers.callback(client.stop)
-        await client.start(connect_timeout_seconds=60)
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
         return client
 
     async def admin(self) -> ControlLink:
         link = ControlLink(self.admin_port, keys=self.keys(Role.ADMIN))
         self._closers.callback(link.close)
-        await link.start(connect_timeout_seconds=60)
+        await link.start(connect_timeout_seconds=LONG_SECONDS)
         return link
 
     async def close(self) -> None:
@@ -314,6 +315,14 @@ class Load:
         self._progress.append((tokens, event))
         self._count(0)
         await asyncio.wait_for(event.wait(), seconds)
+
+    async def at_rest(self) -> int:
+        """Return the number of tokens that have arrived, when no more are on their way. Engines must be paused."""
+        tokens = -1
+        while tokens != self.tokens:
+            tokens = self.tokens
+            await asyncio.sleep(scaled(0.5))
+        return tokens
 
     async def finish(self, *, seconds: float = LONG_SECONDS) -> None:
         """Wait until every stream is complete."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megatron_runtime.backends.native.ranked.executor import follow, lead
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
@@ -85,9 +85,7 @@ def in_processes(world: int, work: Callable[..., None], *arguments: Any) -> Any:
     assert not dist.is_initialized(), "a process group does not survive a fork"
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     ranks = [fork.Process(target=_begin, args=(work, rank, port, sender.send, *arguments)) for rank in range(world)]
     for process in ranks:
         process.start()

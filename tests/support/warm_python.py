@@ -169,6 +169,8 @@ def _be_program(script: str, arguments: Sequence[str], environment: Mapping[str,
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
     output.close()
+    # Tiny models: one thread, as in one_thread.py.
+    sys.modules["megatron_runtime.backends.native.torch_executor"].default_threads = lambda: 1  # type: ignore[attr-defined]
     sys.argv = [script, *arguments]
     atexit._clear()  # what the fork server registered
     runpy.run_path(script, run_name="__main__")

@@ -71,7 +71,7 @@ class Pool:
             adapter = adapters[number % len(adapters)]
             prompt = [len(self.asked) + 1, *self._random.choices(range(50_000), k=7)]
             self.asked.append(adapter)
-            self.load.add(prompt, self._random.randint(40, 80), adapter=adapter.name if adapter is not None else "")
+            self.load.add(prompt, self._random.randint(80, 160), adapter=adapter.name if adapter is not None else "")
 
     async def check(self) -> None:
         await self.load.finish()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 import zmq
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, until_status
 from hostile_frames import HostileFrames, bombs_of, control_frames
 from soak import FIRST_SEED, part, size
@@ -97,7 +97,7 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
         if turn % 50 == 0:
             for role, length in OVERSIZED.items():
                 attackers.connect(role, fleet.keys(role)).send(bytes(length))
-        await load.check(seconds=120)
+        await load.check()
         most = max(most, memory().rss)
     counts: list[int] = []
 
@@ -106,7 +106,7 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
         counts.append(status.rejected_frames)
         return len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
 
-    status = await until_status(link, all_were_read, seconds=300, what="every frame was read")
+    status = await until_status(link, all_were_read, seconds=3 * LONG_SECONDS, what="every frame was read")
     assert status.rejected_frames > FRAMES * 0.8, "most frames are broken, the others are requests"
     most = max(most, memory().rss)
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
@@ -141,12 +141,10 @@ async def test_unauthorized_control_is_rejected_and_counted(fleet: Fleet, attack
         counts = await coordinator.metrics()
         return counts["megatron_coordinator_rejected_frames_total{wrong_role}"] >= len(inside) * len(SIGNALS)
 
-    await eventually(counted, seconds=30, what="verbs on the wrong port are counted")
+    await eventually(counted, what="verbs on the wrong port are counted")
     # Three of the outside sockets present a key that the admin port does not know.
     wanted = before + len(inside) * len(SIGNALS) + 3
-    status = await until_status(
-        link, lambda status: status.rejected_frames >= wanted, seconds=30, what="rejected keys are counted"
-    )
+    status = await until_status(link, lambda status: status.rejected_frames >= wanted, what="rejected keys are counted")
     assert (status.state, status.fence) == ("RUNNING", 0)
     assert [engine.state for engine in status.engines if engine.name == "engine-0"] == ["RUNNING"]
 

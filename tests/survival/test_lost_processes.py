@@ -1,21 +1,20 @@
 """Engines and the coordinator are killed or frozen under streaming load: no request and no token is lost."""
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
 
 import pytest
-from fleet import Fleet, Load, until_serving
+from fleet import Fleet, Load, until_serving, until_status
+from machine import scaled
 from soak import repeated, size
 
-STREAMS = size(1000, soak=1000)
+STREAMS = size(250, soak=1000)
+"""So few in `make test` that this process, which reads them all, is not seconds behind the engines."""
 CLIENTS = 4
 ENGINE_OPTIONS = ("--max-requests", "600", "--echo-step-seconds", "0.05", "--kv-cache-memory", "16Mi")
 """Two engines have capacity for all requests, so the measured waits are not waits for a slot."""
-FROZEN_SECONDS = 12.0
-"""Longer than the coordinator waits for heartbeats (10 s)."""
-LIVENESS_SECONDS = 180.0
+LIVENESS_SECONDS = scaled(180)
 """Far above the time that is needed: only a hang exceeds it."""
 
 pytestmark = pytest.mark.timeout(400)
@@ -40,6 +39,12 @@ class Scene:
         await self.load.until(self.random.randint(STREAMS, self.load.asked // 4))
         self.open = sum(record.final is None for record in self.load.records)
 
+    async def random_busy_engine(self) -> str:
+        """Return the name of an engine that has requests, by the coordinator: this process reads tokens later."""
+        busy = [engine.name for engine in (await self.link.status()).engines if engine.in_flight]
+        assert busy, "every stream is complete"
+        return self.random.choice(busy)
+
     async def check(self) -> None:
         """Check that every stream completes with the undisturbed answer and that the engines serve again."""
         await self.load.check(seconds=LIVENESS_SECONDS)
@@ -61,24 +66,22 @@ async def scene(fleet: Fleet, seed: int) -> Scene:
 
 
 @repeated()
-async def test_an_engine_is_killed_under_a_thousand_streams(scene: Scene, report: Callable[[str], None]) -> None:
+async def test_an_engine_is_killed_under_many_streams(scene: Scene, report: Callable[[str], None]) -> None:
     await scene.until_a_random_moment()
     killed = time.monotonic()
-    await scene.fleet.engines.pop(scene.random.choice(sorted(scene.fleet.engines))).kill()
+    await scene.fleet.engines.pop(await scene.random_busy_engine()).kill()
     await scene.check()
     report(scene.added_latency(since=killed))
     assert (await scene.coordinator.metrics())["megatron_coordinator_replays_total"] > 0
 
 
 @repeated()
-async def test_an_engine_is_frozen_and_thawed_under_a_thousand_streams(
-    scene: Scene, report: Callable[[str], None]
-) -> None:
+async def test_an_engine_is_frozen_and_thawed_under_many_streams(scene: Scene, report: Callable[[str], None]) -> None:
     await scene.until_a_random_moment()
     frozen = time.monotonic()
-    engine = scene.random.choice(sorted(scene.fleet.engines.values(), key=lambda process: process.pid))
+    engine = scene.fleet.engines[await scene.random_busy_engine()]
     engine.freeze()
-    await asyncio.sleep(FROZEN_SECONDS)
+    await until_status(scene.link, lambda status: len(status.engines) == 2, what="the frozen engine is removed")
     engine.thaw()
     await scene.check()
     report(scene.added_latency(since=frozen))
@@ -88,7 +91,7 @@ async def test_an_engine_is_frozen_and_thawed_under_a_thousand_streams(
 
 
 @repeated()
-async def test_the_coordinator_is_killed_and_restarted_under_a_thousand_streams(
+async def test_the_coordinator_is_killed_and_restarted_under_many_streams(
     scene: Scene, report: Callable[[str], None]
 ) -> None:
     await scene.until_a_random_moment()

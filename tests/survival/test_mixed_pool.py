@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from echo_executor import echo_answer
+from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.inference_client import InvalidRequestError
@@ -11,7 +12,8 @@ from megatron_runtime.sampling_params import SamplingParams
 
 STEPS = ("--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
 LACKING = ("--echo-lacks", "HIGH_TEMPERATURE")
-LENGTH = 60
+LENGTH = 200
+"""Tokens of each stream: four seconds of steps, so that all are open when the engine is killed."""
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -39,5 +41,5 @@ async def test_streams_wait_for_the_only_engine_that_supports_them(fleet: Fleet)
     assert (rejected.value.code, rejected.value.field) == (400, "temperature")
     await fleet.engine("whole", *STEPS)
     await load.check()
-    assert (await asyncio.wait_for(whole, 60))["generated_tokens"] == echo_answer([99, 5], LENGTH)
+    assert (await asyncio.wait_for(whole, LONG_SECONDS))["generated_tokens"] == echo_answer([99, 5], LENGTH)
     assert (await coordinator.metrics())["megatron_coordinator_replays_total"] > 0

@@ -38,7 +38,7 @@ async def test_a_poison_request_fails_after_three_crashes(fleet: Fleet, report: 
     assert failed.value.code == 500
     assert not failed.value.is_transient
     assert failed.value.retry_after_seconds is None
-    await load.check(seconds=120)
+    await load.check()
     assert [code for _, code in fleet.exits] == [-signal.SIGSEGV] * 3
     await until_serving(link, fleet.engines)
     (found,) = (await link.status()).failed_requests

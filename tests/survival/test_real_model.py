@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving
 from soak import repeated
 
@@ -24,7 +25,7 @@ async def test_answers_after_a_killed_model_engine_equal_an_undisturbed_run(
     for name in ("engine-0", "engine-1"):
         await fleet.engine(name, *MODEL_OPTIONS)
     link = await fleet.admin()
-    await until_serving(link, fleet.engines, seconds=180)
+    await until_serving(link, fleet.engines, seconds=2 * LONG_SECONDS)
     client = await fleet.client()
     rng = random.Random(seed)
     prompts = [rng.choices(range(100, 40_000), k=8) for _ in range(REQUESTS)]
@@ -36,12 +37,12 @@ async def test_answers_after_a_killed_model_engine_equal_an_undisturbed_run(
         return load
 
     undisturbed = load()
-    await undisturbed.finish(seconds=240)
+    await undisturbed.finish(seconds=2 * LONG_SECONDS)
     answers = [record.final["generated_tokens"] for record in undisturbed.records if record.final is not None]
     disturbed = load()
     await disturbed.until(rng.randint(REQUESTS, 4 * REQUESTS))
     await fleet.engines.pop("engine-0").kill()
-    await disturbed.finish(seconds=240)
+    await disturbed.finish(seconds=2 * LONG_SECONDS)
     bad_words = BadWords(ModelText.of_model("builtin:smollm2-135m").bad_words(BAD_WORDS, vocab_size=49152))
     for record, answer in zip(disturbed.records, answers, strict=True):
         record.check(answer)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 from eventually import eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
-from machine import scaled
 from soak import repeated, size
 
 from megatron_runtime.cli.processes import free_ports
@@ -56,16 +55,19 @@ class Scene:
         for number in range(STREAMS):
             self.load.add([number, *self.random.choices(range(50_000), k=7)], self.random.randint(20, 100))
 
-    async def tokens_at_rest(self) -> int:
-        """Return the number of tokens that have arrived, when no more are on their way."""
-        tokens = -1
-        while tokens != self.load.tokens:
-            tokens = self.load.tokens
-            await asyncio.sleep(scaled(0.5))
-        return tokens
-
     async def active(self) -> list[bool]:
         return [bool((await process.metrics())["megatron_coordinator_active"]) for process in self.pair]
+
+    async def other_is_active(self) -> dict[str, float]:
+        """Wait until the second coordinator is active, whatever the first is, and return its metrics."""
+        found: dict[str, float] = {}
+
+        async def is_active() -> bool:
+            found.update(await self.pair[1].metrics())
+            return found["megatron_coordinator_active"] == 1
+
+        await eventually(is_active, what="the second coordinator is active")
+        return found
 
     async def until_active(self, *wanted: bool) -> None:
         async def agree() -> bool:
@@ -122,8 +124,7 @@ async def test_a_coordinator_that_wakes_up_changes_nothing(scene: Scene, report:
     frozen = time.monotonic()
     scene.pair[0].freeze()
     await asyncio.sleep(FROZEN_SECONDS)
-    in_between = await scene.pair[1].metrics()
-    assert in_between["megatron_coordinator_active"] == 1
+    in_between = await scene.other_is_active()
     scene.pair[0].thaw()
     await scene.until_active(False, True)
     scene.add_streams()
@@ -139,7 +140,7 @@ async def test_verbs_hold_across_a_takeover(scene: Scene) -> None:
     """The standby takes the state and the fence of the engines, so an old leader changes nothing."""
     paused = await scene.link.control(Header.PAUSE, fence=7)
     assert paused.ok
-    tokens = await scene.tokens_at_rest()
+    tokens = await scene.load.at_rest()
     await scene.pair[0].kill()
     status = await until_status(scene.link, lambda status: status.state == "PAUSED", what="the standby is PAUSED")
     assert status.fence == 7

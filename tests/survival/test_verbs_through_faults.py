@@ -8,8 +8,8 @@ import pytest
 from control_link import ControlLink
 from echo_engine import EchoBackend
 from echo_executor import echo_answer
+from eventually import LONG_SECONDS
 from fleet import until_status
-from machine import scaled
 from soak import FIRST_SEED, size
 
 from megatron_runtime.backends.native.backend import Ranks
@@ -109,8 +109,8 @@ class Scene:
 
     async def __aenter__(self) -> "Scene":
         for link in (self.admin, self.witness):
-            await link.start(connect_timeout_seconds=60)
-        await self.client.start(connect_timeout_seconds=60)
+            await link.start(connect_timeout_seconds=LONG_SECONDS)
+        await self.client.start(connect_timeout_seconds=LONG_SECONDS)
         await self.settled()
         return self
 
@@ -145,7 +145,7 @@ class Scene:
                 and all(entry.engines == len(ENGINES) for entry in status.adapters)
             )
 
-        return await until_status(self.witness, fits, seconds=60, what="all engines have the coordinator's state")
+        return await until_status(self.witness, fits, what="all engines have the coordinator's state")
 
     async def ask(self, kind: Header, *, timeout_seconds: float) -> ControlAck:
         """Repeat one operation with the same id until it is answered."""
@@ -201,7 +201,7 @@ async def one_run(seed: int, fates: Counter[str]) -> None:
     async with Scene(seed, share=0.3) as scene:
         requests = [scene.client.add_request([seed, n], SamplingParams(num_tokens_to_generate=50)) for n in range(8)]
         for _ in range(5):
-            status = await scene.witness.status(timeout_seconds=60)
+            status = await scene.witness.status(timeout_seconds=LONG_SECONDS)
             kind = scene.random.choice(LEGAL[status.state])
             ack = await scene.ask(kind, timeout_seconds=VERB_SECONDS)
             scene.check(kind, status.state, ack)
@@ -212,8 +212,8 @@ async def one_run(seed: int, fates: Counter[str]) -> None:
             proxy.share = 0.0
         status = await scene.settled()
         for kind in PATH_TO_RUNNING[status.state]:
-            assert (await scene.ask(kind, timeout_seconds=60)).ranks == RANKS * len(ENGINES)
-        answers = await asyncio.wait_for(asyncio.gather(*requests), scaled(60))
+            assert (await scene.ask(kind, timeout_seconds=LONG_SECONDS)).ranks == RANKS * len(ENGINES)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), LONG_SECONDS)
         assert [answer["generated_length"] for answer in answers] == [50] * len(requests)
         if not scene.updated:
             assert [answer["generated_tokens"] for answer in answers] == [echo_answer([seed, n], 50) for n in range(8)]
@@ -248,7 +248,7 @@ async def test_verbs_act_once_with_lost_duplicated_and_late_acknowledgements(rep
 async def test_an_illegal_signal_is_rejected_at_once_in_every_state_and_has_no_effect(state) -> None:
     async with Scene(1, share=0.0) as scene:
         for kind in {"RUNNING": [], "PAUSED": [Header.PAUSE], "SUSPENDED": [Header.PAUSE, Header.SUSPEND]}[state]:
-            assert (await scene.ask(kind, timeout_seconds=60)).ok
+            assert (await scene.ask(kind, timeout_seconds=LONG_SECONDS)).ok
         await scene.settled()
         acted = [ranks.operations.copy() for ranks in scene.ranks.values()]
         for kind in sorted(TRANSITIONS):
@@ -256,7 +256,7 @@ async def test_an_illegal_signal_is_rejected_at_once_in_every_state_and_has_no_e
                 continue
             answer = scene.admin.control(kind, operation_id=f"illegal {kind.name}", fence=1, timeout_seconds=3600)
             with pytest.raises(ControlRejectedError) as rejected:
-                await asyncio.wait_for(answer, scaled(60))
+                await asyncio.wait_for(answer, LONG_SECONDS)
             assert rejected.value.code == ErrorCode.ILLEGAL_SIGNAL
             assert state in rejected.value.message
         assert [ranks.operations for ranks in scene.ranks.values()] == acted
@@ -267,9 +267,11 @@ async def test_a_verb_without_the_expected_engines_is_rejected() -> None:
     async with Scene(1, share=0.0) as scene:
         for worker in scene.workers:
             worker.ended.set()
-        await until_status(scene.witness, lambda status: not status.engines, seconds=60, what="all engines left")
-        answer = scene.admin.control(Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=60)
+        await until_status(scene.witness, lambda status: not status.engines, what="all engines left")
+        answer = scene.admin.control(
+            Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=LONG_SECONDS
+        )
         with pytest.raises(ControlRejectedError) as rejected:
-            await asyncio.wait_for(answer, scaled(60))
+            await asyncio.wait_for(answer, LONG_SECONDS)
         assert rejected.value.code == ErrorCode.ENGINES_MISSING
         assert (await scene.witness.status()).state == "RUNNING"

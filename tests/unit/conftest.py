@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megatron_runtime.cli.processes import free_ports
+
 # No deadline per example: the machine may stall for a second.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unit")
@@ -29,6 +31,12 @@ if "torch" not in sys.modules:
 
 _LARGE_PACKAGES = {"transformers": "transformers", "megatron": r"megatron\.core|gpt_models|gpt_program"}
 """Packages whose import takes longer than most files, and the modules that import them."""
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """A port that no other test of this machine gets until this process ends, in place of pytest-asyncio's fixture."""
+    return free_ports(1)[0]
 
 
 @cache

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from own_children import own_children
 from random_checkpoint import LLAMA, random_model, random_tensors, write_model
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
@@ -56,7 +56,7 @@ def options(tiny_model: TensorsInMemory, tokenizer: Tokenizer) -> dict[str, Any]
 @pytest.fixture
 def make(options: dict[str, Any]) -> Iterator[Callable[..., MegatronLLM]]:
     """MegatronLLMs of the tiny model, shut down at the end; no process may be left then."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = own_children(recursive=True)
     made: list[MegatronLLM] = []
 
     def construct(**more: Any) -> MegatronLLM:
@@ -67,7 +67,7 @@ def make(options: dict[str, Any]) -> Iterator[Callable[..., MegatronLLM]]:
     for llm in made:
         llm.shutdown()
         llm.engine.check_integrity()
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert own_children(recursive=True) <= before
 
 
 @pytest.fixture

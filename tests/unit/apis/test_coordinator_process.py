@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import LONG_SECONDS
+from own_children import own_children
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.spawn import CoordinatorStartError, spawn_coordinator
@@ -67,14 +68,14 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_an_error_and_leaves_no_process() -> None:
-    before = set(psutil.Process().children())
+    before = own_children()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CoordinatorStartError, match=f"127.0.0.1:{port} did not start"):
             spawn_coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=port, single_port=True))
-    assert set(psutil.Process().children()) <= before  # an earlier one may have been reaped since
+    assert own_children() <= before  # an earlier one may have been reaped since
 
 
 async def test_stop_accepts_a_killed_coordinator() -> None:

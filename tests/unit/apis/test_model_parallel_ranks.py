@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from random_checkpoint import CONFIGS, random_tensors, write_model
 from warm_python import WarmProgram
 
 from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.models.config import ModelConfig
 
 RANK = """
@@ -157,9 +157,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[WarmProgram]]]:
     def start(directory: Path, world: int, *, program: str, **options: Any) -> list[WarmProgram]:
         script = tmp_path / "rank.py"
         script.write_text(textwrap.dedent(program))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         for n in range(world):
             environment = {key: str(value) for key, value in {**common, "RANK": n, "LOCAL_RANK": n}.items()}

@@ -119,7 +119,7 @@ def test_parameters_need_only_serialize(make: Make, use_coordinator: bool) -> No
 @pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
 def test_an_answer_has_the_times_of_its_tokens(make: Make, greedy: Any, use_coordinator: bool) -> None:
     answer = make(use_coordinator=use_coordinator).generate(PROMPT, greedy(6))
-    assert answer.ttft > 0
+    assert answer.ttft >= 0
     assert len(answer.tpot) == 5
     assert all(seconds >= 0 for seconds in answer.tpot)
     assert answer.ttft + sum(answer.tpot) <= answer.latency + 1e-4

@@ -12,8 +12,10 @@ import urllib.request
 import psutil
 import pytest
 from eventually import LONG_SECONDS
+from own_children import own_children
 
 from megatron_runtime.apis import ServeConfig
+from megatron_runtime.cli.processes import free_ports
 
 BODY = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
 
@@ -71,9 +73,8 @@ async def test_an_address_in_use_is_an_error_and_the_engine_keeps_running(make_a
 
 def test_the_front_end_uses_its_settings(make, caplog) -> None:
     llm = make(use_coordinator=True)
-    children = {child.pid for child in psutil.Process().children()}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    children = own_children()
+    (port,) = free_ports(1)
     with pytest.raises(ValueError, match="there is no tool-call parser 'semaphore'") as rejected:
         llm.serve(ServeConfig(host="127.0.0.1", port=port, parsers=["semaphore"]), blocking=False)
     assert rejected.tb is not None  # keeps alive what the call left behind
@@ -87,7 +88,7 @@ def test_the_front_end_uses_its_settings(make, caplog) -> None:
         access.removeHandler(caplog.handler)
     assert "GET /v1/models" in caplog.text
     # Only this process has the tokenizer, so there are no replicas.
-    assert {child.pid for child in psutil.Process().children()} == children
+    assert own_children() <= children
 
 
 def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(make, monkeypatch) -> None:
@@ -118,12 +119,15 @@ def test_a_stopped_front_end_disconnects_its_client(make) -> None:
 def test_replicas_share_the_socket_log_requests_and_end_with_it(make, capfd) -> None:
     """The servers of connections are identified by the processes that hold them."""
     llm = make(use_coordinator=True, tokenizer="builtin:smollm2-135m")
-    before = {child.pid for child in psutil.Process().children()}
+    before = own_children()
     config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=3, verbose=True)
     llm.serve(config, blocking=False)
-    replicas = [child for child in psutil.Process().children() if child.pid not in before]
+    replicas = [psutil.Process(pid) for pid in own_children() - before]
     assert len(replicas) == 2
     for replica in replicas:
+        deadline = time.monotonic() + LONG_SECONDS
+        while not replica.cmdline() and time.monotonic() < deadline:
+            time.sleep(0.01)  # forked, and not yet another program
         assert {"--allowed-host=localhost", "--health-port=off"} <= set(replica.cmdline())
     port = int(llm.url.rpartition(":")[2])
     held: list[socket.socket] = []

@@ -1,11 +1,12 @@
 """Two ranks under torch.distributed: the second gets the coordinator's address, and both run rank 0's prompts."""
 
 import json
-import socket
 import textwrap
 from pathlib import Path
 
 from warm_python import WarmProgram
+
+from megatron_runtime.cli.processes import free_ports
 
 RANK = """
     import json, os, sys, time
@@ -61,9 +62,7 @@ RANK = """
 def test_two_ranks_are_one_pool(tmp_path: Path, tiny_directory: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [WarmProgram(script, str(tiny_directory), environment={**common, "RANK": str(rank)}) for rank in range(2)]
     try:

@@ -10,7 +10,7 @@ import echo_serve
 import httpx
 import pytest
 from click.testing import CliRunner
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from fleet import free_ports
 from random_checkpoint import LLAMA, random_tensors, write_model
 
@@ -116,7 +116,7 @@ async def test_serve(tmp_path: Path) -> None:
     try:
 
         async def ready() -> bool:
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
                 try:
                     return (await http.get(f"{url}/v1/models")).status_code == 200
                 except httpx.TransportError:

@@ -139,7 +139,6 @@ class TestRequests:
         assert all(type(future).__module__ == "_asyncio" for future in futures)
         replies = await asyncio.gather(*futures)
         assert [reply["request_id"] for reply in replies] == [0, 1, 2]
-        assert all(reply["latency"] > 0 for reply in replies)
         assert client.completion_futures == client._open == client._by_id == {}
 
     async def test_latency_counts_from_add_request(self, client, pool, params) -> None:

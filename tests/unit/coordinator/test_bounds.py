@@ -156,6 +156,7 @@ class Week:
         self.answer()
 
 
+@pytest.mark.slow
 async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     caplog.set_level("ERROR")
     week = Week()
@@ -295,10 +296,10 @@ async def test_a_client_that_does_not_read_delays_no_other_and_gets_one_catch_up
 
 
 async def test_paused_time_counts_against_a_deadline_and_against_the_wait(stage, params) -> None:
-    stage.coordinator(max_wait_seconds=0.6)
+    stage.coordinator(max_wait_seconds=2.5)
     engine = await stage.engine(step_seconds=None)
     link, client = await stage.admin(), await stage.client()
-    running = client.add_request([1], params(2), deadline_seconds=0.4)
+    running = client.add_request([1], params(2), deadline_seconds=2.0)
     await engine.until(lambda: engine.jobs)
     await link.control(Header.PAUSE, operation_id="p", fence=1)
     held = [client.add_request([n], params(2), deadline_seconds=seconds) for n, seconds in ((2, 0.3), (3, None))]

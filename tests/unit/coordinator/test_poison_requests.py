@@ -613,6 +613,7 @@ class Chaos:
             self.kills += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [825, *range(size(25, soak=800))])
 async def test_whatever_happens_poison_is_failed_and_nothing_else_is(seed: int) -> None:
     chaos = Chaos(seed)

@@ -24,6 +24,8 @@ from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [11, 12, 13]
 COORDINATOR = ("-m", "megatron_runtime.cli", "coordinator")
 
@@ -83,7 +85,6 @@ async def until_serving(link: ControlLink, names: set[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.slow
 async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
     coordinator = await processes.coordinator()
     doomed = await processes.engine("doomed")
@@ -108,7 +109,6 @@ async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, p
         assert (await future)["generated_tokens"] == echo_answer([*PROMPT, number], 100)
 
 
-@pytest.mark.slow
 async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
     coordinator = await processes.coordinator()
     await processes.engine("engine-0")
@@ -130,7 +130,6 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 5)
 
 
-@pytest.mark.slow
 async def test_after_sigterm_the_coordinator_finishes_open_requests_and_an_engine_hands_over(processes, params) -> None:
     coordinator = await processes.coordinator()
     leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
@@ -234,7 +233,6 @@ def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None
         coordinator.stop()
 
 
-@pytest.mark.slow
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
     await processes.coordinator()
     for name in ("one", "two"):

@@ -287,6 +287,7 @@ class Unread:
         self._context.destroy(linger=0)
 
 
+@pytest.mark.slow
 async def test_three_hundred_unread_streams_delay_no_other_and_cost_no_engine(stage, params, collect) -> None:
     """An engine sends as fast as its socket accepts; the messages are more than all buffers on the way take."""
     # Nothing is removed for its silence, however long a loaded machine takes.

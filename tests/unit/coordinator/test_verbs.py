@@ -202,10 +202,10 @@ async def test_an_engine_that_misses_the_deadline_is_evicted_and_named(stage, co
     link, client = await stage.admin(), await stage.client()
     futures = [client.add_request([n], params(4)) for n in range(1, 5)]
     await mute.until(lambda: mute.jobs)
-    ack = await control(link, H.PAUSE, timeout_seconds=0.3)
+    ack = await control(link, H.PAUSE, timeout_seconds=1.5)
     assert ack.ok
     assert ack.evicted == ["mute"]
-    assert ack.engines["mute"].error == "no answer within 0.3 s"
+    assert ack.engines["mute"].error == "no answer within 1.5 s"
     assert (ack.ranks, ack.total_ranks) == (1, 2)
     await mute.until(lambda: any(error.code is ErrorCode.UNKNOWN_PEER for error in mute.errors))
     await control(link, H.UNPAUSE)
@@ -249,7 +249,7 @@ async def test_an_engine_that_cannot_be_profiled_is_named_and_serves_on(stage, c
     bad = await stage.engine("bad", **{how: {H.START_CUDA_PROFILER}})
     link, client = await stage.admin(), await stage.client()
     with pytest.raises(ControlRejectedError, match=r"not every engine succeeded: bad: [^;]*$") as rejected:
-        await control(link, H.START_CUDA_PROFILER, timeout_seconds=0.3)
+        await control(link, H.START_CUDA_PROFILER, timeout_seconds=1.5)
     assert rejected.value.code == ErrorCode.ENGINE_FAILED
     assert rejected.value.ack is not None
     assert rejected.value.ack.evicted == []
@@ -281,7 +281,7 @@ async def test_an_engine_that_dies_leaves_the_barrier(stage, control) -> None:
     dying = await stage.engine("dying", mute={H.PAUSE})
     link = await stage.admin()
     answer = control(link, H.PAUSE, timeout_seconds=60)
-    await asyncio.sleep(0.05)
+    await dying.until(lambda: dying.controls)
     dying.close()
     ack = await answer
     assert ack.ok
@@ -301,7 +301,7 @@ async def test_pause_stops_running_requests_and_queues_new_ones(stage, control, 
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=0.005)
     link, client = await stage.admin(), await stage.client()
-    stream = client.add_request_streaming([1], params(60))
+    stream = client.add_request_streaming([1], params(200))
     await engine.until(lambda: any(len(job.generated) > 3 for job in engine.jobs.values()))
     await control(link, H.PAUSE)
     tokens_at_pause = [len(job.generated) for job in engine.jobs.values()]
@@ -315,7 +315,7 @@ async def test_pause_stops_running_requests_and_queues_new_ones(stage, control, 
     assert not later.done()
     await control(link, H.UNPAUSE)
     tokens, final = await collect(stream)
-    assert tokens == final["generated_tokens"] == echo_answer([1], 60)
+    assert tokens == final["generated_tokens"] == echo_answer([1], 200)
     assert (await later)["generated_tokens"] == echo_answer([2], 4)
     assert len(engine.dispatches) == 2
 
@@ -373,7 +373,7 @@ async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, co
     stage.coordinator()
     first = await stage.engine("first", mute={H.PAUSE})
     link = await stage.admin()
-    answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=2)
+    answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=4)
     await first.until(lambda: first.controls)
     late = await stage.engine("late", heartbeat_seconds=None)  # which would tell that it missed the outcome
     assert late.acks[0].state == S.PAUSED

@@ -1,12 +1,13 @@
 """A real small model, tiny random ones, and how to run them through the engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from one_thread import one_thread as one_thread  # the fixture
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
@@ -33,15 +34,6 @@ TINY = {
 }
 
 Generate = Callable[..., dict[int, list[int]]]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from soak import SOAK
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
@@ -77,7 +78,7 @@ def test_builtin_model_in_a_batch(
     assert_greedy(smollm_reference, prompts[index], together[index])
 
 
-@pytest.mark.parametrize("index", range(len(PROMPTS)))
+@pytest.mark.parametrize("index", range(len(PROMPTS)) if SOAK else (5, 13, 18))
 def test_builtin_model_alone(
     smollm: CpuExecutor, generate: Generate, prompts: list[list[int]], together: dict[int, list[int]], index: int
 ) -> None:
@@ -86,12 +87,13 @@ def test_builtin_model_alone(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("threads", "config"),
     [
-        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
-        pytest.param({"num_key_value_heads": 6}, id="one key-value head per query head"),
-        pytest.param({"num_key_value_heads": 1, "head_dim": 16}, id="one key-value head, wide"),
+        pytest.param(2, {"tie_word_embeddings": True}, id="tied embeddings, two threads"),
+        pytest.param(1, {"num_key_value_heads": 6}, id="one key-value head per query head"),
+        pytest.param(1, {"num_key_value_heads": 1, "head_dim": 16}, id="one key-value head, wide"),
         pytest.param(
+            1,
             {
                 "rope_parameters": {
                     "rope_type": "llama3",
@@ -106,9 +108,11 @@ def test_builtin_model_alone(
         ),
     ],
 )
-def test_variants_of_the_architecture(make_tiny: MakeTiny, generate: Generate, config: dict[str, Any]) -> None:
+def test_variants_of_the_architecture(
+    make_tiny: MakeTiny, generate: Generate, threads: int, config: dict[str, Any]
+) -> None:
     directory, reference = make_tiny(**config)
-    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20, threads=threads)
     executor.load()
     prompts = random_prompts([1, 5, 40, 129])
     answers = generate(executor, prompts, 24, temperature=0.0)

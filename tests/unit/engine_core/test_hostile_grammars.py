@@ -33,6 +33,8 @@ from megatron_runtime.sampling.structured_output import GrammarCompiler, Grammar
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DIGITS = {"type": "regex", "value": "[0-9]{4}"}
 
 
@@ -103,7 +105,6 @@ async def served(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[Served]:
         await fleet.close()
 
 
-@pytest.mark.slow
 async def test_hostile_grammars_are_answered_with_an_error_and_end_no_engine(served: Served) -> None:
     streams = [asyncio.ensure_future(served.ask(None, length=200)) for _ in range(4)]
     for name, structure in REJECTED_BY_TEXT.items():
@@ -128,7 +129,6 @@ async def test_hostile_grammars_are_answered_with_an_error_and_end_no_engine(ser
     assert not is_alive(before), "an engine that leaves ends the process first"
 
 
-@pytest.mark.slow
 async def test_a_trial_process_that_is_killed_fails_one_request_and_leaves_with_its_engine(served: Served) -> None:
     await served.check()
     pid = served.trial_pid()

@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -385,7 +387,9 @@ async def test_an_unknown_tag_is_rejected_by_name(rig: Rig) -> None:
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig) -> None:
+async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = itertools.count()
+    monkeypatch.setattr("megatron_runtime.engine.lifecycle.time", SimpleNamespace(monotonic=lambda: float(next(reads))))
     registry = CollectorRegistry()
     registry.register(EngineMetrics(rig.lifecycle, rig.backend))
     value = registry.get_sample_value
@@ -409,5 +413,5 @@ async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig) -> 
     assert await rig.signal(Header.SUSPEND)
     assert value("vllm:engine_sleep_state", {"sleep_state": "awake"}) == 0
     assert value("vllm:engine_sleep_state", {"sleep_state": "discard_all"}) == 1
-    assert (value("megatron_engine_signal_seconds_total", {"signal": "SUSPEND"}) or 0) > 0
+    assert value("megatron_engine_signal_seconds_total", {"signal": "SUSPEND"}) == 1.0, "from one read to the next"
     assert value("megatron_engine_signal_seconds_total", {"signal": "RESUME"}) == 0

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +13,8 @@ import pytest
 from eventually import LONG_SECONDS
 from random_checkpoint import write_speaking_model
 from warm_python import WarmProgram
+
+from megatron_runtime.cli.processes import free_ports
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 
@@ -67,10 +68,8 @@ def test_openai_server(start: Start, small_model: str) -> None:
 
 def start_ranks(start: Start, name: str, *arguments: str) -> list[WarmProgram]:
     """Start two ranks of a program, with the environment of torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    (port,) = free_ports(1)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return [start(name, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
 

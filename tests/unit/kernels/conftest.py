@@ -7,11 +7,11 @@ products of bfloat16 matrices (the kernels convert them to float32, which is exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+from one_thread import one_thread as one_thread  # the fixture
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def tolerance(dtype: torch.dtype) -> Tolerance:
     return TOLERANCES[dtype]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: on a loaded machine, threads that wait at barriers are many times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,7 @@ async def test_top_shows_each_engine_with_its_rates(run: Command) -> None:
         name, _, queue, running, use, hits, rate, epoch, _ = row.split()
         assert (name, queue, running, hits, epoch) == (f"demo-engine-{number}", "2", "4", "75%", "7")
         assert use.endswith("%")
-        assert 20 < int(rate) < 400
+        assert int(rate) > 0
     found = json.loads((await run("top", "demo", "--interval", "0.5", "-o", "json"))[1])
     assert [engine["prefixHitRate"] for engine in found["engines"]] == [0.75, 0.75]
 

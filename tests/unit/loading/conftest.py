@@ -1,12 +1,3 @@
-from collections.abc import Iterator
+"""Tests of checkpoints compute with one thread."""
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from one_thread import one_thread as one_thread  # the fixture

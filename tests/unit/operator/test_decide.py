@@ -105,20 +105,21 @@ def test_every_verb_takes_its_path(make_cluster: Any, start: str, goal: str) -> 
     assert cluster.status["history"][-1]["to"] == goal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "third"), [t for t in itertools.product(STATES, repeat=3) if t[1] != t[2]])
 def test_a_desired_state_changed_at_any_moment_is_reached(
     make_cluster: Any, first: str, second: str, third: str
 ) -> None:
+    changing = make_cluster(replicas=1, desiredState=first)
+    changing.settle()
+    changing.patch(desiredState=second)
     for moment in range(8):
-        cluster = make_cluster(replicas=1, desiredState=first)
-        cluster.settle()
-        cluster.patch(desiredState=second)
-        for _ in range(moment):
-            cluster.step()
-            cluster.tick()
+        cluster = copy.deepcopy(changing)
         cluster.patch(desiredState=third)
         cluster.settle()
         assert cluster.state == third, (moment, cluster.log[-5:])
+        changing.step()
+        changing.tick()
 
 
 @pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
@@ -152,14 +153,13 @@ def test_an_intent_is_persisted_before_its_signal_and_the_id_is_kept(make_cluste
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
 def test_an_operator_that_dies_anywhere_completes_the_verb_once(make_cluster: Any, goal: str) -> None:
-    reference = make_cluster(replicas=2)
-    reference.settle()
-    reference.patch(desiredState=goal)
+    running = make_cluster(replicas=2)
+    running.settle()
+    running.patch(desiredState=goal)
+    reference = copy.deepcopy(running)
     reference.settle()
     for crash_at, survives in itertools.product(range(10), range(3)):
-        cluster = make_cluster(replicas=2)
-        cluster.settle()
-        cluster.patch(desiredState=goal)
+        cluster = copy.deepcopy(running)
         for number in range(10):
             cluster.step(crash_after=survives if number == crash_at else None)
             cluster.tick()
@@ -1867,6 +1867,7 @@ def test_an_engine_that_restarts_does_not_get_a_revision_whose_check_failed(make
     assert (cluster.status["ready"], cluster.status["engines"][0]["revision"]) == ("1/1", before)
 
 
+@pytest.mark.slow
 def test_a_transient_failure_is_checked_again_with_a_growing_pause(make_cluster: Any) -> None:
     message = '{"reason": "HubUnavailableError", "message": "the hub does not answer"}'
     cluster = _failing(make_cluster, code=75, message=message)

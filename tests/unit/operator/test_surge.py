@@ -89,6 +89,7 @@ def test_a_surge_engine_that_cannot_start_is_named_and_blocks(make_cluster: Any)
     assert "demo-engine-0-0" not in cluster.deleted_pods
 
 
+@pytest.mark.slow
 def test_an_edit_during_a_surge_has_no_outage(make_cluster: Any) -> None:
     for moment in range(2, 26, 2):
         cluster = make_cluster(replicas=1, rollout=SURGE)

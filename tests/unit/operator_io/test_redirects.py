@@ -194,6 +194,7 @@ def _clients(source: str) -> set[str]:
     return names & _CONSTRUCTORS
 
 
+@pytest.mark.slow
 def test_every_http_client_of_the_project_is_known() -> None:
     files = [file for folder in ("operator", "runtime", "kernels") for file in (SOURCES / folder).rglob("*.py")]
     found = {str(file.relative_to(SOURCES)): _clients(file.read_text()) for file in files}

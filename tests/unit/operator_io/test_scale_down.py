@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 
+from eventually import LONG_SECONDS
 from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.cluster.kinds import Kind
@@ -39,7 +40,7 @@ async def test_engines_that_never_served_are_removed_in_one_pass_with_concurrent
 
     async def passes(count: int) -> None:
         for _ in range(count):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG_SECONDS):
                 await task.run_once()
             cluster.tick()
             watch.show()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -13,13 +12,14 @@ from typing import Any
 
 import pytest
 import rank_program
+from eventually import LONG_SECONDS
 from random_checkpoint import LLAMA, random_tensors, write_model
 from warm_python import warm_context
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.models.config import MoEConfig
 from megatron_runtime.process.listening import private_folder
 
-SECONDS = 120
 SMALL = replace(
     LLAMA,
     vocab_size=325,  # no multiple of the ranks
@@ -38,12 +38,12 @@ class Engine:
 
     def next_message(self) -> Any:
         """The next message of rank 0."""
-        assert self.messages.poll(SECONDS), "rank 0 sends no message"
+        assert self.messages.poll(LONG_SECONDS), "rank 0 sends no message"
         return self.messages.recv()
 
     def exit_codes(self) -> list[int | None]:
         for process in self.processes:
-            process.join(SECONDS)
+            process.join(LONG_SECONDS)
         return [process.exitcode for process in self.processes]
 
 
@@ -57,9 +57,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
     def start(options: dict[str, Any], *, ranks: list[int] | None = None) -> Engine:
         world = options["tensor"] * options["pipeline"] * options["expert"]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         folder = stack.enter_context(private_folder())
         receiver, sender = warm_context().Pipe(duplex=False)
         processes = [

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from machine import scaled
 
 from megatron_runtime.distributed.local_group import LARGE_BYTES, LocalGroup
 from megatron_runtime.process.listening import private_folder
 
-SECONDS = 60.0
+SECONDS = scaled(60.0)
 SIZES = (1, 5, LARGE_BYTES // 4 + 3, 1_000_003)
 """Of float32 tensors: small, in parts of different sizes, and larger than what a socket holds."""
 

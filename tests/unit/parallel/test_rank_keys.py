@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import zmq
+from machine import scaled
 
 from megatron_runtime.distributed.errors import RendezvousError
 from megatron_runtime.distributed.rendezvous import Meeting
 from megatron_runtime.distributed.shard import RankIdentity
 from megatron_runtime.transport.security import KeyPair
 
-SECONDS = 60
+SECONDS = scaled(60)
 FOREIGN = KeyPair.generate()
 
 

@@ -249,8 +249,12 @@ async def test_large_bodies_of_keys_are_parsed_in_turns(
 
         return check
 
+    async def has_begun() -> bool:
+        return bool(begun)
+
     tasks = [asyncio.create_task(post(running, "completions", large(f"first {n}"))) for n in range(4)]
     await eventually(held_bodies(8), what="four bodies wait", look_seconds=0.01)
+    await eventually(has_begun, what="one of them is parsed", look_seconds=0.01)
     assert len(begun) == 1
     assert (await post(running, "completions", BODIES["completions"])).status_code == 200, "small ones do not wait"
     tasks.append(asyncio.create_task(post(running, "completions", large("second"), key="second")))

@@ -35,7 +35,7 @@ async def probed() -> AsyncIterator[Probed]:
 
 
 async def _get(probed: Probed, path: str, method: str = "GET") -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=LONG_SECONDS) as client:
         return await client.request(method, f"http://127.0.0.1:{probed.server.port}{path}")
 
 

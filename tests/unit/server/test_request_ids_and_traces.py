@@ -84,7 +84,7 @@ class Components:
         self._run("engine", echo_engine.PROGRAM, "--coordinator", f"127.0.0.1:{engine}", "--name", "engine-0")
         self._run("server", *megatron, "server", *to_server)
         self.url = f"http://127.0.0.1:{http_port}"
-        async with httpx.AsyncClient(trust_env=False) as probe:
+        async with httpx.AsyncClient(trust_env=False, timeout=LONG_SECONDS) as probe:
 
             async def is_ready() -> bool:
                 try:

@@ -79,9 +79,9 @@ async def test_drain_finishes_open_requests(start: Any, answer: str) -> None:
 
 
 async def test_drain_continues_while_requests_arrive(start: Any, answer: str) -> None:
-    running = await start(drain_seconds=60, linger_seconds=0.5)
+    running = await start(drain_seconds=60, linger_seconds=2.0)
     draining = asyncio.create_task(running.drain())
-    until = time.monotonic() + 2 * running.service.settings.linger_seconds
+    until = time.monotonic() + 1.25 * running.service.settings.linger_seconds
     while time.monotonic() < until:
         reply = await running.chat()
         assert (reply.status_code, reply.headers["connection"]) == (200, "close")

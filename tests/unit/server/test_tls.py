@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.server.auth import Certificate, CertificateError
 
 
@@ -50,9 +50,7 @@ async def presented(port: int) -> bytes:
 async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
     """`megatron server` with a certificate, and no coordinator to be found."""
     certificate, key = issue(authority, tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
+    (number,) = free_ports(1)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "server", "--coordinator", "127.0.0.1:9"),
         *("--host", "127.0.0.1", "--port", str(number), "--health-port", "off", "--drain-seconds", "0"),
@@ -64,7 +62,8 @@ async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
 
 
 async def test_an_ordinary_client_verifies_the_server(port: int, authority: trustme.CA) -> None:
-    async with httpx.AsyncClient(verify=trusting(authority), base_url=f"https://localhost:{port}") as http:
+    url = f"https://localhost:{port}"
+    async with httpx.AsyncClient(verify=trusting(authority), base_url=url, timeout=LONG_SECONDS) as http:
 
         async def answers() -> bool:
             try:
@@ -75,10 +74,10 @@ async def test_an_ordinary_client_verifies_the_server(port: int, authority: trus
         await eventually(answers, what="the server answers over TLS")
         assert (await http.get("/v1/models")).json()["data"][0]["id"]
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        async with httpx.AsyncClient(verify=trusting(trustme.CA())) as http:
+        async with httpx.AsyncClient(verify=trusting(trustme.CA()), timeout=LONG_SECONDS) as http:
             await http.get(f"https://localhost:{port}/livez")
     with pytest.raises(httpx.TransportError):
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
             await http.get(f"http://localhost:{port}/livez")
 
 

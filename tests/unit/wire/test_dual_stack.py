@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
@@ -69,7 +70,12 @@ async def _coordinator() -> AsyncIterator[int]:
 async def _preflight() -> AsyncIterator[int]:
     (port,) = free_ports(1)
     task = asyncio.create_task(preflight(PreflightPlan(node=0, names=("localhost", "127.0.77.9"), port=port)))
-    await asyncio.sleep(0.1)
+
+    async def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    await eventually(listens, what="the check listens")
     yield port
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -84,7 +90,7 @@ async def test_clients_of_both_protocols_are_answered_on_one_port(start, greetin
         for host in ("127.0.0.1", *(["::1"] if has_ipv6() else [])):
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(greeting)
-            assert await asyncio.wait_for(reader.read(1), 10), f"no answer to {host}"
+            assert await asyncio.wait_for(reader.read(1), LONG_SECONDS), f"no answer to {host}"
             writer.close()
 
 
