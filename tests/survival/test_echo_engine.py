@@ -28,9 +28,9 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 TIMING = Timing(heartbeat=0.05, suspect=0.5, dead=1.0, client_dead=5.0, recovery=0.0)

@@ -9,7 +9,7 @@ from scripted_engine import ScriptedEngine
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class Pool:

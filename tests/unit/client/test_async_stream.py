@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.async_stream import AsyncStream
 from megatron_runtime.client.pending import merge_partials
-from megatron_runtime.requests.async_stream import MAX_UNREAD_ITEMS
+from megatron_runtime.requests.async_stream import MAX_UNREAD_ITEMS, AsyncStream
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import rejection
-from megatron_runtime.inference_client import (
+from megatron_runtime.megatron_core.inference_client import (
     AdapterNotFoundError,
     ControlRejectedError,
     CoordinatorUnreachableError,
@@ -31,7 +31,7 @@ from megatron_runtime.inference_client import (
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import Abort, Error, Final, Partial, PartialEntry, decode, pack, tokens_to_bytes
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
 

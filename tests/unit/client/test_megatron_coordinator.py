@@ -12,7 +12,7 @@ import zmq.asyncio
 from eventually import LONG_SECONDS
 
 from megatron_runtime.client.rejection import RequestRejectedError
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header
 from megatron_runtime.protocol.messages import pack, unpack
 

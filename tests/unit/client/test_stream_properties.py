@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.engine.output_stage import OutputStage
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.messages import (
     Dispatch,
     Final,
@@ -25,7 +25,7 @@ from megatron_runtime.protocol.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization.tokenizer import ByteLevelDetokenizer
 
 ALPHABET = "abé€🙂"

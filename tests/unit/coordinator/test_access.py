@@ -17,7 +17,7 @@ from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
+from megatron_runtime.megatron_core.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
 from megatron_runtime.transport.security import PeerKeys, generate_key_files

@@ -9,7 +9,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.megatron_core.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (

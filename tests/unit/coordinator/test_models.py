@@ -6,7 +6,7 @@ import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.inference_client import ModelChangedError
+from megatron_runtime.megatron_core.inference_client import ModelChangedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 
 

@@ -20,8 +20,8 @@ from soak import size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.cli.processes import free_ports
-from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import Error, decode, pack, unpack

@@ -7,11 +7,15 @@ import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.text_prompts import MAX_TEXT_CHARACTERS
-from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
-from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
+from megatron_runtime.megatron_core.inference_client import (
+    CoordinatorUnreachableError,
+    InferenceClient,
+    RequestRejectedError,
+)
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Submit, decode, tokens_from_bytes, tokens_to_bytes
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
 

@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from soak import SOAK
 from torch import nn
 
-from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.backends.native.build import build_native, select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.batch_invariant import (
     ROWS,
     BatchInvariantDecoder,
@@ -32,7 +31,8 @@ from megatron_runtime.models.batch_invariant import (
     equal_rows,
 )
 from megatron_runtime.models.layers.linear import Linear
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 Answer = tuple[list[int], list[float], list[float]]

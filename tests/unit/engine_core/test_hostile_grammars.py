@@ -25,13 +25,13 @@ from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answ
 from megatron_runtime.backends.grammar_queue import GrammarQueue
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling import structured_output
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS
 from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 DIGITS = {"type": "regex", "value": "[0-9]{4}"}

@@ -5,11 +5,11 @@ import pytest
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.requests.hashing import block_digests
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PAGE, BLOCK = 4, 8
 PROMPT = list(range(1, 30))

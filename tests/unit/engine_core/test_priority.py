@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PAGE = 4
 

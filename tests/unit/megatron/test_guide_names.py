@@ -18,19 +18,19 @@ from megatron.core.inference import inference_request as theirs
 from megatron.core.inference import sampling_params as their_params
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine as TheirEngine
 
-from megatron_runtime import config, inference_request
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
-from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _EventLoopManager, _MegatronLLMBase
-from megatron_runtime.async_stream import AsyncStream
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
-from megatron_runtime.contexts import dynamic_context
-from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.model_inference_wrappers import gpt_inference_wrapper
+from megatron_runtime.megatron_core import config, inference_request
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_runtime.megatron_core.apis._llm_base import _CoordinatorRuntime, _EventLoopManager, _MegatronLLMBase
+from megatron_runtime.megatron_core.async_stream import AsyncStream
+from megatron_runtime.megatron_core.contexts import dynamic_context
+from megatron_runtime.megatron_core.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.model_inference_wrappers.gpt import gpt_inference_wrapper
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.text_generation_controllers import text_generation_controller
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.text_generation_controllers import text_generation_controller
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "coming-from-megatron-core.md"
 VERDICTS = ("same", "differs", "added", "accepted", "not there")

@@ -7,9 +7,9 @@ from eventually import LONG_SECONDS
 
 PROGRAM = """
 import sys
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
 request = DynamicInferenceRequest(
     request_id=1, prompt_tokens=[1, 2, 3, 4], enable_prefix_caching=True, block_size_tokens=2, generated_tokens=[5]

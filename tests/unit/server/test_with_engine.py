@@ -26,7 +26,7 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Rout
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 

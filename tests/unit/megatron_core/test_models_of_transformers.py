@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.models.config import UnsupportedModelError
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 
 if TYPE_CHECKING:

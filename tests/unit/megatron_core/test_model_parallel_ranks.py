@@ -12,13 +12,13 @@ import pytest
 from random_checkpoint import CONFIGS, random_tensors, write_model
 from warm_python import WarmProgram
 
-from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.models.config import ModelConfig
 
 RANK = """
     import json, os, sys
-    from megatron_runtime.apis import MegatronLLM, SamplingParams
-    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.megatron_core.apis import MegatronLLM, SamplingParams
+    from megatron_runtime.megatron_core.config import InferenceConfig
 
     if __name__ == "__main__":
         directory, sizes = sys.argv[1], json.loads(sys.argv[2])
@@ -63,8 +63,8 @@ RANK = """
 
 DIRECT_RANK = """
     import json, os, sys
-    from megatron_runtime.apis import MegatronLLM, SamplingParams
-    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.megatron_core.apis import MegatronLLM, SamplingParams
+    from megatron_runtime.megatron_core.config import InferenceConfig
 
     if __name__ == "__main__":
         directory, sizes = sys.argv[1], json.loads(sys.argv[2])

@@ -15,7 +15,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.spawn import CoordinatorStartError, spawn_coordinator
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 
 LOOPBACK = CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True)
 

@@ -10,11 +10,11 @@ from warm_python import WarmProgram
 RANK = """
     import json, os, sys, time
     import torch
-    from megatron_runtime.apis import MegatronLLM, ServeConfig
-    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.megatron_core.apis import MegatronLLM, ServeConfig
+    from megatron_runtime.megatron_core.config import InferenceConfig
     from megatron_runtime.checkpoints.checkpoint import open_checkpoint
     from megatron_runtime.checkpoints.source import resolve
-    from megatron_runtime.sampling_params import SamplingParams
+    from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
     if __name__ == "__main__":
         torch.distributed.init_process_group("gloo")

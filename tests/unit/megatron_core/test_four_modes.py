@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.inference_request import DynamicInferenceRequest
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
 BUILTIN = "builtin:smollm2-135m"
 PROMPTS = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]

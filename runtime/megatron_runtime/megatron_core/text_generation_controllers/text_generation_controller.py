@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.tokenization import Tokenizer
 
 

@@ -9,12 +9,12 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig, _llm_base
-from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase, default_config
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.inference_request import DynamicInferenceRequest, Status
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig, _llm_base
+from megatron_runtime.megatron_core.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase, default_config
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest, Status
+from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
@@ -299,7 +299,7 @@ class TestCoordinatorMode:
         llm.shutdown()
 
     def test_shutdown_does_not_wait_for_a_dead_coordinator(self, make, monkeypatch) -> None:
-        monkeypatch.setattr("megatron_runtime.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
+        monkeypatch.setattr("megatron_runtime.megatron_core.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
         monkeypatch.setattr("megatron_runtime.transport.control_calls.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
@@ -427,7 +427,7 @@ class TestRuntime:
             raise TimeoutError("unreachable")
 
         engine = self.Engine()
-        monkeypatch.setattr("megatron_runtime.inference_client.InferenceClient.start", reject)
+        monkeypatch.setattr("megatron_runtime.megatron_core.inference_client.InferenceClient.start", reject)
         runtime = _CoordinatorRuntime(engine, is_primary=True, coordinator_host=None, coordinator_port=None)
         with pytest.raises(TimeoutError, match="unreachable"):
             await runtime.setup(loop=asyncio.get_running_loop())

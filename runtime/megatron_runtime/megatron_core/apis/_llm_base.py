@@ -19,17 +19,6 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import torch
 
-from megatron_runtime.apis._ranks import (
-    engine_of_ranks,
-    global_rank,
-    local_rank,
-    local_world,
-    parallel_sizes,
-    world_size,
-)
-from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager
-from megatron_runtime.apis._streams import GenerationChunk, ReadChunk
-from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.text import ModelText
@@ -39,16 +28,29 @@ from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.engines.direct import AnyStream, MakeStream
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.megatron_core.apis._ranks import (
+    engine_of_ranks,
+    global_rank,
+    local_rank,
+    local_world,
+    parallel_sizes,
+    world_size,
+)
+from megatron_runtime.megatron_core.apis._runtime import _CoordinatorRuntime, _EventLoopManager
+from megatron_runtime.megatron_core.apis._streams import GenerationChunk, ReadChunk
+from megatron_runtime.megatron_core.apis.serve import FrontEnd, ServeConfig
+from megatron_runtime.megatron_core.engines.direct import AnyStream, MakeStream
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
+from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.megatron_core.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
 from megatron_runtime.process.memory import available_bytes
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError

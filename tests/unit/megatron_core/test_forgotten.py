@@ -14,11 +14,11 @@ from warm_python import WarmProgram
 
 PROGRAM = """
     import signal, sys, threading
-    from megatron_runtime.apis import MegatronLLM, ServeConfig
-    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.megatron_core.apis import MegatronLLM, ServeConfig
+    from megatron_runtime.megatron_core.config import InferenceConfig
     from megatron_runtime.checkpoints.checkpoint import open_checkpoint
     from megatron_runtime.checkpoints.source import resolve
-    from megatron_runtime.sampling_params import SamplingParams
+    from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
     model = open_checkpoint(resolve(sys.argv[1]))
     config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)

@@ -25,14 +25,14 @@ from eventually import LONG_SECONDS
 from machine import scaled
 from soak import repeated, size
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
-from megatron_runtime.engines.dynamic_engine import CallsClosedError, EngineFailedError
-from megatron_runtime.inference_client import UnavailableError
-from megatron_runtime.inference_request import Status
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.engines.dynamic_engine import CallsClosedError, EngineFailedError
+from megatron_runtime.megatron_core.inference_client import UnavailableError
+from megatron_runtime.megatron_core.inference_request import Status
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
 DIRECT, COORDINATOR = "direct", "coordinator"
@@ -622,7 +622,7 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
 ) -> None:
     if max_queued is not None:
         settings = partial(CoordinatorSettings, max_queued=max_queued)
-        monkeypatch.setattr("megatron_runtime.engines.dynamic_engine.CoordinatorSettings", settings)
+        monkeypatch.setattr("megatron_runtime.megatron_core.engines.dynamic_engine.CoordinatorSettings", settings)
     config = InferenceConfig(max_sequence_length=256, buffer_size_gb=0.02, max_requests=8)
     llm = build(use_coordinator=True, inference_config=config)
     most = 0
@@ -649,10 +649,10 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
 
 def test_a_full_queue_of_others_is_an_error(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One place, which another client has: no request of this one is open."""
-    from megatron_runtime.inference_client import InferenceClient, QueueFullError
+    from megatron_runtime.megatron_core.inference_client import InferenceClient, QueueFullError
 
     settings = partial(CoordinatorSettings, max_queued=1)
-    monkeypatch.setattr("megatron_runtime.engines.dynamic_engine.CoordinatorSettings", settings)
+    monkeypatch.setattr("megatron_runtime.megatron_core.engines.dynamic_engine.CoordinatorSettings", settings)
     llm = build(use_coordinator=True)
     llm.pause()
 

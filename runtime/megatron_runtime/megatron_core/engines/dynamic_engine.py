@@ -29,7 +29,7 @@ from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.engine.output_stage import error_map
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.engines.direct import (
+from megatron_runtime.megatron_core.engines.direct import (
     AnyStream,
     CallsClosedError,
     DirectCalls,

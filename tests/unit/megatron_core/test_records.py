@@ -8,8 +8,8 @@ import pytest
 import torch
 import zmq
 
-from megatron_runtime.apis import DynamicInferenceRequestRecord, MegatronLLM, SamplingParams
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.apis import DynamicInferenceRequestRecord, MegatronLLM, SamplingParams
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.requests.request import DynamicInferenceRequest

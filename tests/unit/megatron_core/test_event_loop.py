@@ -14,7 +14,7 @@ import pytest
 import torch
 from eventually import LONG_SECONDS
 
-from megatron_runtime.apis._llm_base import _EventLoopManager
+from megatron_runtime.megatron_core.apis._llm_base import _EventLoopManager
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import psutil
 import pytest
 from random_checkpoint import LLAMA, random_model, random_tensors, write_model
 
-from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.backends.native import build
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.tokenization import Tokenizer
 
 PROMPT = "The capital of France is"

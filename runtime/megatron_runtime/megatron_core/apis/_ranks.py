@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.process.secrets import integer
 from megatron_runtime.requests.config import InferenceConfig
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from random_checkpoint import CONFIGS, random_model
 
-from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest
 from megatron_runtime.tokenization import Tokenizer
 
 LAYERS, PER_TOKEN = 2, 2
