@@ -491,7 +491,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
     "sampling-bounds": sampling_bounds,
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),
-    "client-methods": _methods(("client/inference_client.py", "InferenceClient")),
+    "client-methods": _methods(("megatron_core/inference_client.py", "InferenceClient")),
     "errors": errors,
 }
 

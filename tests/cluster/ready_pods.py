@@ -20,6 +20,7 @@ from kubernetes.aio.watch import Watch
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.render.context import CHECK, LABEL_COMPONENT
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -34,7 +35,6 @@ from megatron_runtime.protocol.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.transport.event_socket import EventSocket
 
 from .fake_node import label_of, report_end, report_pod
 

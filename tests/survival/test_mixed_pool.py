@@ -6,7 +6,7 @@ import pytest
 from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.megatron_core.inference_client import InvalidRequestError
+from megatron_runtime.client.rejection import InvalidRequestError
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 STEPS = ("--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")

@@ -11,7 +11,7 @@ from fleet import Fleet, Load, until_serving
 from soak import size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.megatron_core.inference_client import EngineFailedError
+from megatron_runtime.client.rejection import EngineFailedError
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 POISON = 666

@@ -208,7 +208,7 @@ def owners() -> dict[str, tuple[Any, ...]]:
         "_CoordinatorRuntime": _CoordinatorRuntime(
             engine, is_primary=True, coordinator_host=None, coordinator_port=None
         ),
-        "InferenceClient": InferenceClient("127.0.0.1:1", libzmq=False),
+        "InferenceClient": InferenceClient("127.0.0.1:1"),
         "AsyncStream": AsyncStream(0, lambda: None),
         "DataParallelInferenceCoordinator": coordinator,
         "Other classes": engine.context,

@@ -29,6 +29,7 @@ from scripted_engine import ScriptedEngine
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.megatron_core.config import InferenceConfig
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -37,7 +38,6 @@ from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
-from megatron_runtime.transport.event_socket import EventSocket
 
 _UNDOCUMENTED = {"PAUSE_ACK": 90, "STOP_ACK": 91}
 DOCUMENTED = Enum(  # type: ignore[misc]

@@ -8,6 +8,9 @@ from typing import Any
 import psutil
 import pytest
 from random_checkpoint import LLAMA, random_model, random_tensors, write_model
+from scripted_pool import collect as collect
+from scripted_pool import params as params
+from scripted_pool import pool as pool
 
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
 from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM

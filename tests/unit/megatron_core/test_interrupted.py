@@ -632,7 +632,7 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
     def counted(request: Any) -> None:
         nonlocal most
         submit(request)
-        most = max(most, len(client._open))
+        most = max(most, len(client.native._open))
 
     client._submit = counted
     prompts = [[number % 1000 + 1, 2] for number in range(size(300, soak=12_000))]

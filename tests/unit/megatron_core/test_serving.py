@@ -97,7 +97,7 @@ def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(
         raise TimeoutError("unreachable")
 
     with socket.create_server(("127.0.0.1", 0)) as listener, monkeypatch.context() as patched:
-        patched.setattr("megatron_runtime.megatron_core.inference_client.InferenceClient.start", reject)
+        patched.setattr("megatron_runtime.client.coordinator_client.CoordinatorClient.start", reject)
         with pytest.raises(TimeoutError, match="unreachable"):
             llm.serve(ServeConfig(sock=listener), blocking=False)
         assert listener.fileno() == -1

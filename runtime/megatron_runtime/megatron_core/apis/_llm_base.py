@@ -25,7 +25,6 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
 from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
-from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.megatron_core.apis._ranks import (
@@ -41,6 +40,7 @@ from megatron_runtime.megatron_core.apis._streams import GenerationChunk, ReadCh
 from megatron_runtime.megatron_core.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.megatron_core.engines.direct import AnyStream, MakeStream
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.megatron_core.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -313,7 +313,7 @@ class _MegatronLLMBase:
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                     loop.call_soon_threadsafe(client.abort_request, request_id)
 
-            stream = client.add_request_to_stream(tokens, sp, lambda number: make_stream(partial(abort, number)))
+            stream = client.native.add_request_to_stream(tokens, sp, lambda number: make_stream(partial(abort, number)))
         else:
             stream = self._engine.open_stream(tokens, sp, make_stream)
         return stream, self._chunk_reader(prompt, tokens, sp)

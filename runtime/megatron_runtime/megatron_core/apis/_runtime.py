@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.client.pending import failed_reply
 from megatron_runtime.client.rejection import (
     DeadlineExceededError,
@@ -26,6 +25,7 @@ from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.engine.output_stage import error_map
 from megatron_runtime.megatron_core.apis.serve import FrontEnd
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError

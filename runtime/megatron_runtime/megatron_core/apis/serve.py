@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.process.children import END_SIGNAL, child_environment, module_command
 from megatron_runtime.process.threads import off_loop
@@ -84,7 +84,7 @@ class FrontEnd:
             access_log=config.verbose,
             allowed_hosts=LOOPBACK_HOSTS if is_loopback(config.host) else (),
         )
-        self._client = InferenceClient(coordinator, deserialize=False, libzmq=False)
+        self._client = CoordinatorClient(coordinator)
         try:
             self._app = create_app(self._settings, backend=self._client, tokenizer=tokenizer)
             self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)
