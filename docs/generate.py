@@ -486,8 +486,8 @@ BLOCKS: dict[str, Callable[[], Table]] = {
         ("megatron_core/apis/_llm_base.py", "_MegatronLLMBase"), ("megatron_core/apis/llm.py", "MegatronLLM")
     ),
     "async-llm-methods": _methods(("megatron_core/apis/async_llm.py", "MegatronAsyncLLM")),
-    "serve-config": _attributes("megatron_core/apis/serve.py", "ServeConfig"),
-    "generation-chunk": _attributes("megatron_core/apis/_streams.py", "GenerationChunk"),
+    "serve-config": _attributes("in_process/front_end.py", "ServeConfig"),
+    "generation-chunk": _attributes("in_process/streams.py", "GenerationChunk"),
     "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
     "sampling-bounds": sampling_bounds,
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),

@@ -626,13 +626,13 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
     config = InferenceConfig(max_sequence_length=256, buffer_size_gb=0.02, max_requests=8)
     llm = build(use_coordinator=True, inference_config=config)
     most = 0
-    client = llm._coord_runtime.client
+    client = llm._coord_runtime.client.native
     submit = client._submit
 
     def counted(request: Any) -> None:
         nonlocal most
         submit(request)
-        most = max(most, len(client.native._open))
+        most = max(most, len(client._open))
 
     client._submit = counted
     prompts = [[number % 1000 + 1, 2] for number in range(size(300, soak=12_000))]

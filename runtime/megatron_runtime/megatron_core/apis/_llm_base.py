@@ -27,18 +27,19 @@ from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
 from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.megatron_core.apis._ranks import (
-    engine_of_ranks,
+from megatron_runtime.in_process.calls import AnyStream, MakeStream
+from megatron_runtime.in_process.event_loop import EventLoopManager as _EventLoopManager
+from megatron_runtime.in_process.front_end import FrontEnd, ServeConfig
+from megatron_runtime.in_process.ranks import (
+    executor_of_ranks,
     global_rank,
     local_rank,
     local_world,
     parallel_sizes,
     world_size,
 )
-from megatron_runtime.megatron_core.apis._runtime import _CoordinatorRuntime, _EventLoopManager
-from megatron_runtime.megatron_core.apis._streams import GenerationChunk, ReadChunk
-from megatron_runtime.megatron_core.apis.serve import FrontEnd, ServeConfig
-from megatron_runtime.megatron_core.engines.direct import AnyStream, MakeStream
+from megatron_runtime.in_process.streams import GenerationChunk, ReadChunk
+from megatron_runtime.megatron_core.apis._runtime import _CoordinatorRuntime
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine, EngineFailedError
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -549,7 +550,8 @@ def _make_engine(
         "make_forward": None if wrapper_class is None else wrapper_class.forward_of,
     }
     if sizes.world > 1:
-        return engine_of_ranks(source, ModelText(text), config, sizes, **options)
+        executor, config, follower = executor_of_ranks(source, ModelText(text), config, sizes, **options)
+        return DynamicInferenceEngine(executor, config, follower=follower)
     executor = select_executor(
         source, ModelText(text), config, local_rank=local_rank(), kv_cache_memory=config.buffer_bytes, **options
     )

@@ -7,9 +7,9 @@ import contextlib
 from functools import partial
 from typing import Any, Self
 
+from megatron_runtime.in_process.front_end import ServeConfig
+from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
 from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
-from megatron_runtime.megatron_core.apis._streams import ChunkIterator, ReadChunk
-from megatron_runtime.megatron_core.apis.serve import ServeConfig
 from megatron_runtime.requests.async_stream import BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams

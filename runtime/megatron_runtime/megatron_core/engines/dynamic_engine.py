@@ -6,16 +6,13 @@ import asyncio
 import atexit
 import contextlib
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
@@ -24,12 +21,11 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.client.pending import failed_reply
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.coordinator.spawn import CoordinatorProcess
+from megatron_runtime.distributed.rendezvous import LOOPBACK
 from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.engine.output_stage import error_map
-from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.megatron_core.engines.direct import (
+from megatron_runtime.in_process.calls import (
     AnyStream,
     CallsClosedError,
     DirectCalls,
@@ -39,7 +35,7 @@ from megatron_runtime.megatron_core.engines.direct import (
     require_process,
     token_ids,
 )
-from megatron_runtime.process.threads import off_loop
+from megatron_runtime.in_process.service import FollowedService, Service, unless_ended
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
@@ -49,11 +45,6 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import tokenizer_of
 
 __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "CallsClosedError", "DynamicInferenceEngine", "EngineFailedError"]
-
-LOOPBACK = "127.0.0.1"
-
-REGISTRATION_SECONDS = 300.0
-"""How long the engine of a program tries to reach its coordinator."""
 
 T = TypeVar("T")
 
@@ -86,9 +77,9 @@ class DynamicInferenceEngine(EngineCore):
         wrapped = getattr(controller, "inference_wrapped_model", None)
         executor = controller if wrapped is None else _executor_of(wrapped.model, controller.tokenizer, config)
         super().__init__(executor, config, clock=clock)
-        self._following = _Following(follower) if follower is not None else None
+        self._following = FollowedService(follower) if follower is not None else None
         self._calls = self._following.calls if self._following is not None else DirectCalls(self, self._text)
-        self._service: _Service | _Following | None = None
+        self._service: Service | FollowedService | None = None
         self._pid = os.getpid()
 
     @property
@@ -291,7 +282,7 @@ class DynamicInferenceEngine(EngineCore):
             )
         elif inference_coordinator_port is None:
             raise ValueError("inference_coordinator_port is required if no coordinator is launched")
-        self._service = self._following or _Service(self, name=name)
+        self._service = self._following or Service(self, self._text, name=name)
         starting = self._service.start(f"tcp://{hostname or LOOPBACK}:{inference_coordinator_port}", launch=launch)
         try:
             if loop is None or loop is asyncio.get_running_loop():
@@ -311,7 +302,7 @@ class DynamicInferenceEngine(EngineCore):
     @property
     def coordinator(self) -> CoordinatorProcess | None:
         """The coordinator process that this engine launched."""
-        return self._service.coordinator if isinstance(self._service, _Service) else None
+        return self._service.coordinator if isinstance(self._service, Service) else None
 
     @property
     def state_events(self) -> StateEvents:
@@ -335,7 +326,7 @@ class DynamicInferenceEngine(EngineCore):
             await self._service.stop()
             self._service = None
 
-    def _serving(self) -> _Service | _Following:
+    def _serving(self) -> Service | FollowedService:
         if self._service is None:
             raise RuntimeError(
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
@@ -413,146 +404,3 @@ class _Batch:
             )
             for number, (reply, prompt, tokens, params) in enumerate(columns)
         ]
-
-
-class _Service:
-    """Runs a worker for `engine` on the event loop of start(), until stop() or the end of the engine."""
-
-    def __init__(self, engine: DynamicInferenceEngine, *, name: str) -> None:
-        self.coordinator: CoordinatorProcess | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.worker: EngineWorker | None = None
-        self._engine = engine
-        self._name = name
-
-    @property
-    def events(self) -> StateEvents:
-        assert self.worker is not None
-        return self.worker.lifecycle.events
-
-    async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
-        try:
-            if launch is not None:
-                self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
-                address = self.coordinator.address
-            settings = EngineSettings(
-                coordinator=address,
-                name=self._name,
-                max_requests=self._engine.config.request_slots,
-                registration_seconds=REGISTRATION_SECONDS,
-            )
-            executor = self._engine.executor
-            ranks = executor if isinstance(executor, RankedExecutor) else None
-            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._engine._text, ranks=ranks))
-            if ranks is not None:
-                self.events.on_enter = ranks.share_state
-            self.task = asyncio.create_task(self._serve(worker))
-            await unless_ended(worker.joined.wait(), self.task)
-            if ranks is not None:
-                ranks.share_state(self.events.state, has_joined=True)
-        except BaseException:
-            await self.stop()
-            raise
-        return address
-
-    async def stop(self) -> None:
-        """Stop the worker, then the coordinator if it was launched here. Idempotent; raises none of their errors."""
-        if self.worker is not None:
-            self.worker.ended.set()
-        if self.task is not None:
-            with contextlib.suppress(EngineFailedError):  # raised to the callers that wait for the task
-                await self.task
-        if self.coordinator is not None:
-            await off_loop(self.coordinator.stop)
-
-    async def _serve(self, worker: EngineWorker) -> None:
-        """Run until a verb stops the engine, stop() ends it, or it fails."""
-        running = asyncio.create_task(worker.run())
-        stopped = asyncio.create_task(worker.lifecycle.events.wait(EngineState.STOPPED))
-        try:
-            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            worker.ended.set()
-            stopped.cancel()
-            await running
-        if worker.failure is not None:
-            raise EngineFailedError(f"engine {self._name} failed: {worker.failure}") from worker.failure
-
-
-class _Following:
-    """Another rank of an engine than the first: performs its orders, and follows the states that it reports.
-
-    The orders are performed on a thread from the construction on.
-    """
-
-    def __init__(self, follower: Follower) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.events = StateEvents(EngineState.PAUSED)
-        self._joined = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._early: list[Callable[[], object]] = []
-        """What happened before start()."""
-        self._follower = follower
-        self.calls = FollowedCalls(follower.part, rank=follower.rank)
-        follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
-        self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
-        self._thread.start()
-
-    def wait_at_exit(self) -> None:
-        """Perform orders until the first rank ends, unless an error ends this process."""
-        if getattr(sys, "last_value", None) is None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._follower.run()
-        finally:
-            self._call(self._ended.set)
-
-    def _call(self, action: Callable[[], object]) -> None:
-        """Run `action` on the event loop of start()."""
-        with self._lock:
-            if self._loop is None:
-                self._early.append(action)
-            elif not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(action)
-
-    def _enter(self, state: str, has_joined: bool) -> None:
-        if has_joined:
-            self._joined.set()
-        else:
-            self.events.enter(EngineState(state))
-
-    async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Wait until the first rank has registered the engine. Return the address of the coordinator."""
-        with self._lock:
-            self._loop, early = asyncio.get_running_loop(), self._early
-        for action in early:
-            action()
-        self.task = asyncio.create_task(self._wait_for_end())
-        await unless_ended(self._joined.wait(), self.task)
-        return address
-
-    async def _wait_for_end(self) -> None:
-        await self._ended.wait()
-
-    async def stop(self) -> None:
-        """Ask the first rank to end the engine, if it runs, and wait for that."""
-        if self.task is not None:
-            self._follower.channel.leave()
-            await self.task
-
-
-async def unless_ended(wait: Coroutine[Any, Any, object], engine: asyncio.Task[None]) -> None:
-    """Await `wait`. Raises EngineFailedError if the engine, whose task is `engine`, ends first."""
-    waiting = asyncio.create_task(wait)
-    try:
-        await asyncio.wait({waiting, engine}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            await asyncio.shield(engine)
-            raise EngineFailedError("the engine has stopped")
-    finally:
-        waiting.cancel()

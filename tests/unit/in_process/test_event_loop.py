@@ -1,4 +1,4 @@
-"""_EventLoopManager: a background loop without deadlocks that stops completely."""
+"""EventLoopManager: a background loop without deadlocks that stops completely."""
 
 import asyncio
 import concurrent.futures
@@ -14,12 +14,12 @@ import pytest
 import torch
 from eventually import LONG_SECONDS
 
-from megatron_runtime.megatron_core.apis._llm_base import _EventLoopManager
+from megatron_runtime.in_process.event_loop import EventLoopManager
 
 
 @pytest.fixture
-def manager() -> Iterator[_EventLoopManager]:
-    manager = _EventLoopManager()
+def manager() -> Iterator[EventLoopManager]:
+    manager = EventLoopManager()
     manager.start()
     yield manager
     manager.stop()
@@ -30,7 +30,7 @@ async def where() -> threading.Thread:
 
 
 def test_there_is_no_loop_before_start_and_after_stop() -> None:
-    manager = _EventLoopManager()
+    manager = EventLoopManager()
     with pytest.raises(RuntimeError, match="call start"):
         _ = manager.loop
     with pytest.raises(RuntimeError, match="call start"):
@@ -160,7 +160,7 @@ def test_the_thread_uses_the_callers_device_when_start_returns(monkeypatch) -> N
         set_device=lambda device: devices.append((device, threading.current_thread())),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    manager = _EventLoopManager()
+    manager = EventLoopManager()
     manager.start()
     assert [device for device, _ in devices] == [3]
     assert manager.run_sync(where()) is devices[0][1]
@@ -173,7 +173,7 @@ def test_start_fails_if_the_device_cannot_be_set(monkeypatch) -> None:
 
     cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 9, set_device=reject)
     monkeypatch.setattr(torch, "cuda", cuda)
-    manager = _EventLoopManager()
+    manager = EventLoopManager()
     with pytest.raises(RuntimeError, match="no device 9"):
         manager.start()
     manager.stop()

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_runtime.backends.native.build import select_executor
-from megatron_runtime.backends.native.ranked.executor import join, lead
+from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.ranked.executor import Follower, join, lead
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.process.secrets import integer
 from megatron_runtime.requests.config import InferenceConfig
 
@@ -92,10 +92,12 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
     )
 
 
-def engine_of_ranks(
+def executor_of_ranks(
     source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
-) -> DynamicInferenceEngine:
-    """Return the engine of several ranks, as this rank sees it. Every rank of the program calls this.
+) -> tuple[Executor, InferenceConfig, Follower | None]:
+    """Return this rank's executor, the configuration of all ranks, and the follower on other ranks than the first.
+
+    Every rank of the program calls this.
 
     The KV cache of every rank has the smallest `buffer_size_gb` of all ranks, because the default depends on the host.
     Initialises torch.distributed if the program has not.
@@ -123,9 +125,9 @@ def engine_of_ranks(
     make_part = partial(_part, text=text, config=config, local_rank=identity.local_rank, **options)
     # Without a watchdog, because the program's own code may hold the interpreter.
     if identity.rank == 0:
-        return DynamicInferenceEngine(lead(settings, identity, lambda: source, make_part, has_watchdog=False), config)
+        return lead(settings, identity, lambda: source, make_part, has_watchdog=False), config, None
     follower = join(settings, identity, lambda: source, make_part, has_watchdog=False)
-    return DynamicInferenceEngine(follower.part.executor, config, follower=follower)
+    return follower.part.executor, config, follower
 
 
 def _part(source: ModelSource, groups: Any, *, text: ModelText, config: InferenceConfig, **options: Any) -> Any:
