@@ -129,6 +129,8 @@ class _Translator:
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
+        self._streams = False
+        """Whether a partial has arrived. Releases without streams have no aborts: an unknown message ends them."""
 
     def send(self, frames: Frames) -> bool:
         match decode(frames, plain=PLAIN):
@@ -137,7 +139,7 @@ class _Translator:
             case Abort(id=bytes(uid)) if uid in self._numbers:
                 number = self._numbers[uid]
                 self._forget(number)
-                return self._send(Header.ABORT_REQUEST, number)
+                return not self._streams or self._send(Header.ABORT_REQUEST, number)
             case Control() as control:
                 return self._control(control)
             case Plain(items=[Header.SHUTDOWN]):
@@ -170,6 +172,7 @@ class _Translator:
                     if kind == Header.ENGINE_REPLY:
                         answer = _final(request, content)
                     else:
+                        self._streams = True
                         answer = _partial(request, content)
                 except MalformedMessageError as error:
                     text = f"unreadable answer: {error}"

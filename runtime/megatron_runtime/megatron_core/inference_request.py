@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
@@ -14,8 +14,7 @@ from megatron_runtime.requests.request import (
     Status,
     VLMInferenceRequest,
     as_list,
-    deserialize_tensor,
-    serialize_tensor,
+    unpack_value,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +35,18 @@ __all__ = [
     "deserialize_tensor",
     "serialize_tensor",
 ]
+
+
+def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the values of a tensor as (nested) lists."""
+    values: list[Any] = tensor.detach().cpu().tolist()
+    return values
+
+
+def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
+    """Return the tensor of (nested) lists."""
+    tensor: torch.Tensor = unpack_value(("tensor", tensor_as_list))
+    return tensor
 
 
 def compute_block_hashes_batched(

@@ -87,11 +87,17 @@ async def test_a_request_is_streamed(coordinator, theirs, params) -> None:
     assert (final["generated_tokens"], final["policy_epoch"]) == ([5, 6, 7], spans)
 
 
-async def test_an_abort_has_the_number_of_the_request(coordinator, theirs, params) -> None:
+async def test_a_coordinator_that_streams_gets_aborts_by_the_number_of_the_request(coordinator, theirs, params) -> None:
     future = theirs.add_request("some text", params(3))
     _, number, prompt, _ = await coordinator.hear()
     assert prompt == "some text"
     future.cancel()
+    stream = theirs.add_request_streaming([1], params(3))
+    header, number, *_ = await coordinator.hear()
+    assert header == Header.SUBMIT_REQUEST, "a release without streams would end at an abort"
+    await coordinator.say(Header.ENGINE_REPLY_PARTIAL, number, {"request_id": number, "new_tokens": [5]})
+    await anext(stream)
+    await stream.aclose()
     assert await coordinator.hear() == [Header.ABORT_REQUEST, number]
 
 

@@ -27,6 +27,7 @@ from megatron_runtime.checkpoints.source import IN_MEMORY, ModelSource, resolve
 from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.in_process.answers import answered_request
 from megatron_runtime.in_process.calls import AnyStream, MakeStream
 from megatron_runtime.in_process.event_loop import EventLoopManager as _EventLoopManager
 from megatron_runtime.in_process.front_end import FrontEnd, ServeConfig
@@ -49,7 +50,7 @@ from megatron_runtime.megatron_core.text_generation_controllers.text_generation_
 from megatron_runtime.process.memory import available_bytes
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of

@@ -25,6 +25,7 @@ from megatron_runtime.coordinator.spawn import CoordinatorProcess
 from megatron_runtime.distributed.rendezvous import LOOPBACK
 from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.engine.output_stage import error_map
+from megatron_runtime.in_process.answers import answered_request
 from megatron_runtime.in_process.calls import (
     AnyStream,
     CallsClosedError,
@@ -40,7 +41,7 @@ from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig, RoutingPolicy
-from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import tokenizer_of
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_runtime.requests.request import answered_request
+from megatron_runtime.in_process.answers import answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 TEXTS = {5: "a", 6: "b"}
