@@ -8,8 +8,11 @@ from megatron_runtime.coordinator.core.settings import (
 from megatron_runtime.coordinator.embedded import DataParallelInferenceCoordinator
 from megatron_runtime.coordinator.service import run
 
+CoordinatorState = DataParallelInferenceCoordinator.CoordinatorState
+
 __all__ = [
     "CoordinatorSettings",
+    "CoordinatorState",
     "DataParallelInferenceCoordinator",
     "PrefixCachingCoordinatorPolicy",
     "RoutingPolicy",

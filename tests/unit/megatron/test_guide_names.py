@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -253,10 +252,3 @@ def test_the_page_says_which_names_exist(
         if parameters:
             has = set(inspect.signature(getattr(owner, name)).parameters)
             assert set(parameters.split(",")) <= has, f"{section}: {entry}"
-
-
-def test_the_modules_of_the_first_table_exist() -> None:
-    modules = re.findall(r"^\| `megatron\.core\.[\w.]+` \| `(megatron_runtime[\w.]+)` \|$", PAGE.read_text(), re.M)
-    assert len(modules) == 11
-    for module in modules:
-        importlib.import_module(module)
