@@ -32,13 +32,13 @@ from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 RUNS = 3
 OURS = "ours"

@@ -33,8 +33,12 @@ def serve() -> None:
     """Run as the process of a checkout: read a call per line, write its seconds. Uses the public interface only."""
     import psutil
 
-    from megatron_runtime.apis import MegatronLLM, SamplingParams
-    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.requests.config import InferenceConfig
+
+    try:
+        from megatron_runtime.megatron_core.apis import MegatronLLM, SamplingParams
+    except ModuleNotFoundError:  # an earlier checkout
+        from megatron_runtime.apis import MegatronLLM, SamplingParams
 
     config = InferenceConfig(max_sequence_length=512, buffer_size_gb=0.25, enable_prefix_caching=False)
     llm = MegatronLLM.from_pretrained(sys.argv[2], inference_config=config, threads=int(sys.argv[3]))

@@ -481,15 +481,17 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "tokenize-fields": _own_fields("/v1/tokenize", "tokenize"),
     "detokenize-fields": _own_fields("/v1/detokenize", "detokenize"),
     "chart-values": chart_values,
-    "llm-arguments": _arguments("apis/_llm_base.py", "_MegatronLLMBase"),
-    "llm-methods": _methods(("apis/_llm_base.py", "_MegatronLLMBase"), ("apis/llm.py", "MegatronLLM")),
-    "async-llm-methods": _methods(("apis/async_llm.py", "MegatronAsyncLLM")),
-    "serve-config": _attributes("apis/serve.py", "ServeConfig"),
-    "generation-chunk": _attributes("apis/_streams.py", "GenerationChunk"),
+    "llm-arguments": _arguments("megatron_core/apis/_llm_base.py", "_MegatronLLMBase"),
+    "llm-methods": _methods(
+        ("megatron_core/apis/_llm_base.py", "_MegatronLLMBase"), ("megatron_core/apis/llm.py", "MegatronLLM")
+    ),
+    "async-llm-methods": _methods(("megatron_core/apis/async_llm.py", "MegatronAsyncLLM")),
+    "serve-config": _attributes("in_process/front_end.py", "ServeConfig"),
+    "generation-chunk": _attributes("in_process/streams.py", "GenerationChunk"),
     "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
     "sampling-bounds": sampling_bounds,
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),
-    "client-methods": _methods(("client/inference_client.py", "InferenceClient")),
+    "client-methods": _methods(("megatron_core/inference_client.py", "InferenceClient")),
     "errors": errors,
 }
 

@@ -13,7 +13,7 @@ def load() -> tuple[Generate, int]:
     from megatron_runtime.backends.native.build import build_native
     from megatron_runtime.engine.engine_request import EngineRequest
     from megatron_runtime.engine.settings import EngineSettings
-    from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+    from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
     model, dtype, threads = sys.argv[1:]
     engine = build_native(

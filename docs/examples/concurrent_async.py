@@ -6,8 +6,8 @@ python docs/examples/concurrent_async.py --model builtin:smollm2-135m
 import argparse
 import asyncio
 
-from megatron_runtime.apis import MegatronAsyncLLM
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
 TOPICS = ["bread", "the sea", "chess", "rain"]
 

@@ -11,7 +11,7 @@ import os
 
 import torch.distributed as dist
 
-from megatron_runtime.apis import MegatronLLM, SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronLLM, SamplingParams
 
 PROMPTS = ["The capital of France is", "Water boils at", "1, 2, 3, 4,", "Once upon a time"]
 

@@ -5,8 +5,8 @@ python docs/examples/offline_sync.py --model builtin:smollm2-135m
 
 import argparse
 
-from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
 PROMPTS = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
 

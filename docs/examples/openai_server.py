@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import signal
 
-from megatron_runtime.apis import MegatronAsyncLLM, ServeConfig
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, ServeConfig
 
 
 async def main() -> None:

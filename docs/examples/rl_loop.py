@@ -13,9 +13,9 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.inference_request import DynamicInferenceRequest
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
 PROMPTS = ["I like", "Today we", "She said that", "The best way to"] * 2
 

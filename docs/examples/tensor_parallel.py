@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 docs/examples/tensor_parallel.py --model builtin:smo
 
 import argparse
 
-from megatron_runtime.apis import MegatronLLM, SamplingParams
+from megatron_runtime.megatron_core.apis import MegatronLLM, SamplingParams
 
 PROMPTS = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
 

@@ -14,9 +14,9 @@ import pytest
 from machine import scaled
 from soak import size
 
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys
 
 from .conftest import percentile_ms

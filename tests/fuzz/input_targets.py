@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, parts_of
 from megatron_runtime.protocol.messages import MalformedMessageError, decode
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling import grammar_compiler
 from megatron_runtime.sampling.structured_output import GrammarCompiler
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, NotJsonError, load_json
 from megatron_runtime.server.openai.jobs import structured_output

@@ -10,7 +10,7 @@ from small_engine import GEMMA, MIXTURE, SMALL, answers, engine_on
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
-from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.requests.config import KVCacheManagementMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

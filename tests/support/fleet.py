@@ -25,10 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
 from megatron_runtime.cli.processes import free_ports
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import StatusReply
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 RUNTIME_MODULE = "megatron_runtime.cli"

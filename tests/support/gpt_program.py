@@ -30,10 +30,10 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource
 from megatron_runtime.cli.processes import free_ports
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import load_tokenizer
 
 PROMPTS = [[5, 9, 200, 31, 7], [17], list(range(40, 80))]

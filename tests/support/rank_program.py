@@ -40,16 +40,16 @@ from megatron_runtime.backends.native.ranked import executor as ranked
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import ModelSource, resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.local_group import LocalGroup
 from megatron_runtime.distributed.shard import FOLDER_VARIABLE, ParallelSizes, rank_identity
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.process import logs
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
 SLOW_SECONDS = 2.0

@@ -12,6 +12,7 @@ import zmq
 from echo_executor import echo_adapter, echo_token
 from eventually import LONG_SECONDS
 
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
@@ -36,7 +37,6 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
 
 VOCABULARY = 50_000

@@ -12,11 +12,11 @@ from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 CPU = torch.device("cpu")
 SMALL = replace(

@@ -26,7 +26,7 @@ import pytest
 from eventually import LONG_SECONDS
 
 TORCH = (
-    "megatron_runtime.apis",
+    "megatron_runtime.megatron_core.apis",
     "megatron_runtime.engine.worker",
     "echo_engine",
     "megatron_runtime.backends.native.build",

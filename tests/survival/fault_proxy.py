@@ -9,8 +9,8 @@ from collections import Counter
 
 import zmq
 
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.messages import ControlAck, ControlCommit, MalformedMessageError, decode
-from megatron_runtime.transport.event_socket import EventSocket
 
 
 class FaultProxy:

@@ -11,11 +11,11 @@ from eventually import LONG_SECONDS
 from fleet import Fleet, Load, Process, until_serving, until_status
 
 from megatron_runtime.client.rejection import AdapterNotFoundError
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import ControlAck
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 ENGINE_OPTIONS = ("--max-requests", "200", "--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")

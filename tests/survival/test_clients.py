@@ -15,7 +15,7 @@ from soak import repeated, size
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, Heartbeat, Hello, Partial, RequestMeta, Submit, decode, pack
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.01", "--kv-cache-memory", "16Mi")
 UNREAD_TOKENS = size(200, soak=500)

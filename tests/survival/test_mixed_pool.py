@@ -7,8 +7,8 @@ from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
 
-from megatron_runtime.inference_client import InvalidRequestError
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.client.rejection import InvalidRequestError
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 STEPS = ("--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
 LACKING = ("--echo-lacks", "HIGH_TEMPERATURE")

@@ -12,8 +12,8 @@ from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving
 from soak import size
 
-from megatron_runtime.inference_client import EngineFailedError
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.client.rejection import EngineFailedError
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 POISON = 666
 STREAMS = 8

@@ -13,7 +13,7 @@ from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 

@@ -19,12 +19,12 @@ from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from .fault_proxy import FaultProxy

@@ -12,7 +12,7 @@ from fleet import Fleet, until_serving
 from run_record import used
 
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 from .conftest import START_SECONDS, Pool
 from .test_engine import check, load_of, prompts

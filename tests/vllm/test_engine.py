@@ -14,10 +14,10 @@ from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.inference_client import InvalidRequestError
+from megatron_runtime.client.rejection import InvalidRequestError
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.bad_words import BadWords
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
 from .conftest import START_SECONDS, Pool

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, Hello
@@ -29,7 +29,7 @@ async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, a
     """Wait until every engine serves with the adapters and the server is connected to the coordinator; report each
     engine.
     """
-    client = InferenceClient(coordinator, deserialize=False, libzmq=False)
+    client = CoordinatorClient(coordinator)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
     try:
         serving: set[str] = set()

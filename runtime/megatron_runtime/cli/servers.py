@@ -116,11 +116,11 @@ async def _engines(server: Server) -> list[dict[str, Any]]:
     """Return the engines of a server as its coordinator reports them. One that has not registered is STARTING, and
     UNKNOWN if the coordinator does not answer.
     """
-    from megatron_runtime.client.inference_client import InferenceClient
+    from megatron_runtime.client.coordinator_client import CoordinatorClient
 
     found: dict[str, dict[str, Any]] = {}
     absent = "STARTING"
-    client = InferenceClient(server.coordinator, deserialize=False)
+    client = CoordinatorClient(server.coordinator)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             await client.start(connect_timeout_seconds=_ANSWER_SECONDS)

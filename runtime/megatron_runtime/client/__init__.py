@@ -1,1 +1,1 @@
-"""The client of a coordinator: `megatron_runtime.inference_client` has the public names."""
+"""The client of a coordinator."""

@@ -1,1 +1,1 @@
-"""Values of the request interface; `megatron_runtime.inference_request` has the public names. Loads no torch."""
+"""Values of the request interface: parameters, configuration, requests, records, block hashes. Loads no torch."""

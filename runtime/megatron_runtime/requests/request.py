@@ -3,20 +3,19 @@
 `InferenceRequest` is any request, `DynamicInferenceRequest` one of the dynamic engine, `VLMInferenceRequest` one with
 images. Checkpoints split a request into segments; a record holds these.
 
-torch is imported when the first tensor is created, so clients, coordinators and servers never load it.
+No torch: the tensors of a program's requests are made by what make_tensors_with() sets. Without it they are arrays.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +25,28 @@ from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInfer
 from megatron_runtime.requests.hashing import HashForm, block_hashes
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
-if TYPE_CHECKING:
-    import torch
-
 # --- values as msgpack carries them -----------------------------------------------------------------------------------
 
 _DEFAULT_DTYPES = ("float32", "int64", "bool")
 """Types that torch.tensor() infers from Python numbers. The name of any other type is sent."""
 
 
-def load_torch() -> Any:
-    return importlib.import_module("torch")
+_load_torch: Callable[[], Any] | None = None
+
+
+def make_tensors_with(load_torch: Callable[[], Any]) -> None:
+    """Make tensors with the module that `load_torch` returns. It is called when the first one is made.
+
+    Only megatron_core calls this, for programs that use its names.
+    """
+    global _load_torch
+    _load_torch = load_torch
+
+
+def _torch() -> Any:
+    if _load_torch is None:
+        raise RuntimeError("a request has tensors: import them from megatron_runtime.megatron_core.inference_request")
+    return _load_torch()
 
 
 def is_tensor(value: Any) -> bool:
@@ -50,17 +60,6 @@ def as_list(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return the values of a tensor as (nested) lists."""
-    values: list[Any] = tensor.detach().cpu().tolist()
-    return values
-
-
-def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = load_torch().tensor(tensor_as_list)
-    return tensor
-
-
 def pack_value(value: Any) -> Any:
     """Return a tensor as ("tensor", values) or ("tensor", values, dtype), an array as ("ndarray", {data, dtype}).
 
@@ -68,7 +67,7 @@ def pack_value(value: Any) -> Any:
     """
     if is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
-        values = serialize_tensor(value)
+        values = value.detach().cpu().tolist()
         return ("tensor", values) if dtype in _DEFAULT_DTYPES and value.numel() else ("tensor", values, dtype)
     if isinstance(value, np.ndarray):
         return ("ndarray", {"data": value.tolist(), "dtype": str(value.dtype)})
@@ -83,10 +82,12 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 def unpack_value(value: Any) -> Any:
     """Return the argument of pack_value() or pack_array(). `value` may have been packed with msgpack in between."""
     match value:
+        case ["tensor" | b"tensor", values, *_] if _load_torch is None:
+            return np.array(values)
         case ["tensor" | b"tensor", values]:
-            return deserialize_tensor(values)
+            return _torch().tensor(values)
         case ["tensor" | b"tensor", values, str(dtype)]:
-            torch = load_torch()
+            torch = _torch()
             return torch.tensor(values, dtype=getattr(torch, dtype))
         case ["ndarray" | b"ndarray", {"data": bytes(data), "dtype": dtype, "shape": shape}]:
             return np.frombuffer(data, dtype).reshape(shape).copy()
@@ -268,9 +269,9 @@ class DynamicInferenceRequest(InferenceRequest):
         return [getattr(params, name) for name, _, _ in self.get_metadata_types()]
 
     @staticmethod
-    def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """Return (name, dtype, whether it is on the device) of each tracked parameter."""
-        torch = load_torch()
+    def get_metadata_types() -> list[tuple[str, Any, bool]]:
+        """Return (name, torch.dtype, whether it is on the device) of each tracked parameter."""
+        torch = _torch()
         return [
             ("temperature", torch.float32, False),
             ("top_k", torch.int32, False),
@@ -300,7 +301,7 @@ class DynamicInferenceRequest(InferenceRequest):
             params.num_tokens_to_generate = left
         tokens: Any = as_list(self.prompt_tokens) + list(self.generated_tokens)
         if is_tensor(self.prompt_tokens):
-            tokens = load_torch().tensor(tokens, dtype=self.prompt_tokens.dtype, device=self.prompt_tokens.device)
+            tokens = self.prompt_tokens.new_tensor(tokens)
         return type(self)(
             prompt_tokens=tokens,
             sampling_params=params,
@@ -451,11 +452,9 @@ class DynamicInferenceRequestRecord:
         return self.requests[-1].prompt_length + len(self.requests[-1].generated_tokens)
 
     @staticmethod
-    def _update_staleness_tensor(
-        tensor: torch.Tensor | npt.NDArray[Any] | None, total_tokens: int, increment: bool = True
-    ) -> torch.Tensor:
-        """Return `tensor` padded with zeros to `total_tokens`, and incremented by one if `increment`."""
-        torch = load_torch()
+    def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
+        """Return `tensor`, or an array, as a tensor padded with zeros to `total_tokens`, and incremented if asked."""
+        torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
         if missing > 0:
@@ -518,7 +517,7 @@ class DynamicInferenceRequestRecord:
         if not parts:
             return None
         if all(map(is_tensor, parts)):
-            return load_torch().cat(parts)
+            return _torch().cat(parts)
         if all(isinstance(part, np.ndarray) for part in parts):
             return np.concatenate(parts)
         return [item for part in parts for item in as_list(part)]
@@ -571,47 +570,3 @@ class FinishedRequestRecord:
         evictions = sum(event.type is DynamicInferenceEventType.EVICT for event in merged.events)
         copied = (item.name for item in fields(cls) if item.name != "num_evictions")
         return cls(num_evictions=evictions, **{name: getattr(merged, name) for name in copied})
-
-
-# --- answers of the Python interface ----------------------------------------------------------------------------------
-
-
-class TextOfTokens(Protocol):
-    """Converts token ids to text."""
-
-    def detokenize(self, tokens: Iterable[int]) -> str: ...
-
-
-def answered_request(
-    reply: dict[str, Any],
-    *,
-    prompt: str | list[int],
-    prompt_tokens: list[int],
-    sampling_params: SamplingParams,
-    text: TextOfTokens | None,
-) -> DynamicInferenceRequest:
-    """Return the request of a reply map, with its texts.
-
-    prompt: as the caller passed it. A prompt of tokens is also converted to text.
-    text:   None for an engine whose tokens have no text.
-    """
-    request = DynamicInferenceRequestRecord.from_reply(reply).merge()
-    request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
-    request.prompt_tokens = prompt_tokens
-    request.prompt = prompt if isinstance(prompt, str) else None
-    for name in ("policy_staleness", "kv_cache_staleness"):
-        if (staleness := getattr(request, name)) is not None:
-            setattr(request, name, load_torch().from_numpy(staleness))
-    if request.routing_indices is not None:
-        request.routing_indices = load_torch().as_tensor(request.routing_indices).long()
-    if text is None:
-        return request
-    if request.prompt is None:
-        request.prompt = text.detokenize(prompt_tokens)
-    if request.generated_text is None:
-        tokens = request.generated_tokens
-        ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-        request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
-    if sampling_params.return_segments:
-        request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
-    return request

@@ -22,14 +22,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_runtime
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.process import tracing
 from megatron_runtime.process.health import MetricsPage
 from megatron_runtime.process.logs import REQUEST_ID
 from megatron_runtime.process.tracing import Span, Tracer
-from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.limits import MAX_REQUEST_ID_CHARACTERS
-from megatron_runtime.protocol.messages import ControlAck, StatusReply
+from megatron_runtime.protocol.messages import Control, StatusReply
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, shown, try_again
@@ -79,7 +79,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(
-    settings: ServerSettings, *, backend: InferenceClient, tokenizer: Tokenizer, tracer: Tracer | None = None
+    settings: ServerSettings, *, backend: CoordinatorClient, tokenizer: Tokenizer, tracer: Tracer | None = None
 ) -> FastAPI:
     """Return the application. Probes and shutdown use its `state.service`.
 
@@ -321,17 +321,18 @@ def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
 
 async def start_profile(service: Service, request: Request) -> Response:
     """Begin the range that CUDA profilers record. Answers when every rank has begun it. Raises ApiError."""
-    return await _profiling(service.client.start_cuda_profiler(), is_on=True)
+    return await _profiling(service, Header.START_CUDA_PROFILER, is_on=True)
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
     """End the range. Answers when every rank has ended it. Raises ApiError."""
-    return await _profiling(service.client.stop_cuda_profiler(), is_on=False)
+    return await _profiling(service, Header.STOP_CUDA_PROFILER, is_on=False)
 
 
-async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Response:
+async def _profiling(service: Service, signal: Header, *, is_on: bool) -> Response:
     try:
-        return JsonResponse({"profiling": is_on, "ranks": (await answer).ranks})
+        ack = await service.client.control(Control(kind=signal))
+        return JsonResponse({"profiling": is_on, "ranks": ack.ranks})
     except ControlRejectedError as error:
         if error.code == ErrorCode.WRONG_ROLE:
             message = "This server may not profile the engines: its coordinator takes that on its admin port only."

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.tracing import tracer_from_environment
@@ -163,9 +163,7 @@ async def _quiet(service: Service) -> None:
 
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
     keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
-    client = InferenceClient(
-        settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash, libzmq=False
-    )
+    client = CoordinatorClient(settings.coordinator, keys=keys, model=settings.model_hash)
     tracer = tracer_from_environment("megatron-server")
     app = create_app(settings, backend=client, tokenizer=tokenizer, tracer=tracer)
     service: Service = app.state.service

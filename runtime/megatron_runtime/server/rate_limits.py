@@ -35,7 +35,7 @@ class LimitReachedError(ApiError):
 
 
 class Counter(Protocol):
-    """The client of the coordinator, as InferenceClient has it."""
+    """The client of the coordinator, as CoordinatorClient has it."""
 
     @property
     def connected(self) -> bool: ...

@@ -9,19 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import weakref
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TypeAlias
-
-import zmq
+from typing import Protocol, TypeAlias
 
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
-    CONTROL,
-    PLAIN,
     Disconnect,
     Error,
     Frames,
@@ -30,12 +25,9 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     MalformedMessageError,
     Message,
-    Plain,
     decode,
-    pack,
 )
 from megatron_runtime.protocol.text import printable
-from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
@@ -61,8 +53,14 @@ class HandshakeRejectedError(AssertionError):
 SEND_BUFFER_BYTES = 1 << 30
 """Unsent bytes of a connection: no bound in practice, because the messages of open requests must not be dropped."""
 
-PeerSocket: TypeAlias = EventSocket | Dealer
-"""A DEALER of libzmq or of transport/zmtp that is connecting or connected."""
+
+class PeerSocket(Protocol):
+    """A DEALER that is connecting or connected, as zmtp.dealer.Dealer."""
+
+    def send(self, message: Frames, /) -> bool: ...
+
+    def close(self, *, linger_ms: int = 0) -> None: ...
+
 
 Connect: TypeAlias = Callable[[PeerKeys | None], PeerSocket]
 """Opens a socket that passes each message to receive()."""
@@ -108,15 +106,12 @@ class PeerLink:
     address:      of the coordinator; of a pair, the one that is tried or in use.
     keys:         those in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
-    greets:       begin with CONNECT. A coordinator of Megatron-Core answers it without a protocol version: the link is
-                  then registered in the plain protocol. Else HELLO follows.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
-    on_plain:     called when a coordinator of Megatron-Core has answered CONNECT.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    connect:      opens the socket; None: a DEALER of transport/zmtp, or of libzmq after connect_early().
+    connect:      opens the socket; None: a DEALER of transport/zmtp.
     tick_seconds: interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
     silence_seconds: time without any message after which a new socket is opened; None: SILENCE_SECONDS.
     other_key_seconds: the same before the registration, if the coordinator may have another key or address.
@@ -129,8 +124,6 @@ class PeerLink:
     hello: Callable[[int], Hello]
     on_ack: Callable[[HelloAck, bool], None]
     on_message: Callable[[Message], object]
-    greets: bool = False
-    on_plain: Callable[[], None] = lambda: None
     heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation)
     on_lost: Callable[[str], None] = lambda reason: None
     on_malformed: Callable[[MalformedMessageError], None] = _log_malformed
@@ -142,8 +135,6 @@ class PeerLink:
 
     def __post_init__(self) -> None:
         self.registered = False
-        self.is_plain = False
-        """Whether the coordinator is one of Megatron-Core, which sends no heartbeats and confirms no signals."""
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
         self.coordinator_incarnation = 0
@@ -151,7 +142,6 @@ class PeerLink:
         self._addresses = (self.address, *(self.others or ()))
         self._term = 0
         """The highest term of the coordinators that this peer has been registered with."""
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: PeerSocket | None = None
         self._incarnation = 0
@@ -165,29 +155,6 @@ class PeerLink:
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
-        self._knows_hello = not self.greets
-        self._early: zmq.Socket[bytes] | None = None
-
-    @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The context of libzmq's sockets."""
-        if self._context is None:
-            self._context = zmq.Context()
-        return self._context
-
-    @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        """libzmq's socket, if it is open."""
-        return self._socket.socket if isinstance(self._socket, EventSocket) else self._early
-
-    def connect_early(self) -> None:
-        """Connect a DEALER of libzmq now, without an event loop. open() uses this connection, and close() ends it.
-
-        The link uses libzmq from then on, whose thread passes each message to that of the event loop.
-        """
-        self._early = self._dealer(self._next_keys())
-        # A context that is collected before its open socket waits for ever.
-        self._close_early = weakref.finalize(self, self._early.close, 0)
 
     def open(self) -> None:
         """Connect in the background, on the running event loop."""
@@ -232,16 +199,11 @@ class PeerLink:
         if self._acknowledged is not None:
             self._acknowledged.cancel()
         if self._socket is not None:
-            if self.registered and not self.is_plain:
+            if self.registered:
                 self._socket.send(Disconnect(reason=reason).to_frames())
             self._socket.close(linger_ms=linger_ms if self.registered else 0)
             self._socket = None
         self.registered = False
-        if self._early is not None:
-            self._close_early()
-            self._early = None
-        if self._context is not None:
-            self._context.term()
 
     def send(self, frames: Frames) -> bool:
         """Send a message; before the registration it is dropped.
@@ -262,14 +224,10 @@ class PeerLink:
             self.send(self.heartbeat(self._incarnation).to_frames())
 
     def say_hello(self) -> None:
-        """Send HELLO, to register or after its content has changed; CONNECT while it is unknown who answers."""
+        """Send HELLO, to register or after its content has changed."""
         if self._socket is not None:
-            if self._knows_hello:
-                hello = self.hello(self._incarnation)
-                frames = (hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames()
-            else:
-                frames = [pack([int(Header.CONNECT), PROTOCOL_VERSION])]
-            self._socket.send(frames)
+            hello = self.hello(self._incarnation)
+            self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
         """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
@@ -317,19 +275,11 @@ class PeerLink:
         self._heard = self._now()
         if self._heard < self._muted_until:
             return
-        self._knows_hello = not self.greets
         self._incarnation = random.SystemRandom().getrandbits(64)
-        if self._early is not None:
-            early, self._early = self._early, None
-            self._close_early.detach()
-            self._socket = EventSocket(early, self.receive)
-        else:
-            self._socket = (self.connect or self._connect)(self._next_keys())
+        self._socket = (self.connect or self._connect)(self._next_keys())
         self.say_hello()
 
     def _connect(self, keys: PeerKeys | None) -> PeerSocket:
-        if self._context is not None:
-            return EventSocket(self._dealer(keys), self.receive)
         return Dealer(
             self.address,
             self.receive,
@@ -350,19 +300,6 @@ class PeerLink:
         self.keys = self.keys.refreshed()
         return self.keys.for_attempt(attempt // len(self._addresses))
 
-    def _dealer(self, keys: PeerKeys | None) -> zmq.Socket[bytes]:
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
-        if keys is not None:
-            keys.apply(socket)
-        socket.connect(self.address)
-        return socket
-
     def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
         if was_registered:
@@ -382,8 +319,6 @@ class PeerLink:
         now = self._now()
         self._heard = min(now, self._heard + max(0.0, now - self._due))
         self._schedule_tick()
-        if self.is_plain:
-            return
         if self._socket is None:
             self._open()
         elif now - self._heard > self._patience():
@@ -420,7 +355,7 @@ class PeerLink:
         """Handle a message from the socket."""
         self._heard = self._now()
         try:
-            message = decode(frames, plain=PLAIN if self.greets else CONTROL)
+            message = decode(frames)
         except MalformedMessageError as error:
             self.on_malformed(error)
             if self._knows_no_coordinator:
@@ -429,13 +364,6 @@ class PeerLink:
         match message:
             case HelloAck():
                 self._register(message)
-            case Plain(items=[Header.CONNECT_ACK, *rest]) if not self.registered and self.greets:
-                if rest:
-                    self._use_hello()
-                else:
-                    self._register_plain()
-            case Error(code=ErrorCode.UNKNOWN_PEER) if not self._knows_hello:
-                self._use_hello()  # a coordinator of the previous release
             case Error(code=ErrorCode.UNKNOWN_PEER):
                 if self.registered:
                     self._lose("the coordinator does not know this connection")
@@ -460,20 +388,6 @@ class PeerLink:
         """Whether this link has never been registered."""
         return not self.registered and self.coordinator_incarnation == 0
 
-    def _use_hello(self) -> None:
-        if not self._knows_hello:
-            self._knows_hello = True
-            self.say_hello()
-
-    def _register_plain(self) -> None:
-        self.registered = self.is_plain = True
-        self._confirm()
-        self.on_plain()
-
-    def _confirm(self) -> None:
-        if self._acknowledged is not None and not self._acknowledged.done():
-            self._acknowledged.set_result(None)
-
     def _register(self, ack: HelloAck) -> None:
         if ack.term is not None and ack.term < self._term:
             self._redirected(f"the coordinator at {self.address} has term {ack.term}, of at least {self._term}")
@@ -487,7 +401,8 @@ class PeerLink:
         self.max_message_bytes = ack.max_message_bytes
         self._lost = False
         self.registered = True
-        self._confirm()
+        if self._acknowledged is not None and not self._acknowledged.done():
+            self._acknowledged.set_result(None)
         self.on_ack(ack, forgotten)
 
     def _reject(self, what: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.apis import _llm_base
+from megatron_runtime.megatron_core.apis import _llm_base
 from megatron_runtime.process.memory import available_bytes
 from megatron_runtime.requests.config import InferenceConfig
 

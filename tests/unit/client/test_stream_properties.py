@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.engine.output_stage import OutputStage
-from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.messages import (
     Dispatch,
     Final,
@@ -25,7 +25,7 @@ from megatron_runtime.protocol.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization.tokenizer import ByteLevelDetokenizer
 
 ALPHABET = "abé€🙂"
@@ -36,10 +36,10 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3)
 class Engine:
     """Simulates one engine for a client: byte `b` of a text is token `b`."""
 
-    def __init__(self, client: InferenceClient, submit: Submit, dispatch_id: int) -> None:
+    def __init__(self, client: CoordinatorClient, submit: Submit, dispatch_id: int) -> None:
         self.finished_early = False
         self.generated = len(submit.generated) // 4
-        params = SamplingParams.deserialize(client._by_id[0].sampling_params.serialize())
+        params = SamplingParams.deserialize(client.requests[0].sampling_params.serialize())
         self.dispatch = Dispatch(
             dispatch_id, submit.uid, 1, submit.meta, submit.prompt, submit.generated, submit.params
         )
@@ -54,8 +54,8 @@ class Engine:
         self.stage.step([RequestOutput(self.dispatch.dispatch_id, [token], 1, "length" if last else None)])
 
 
-def client_with_request(params: SamplingParams, submits: list[Submit]) -> tuple[InferenceClient, Any]:
-    client = InferenceClient(1, deserialize=False)
+def client_with_request(params: SamplingParams, submits: list[Submit]) -> tuple[CoordinatorClient, Any]:
+    client = CoordinatorClient(1)
     client._link.send = lambda frames: submits.append(decode(frames))
     return client, client.add_request_streaming([1], params)
 
@@ -90,7 +90,7 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
         engine = Engine(client, submits[0], 1)
         while client._open and engine.generated < len(tokens):
             if data.draw(st.booleans(), label="the engine dies"):
-                engine = Engine(client, client._by_id[0].submit(), engine.dispatch.dispatch_id + 1)
+                engine = Engine(client, client.requests[0].submit(), engine.dispatch.dispatch_id + 1)
                 continue
             engine.step(tokens[engine.generated], last=engine.generated + 1 == len(tokens))
             engine.generated += 1
@@ -104,7 +104,7 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
             assert final["generated_text"] == whole
         else:
             assert bytes(final["generated_tokens"]).decode() == whole == text
-        assert client.streams == client._open == {}
+        assert client.requests == client._open == {}
         client.stop()
 
     asyncio.run(play())
@@ -147,7 +147,7 @@ def test_lost_and_repeated_messages_neither_lose_nor_duplicate_tokens(parts, fat
             if fate == "repeat":
                 send(start, count, bare=False)
             if fate == "lose":
-                held = client._by_id[0].held
+                held = client.requests[0].held
                 send(held, start + count - held, bare=False)
             start += count
         known_from = data.draw(st.integers(0, len(tokens)), label="the last engine's first token")

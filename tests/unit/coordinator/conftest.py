@@ -13,11 +13,12 @@ from coordinator_tables import check_tables
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PATIENT = Timing(
     heartbeat=0.05,
@@ -55,6 +56,12 @@ class Stage:
 
     async def client(self, **options: Any) -> InferenceClient:
         client = InferenceClient(self.address(Role.CLIENT), **{"deserialize": False, **options})
+        self.closers.append(client.stop)
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
+        return client
+
+    async def native_client(self) -> CoordinatorClient:
+        client = CoordinatorClient(self.address(Role.CLIENT))
         self.closers.append(client.stop)
         await client.start(connect_timeout_seconds=LONG_SECONDS)
         return client

@@ -17,9 +17,10 @@ from vectors import VECTORS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 
@@ -135,10 +136,10 @@ async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secre
     await engine.until(lambda: engine.jobs)
     secret.renew("client", keep_old=False)
     await engine.until(lambda: engine.aborted)
-    assert coordinator.core.clients.named(Role.CLIENT, thief._name) is None
+    assert coordinator.core.clients.named(Role.CLIENT, thief.native.name) is None
     rejected = coordinator.transport.rejected()
-    thief._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
-    thief._link._socket.send(VECTORS["SUBMIT"].to_frames())
+    thief.native._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
+    thief.native._link._socket.send(VECTORS["SUBMIT"].to_frames())
     await stage.until(lambda: coordinator.transport.rejected() > rejected, seconds=30)
     assert len(coordinator.core.clients) == len(coordinator.core.dispatcher.journal) == 0
     owner = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))

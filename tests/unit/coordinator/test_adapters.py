@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import AdapterNotFoundError, ModelChangedError, UnavailableError
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
-from megatron_runtime.inference_client import AdapterNotFoundError, InferenceClient, ModelChangedError, UnavailableError
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.hashing import frame_hashes

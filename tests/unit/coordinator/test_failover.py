@@ -8,8 +8,8 @@ import pytest
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 
+from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -158,7 +158,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
     stream = client.add_request_streaming([1, 2], params(9))
     await engine.until(lambda: engine.jobs)
     dispatch = engine.dispatches[0]
-    peer = coordinator.core.clients.named(Role.CLIENT, client._name).peer
+    peer = coordinator.core.clients.named(Role.CLIENT, client.native.name).peer
     send = coordinator.transport.send
     full = False
     coordinator.transport.send = lambda to, frames: not (full and to == peer) and send(to, frames)
@@ -169,7 +169,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
         engine.send(Partial(dispatch.route, [entry], tokens_to_bytes(tokens), pack({dispatch.uid: details})))
 
     heard = []
-    client._link.on_message = lambda message: heard.append(message) if isinstance(message, Partial) else None
+    client.native._link.on_message = lambda message: heard.append(message) if isinstance(message, Partial) else None
     emit(0, [1], prompt_log_probs=[-0.5])
     await stage.until(lambda: heard)
     full = True
@@ -306,7 +306,7 @@ async def test_waiting_requests_replace_those_of_a_client_that_leaves(stage, par
     await engine.until(lambda: engine.jobs)
     future = staying.add_request([2], params(1))
     await stage.until(lambda: coordinator.core.dispatcher.queue.length == 1)
-    leaving._link.send(Disconnect(reason="test").to_frames())  # stop() would abort its request first
+    leaving.native._link.send(Disconnect(reason="test").to_frames())  # stop() would abort its request first
     await engine.until(lambda: len(engine.dispatches) == 2)
     engine.step()
     assert (await future)["generated_tokens"] == echo_answer([2], 1)
@@ -318,11 +318,11 @@ async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stag
     client = await stage.client()
     client.add_request([1], params(4))
     await engine.until(lambda: engine.jobs)
-    client._link._timer.cancel()
-    client._link._socket.close()
-    client._link.registered = False
+    client.native._link._timer.cancel()
+    client.native._link._socket.close()
+    client.native._link.registered = False
     await engine.until(lambda: engine.aborted)
-    assert coordinator.core.clients.named(Role.CLIENT, client._name) is None
+    assert coordinator.core.clients.named(Role.CLIENT, client.native.name) is None
 
 
 @pytest.mark.parametrize("ends", ["before", "after"])
@@ -334,18 +334,18 @@ async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, c
     await engine.until(lambda: engine.jobs)
     engine.step()
     assert await anext(stream)
-    client._link._socket.close()
+    client.native._link._socket.close()
     for _ in range(3):
         engine.step()
     await stage.until(lambda: next(iter(coordinator.core.dispatcher.journal)).tokens_so_far == 4)
-    registered = coordinator.core.clients.named(Role.CLIENT, client._name)
+    registered = coordinator.core.clients.named(Role.CLIENT, client.native.name)
     await stage.until(lambda: not registered.reachable)
     if ends == "before":
         for _ in range(4):
             engine.step()
         await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
-    client._link._lose("test")
-    client._link._open()
+    client.native._link._lose("test")
+    client.native._link._open()
     if ends == "after":
         await stage.until(lambda: client.connected)
         for _ in range(4):
@@ -364,7 +364,7 @@ async def test_a_slow_client_gets_everything_as_soon_as_it_reads_and_costs_other
     coordinator = stage.coordinator()
     await stage.engine()
     slow, quick = await stage.client(), await stage.client()
-    peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
+    peer = coordinator.core.clients.named(Role.CLIENT, slow.native.name).peer
     send = coordinator.transport.send
     full = True
     coordinator.transport.send = lambda to, frames: not (full and to == peer) and send(to, frames)
@@ -381,11 +381,11 @@ async def test_a_client_that_never_reads_is_dropped(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, slow_client=0.3, recovery=0.0))
     engine = await stage.engine(step_seconds=0.01)
     slow = await stage.client()
-    peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
+    peer = coordinator.core.clients.named(Role.CLIENT, slow.native.name).peer
     send = coordinator.transport.send
     coordinator.transport.send = lambda to, frames: to != peer and send(to, frames)
     slow.add_request_streaming([1], params(100_000))
-    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, slow._name) is None)
+    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, slow.native.name) is None)
     await engine.until(lambda: engine.aborted)
 
 

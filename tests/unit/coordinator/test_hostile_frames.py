@@ -124,7 +124,7 @@ async def test_a_role_may_send_only_its_own_messages(stage) -> None:
     engine.socket.send(VECTORS["SUBMIT"].to_frames())
     await engine.until(lambda: engine.errors)
     assert engine.errors[-1].code is ErrorCode.WRONG_ROLE
-    client._link.send(VECTORS["FINAL"].to_frames())
+    client.native._link.send(VECTORS["FINAL"].to_frames())
     link._link.send(VECTORS["SUBMIT"].to_frames())
     await stage.until(lambda: coordinator.core.counters.rejected["wrong_role"] == 3)
     assert len(coordinator.core.dispatcher.journal) == 0
@@ -143,10 +143,10 @@ async def test_an_oversized_message_ends_the_connection_and_its_peer_may_reconne
     coordinator = stage.coordinator()
     await stage.engine()
     client = await stage.client()
-    connection = coordinator.core.clients.named(Role.CLIENT, client._name).peer
+    connection = coordinator.core.clients.named(Role.CLIENT, client.native.name).peer
     body = bytes(3 << 20)
-    client._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
-    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, client._name).peer != connection)
+    client.native._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
+    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, client.native.name).peer != connection)
     assert len(coordinator.core.dispatcher.journal) == 0
     assert (await client.add_request([1], params(3)))["generated_tokens"] == echo_answer([1], 3)
 
@@ -164,7 +164,7 @@ async def test_malformed_bodies_reach_the_engine_and_no_client(stage, params) ->
     engine = await stage.engine(step_seconds=None)
     client = await stage.client()
     engine._dispatch = lambda dispatch: engine.dispatches.append(dispatch)
-    client._link.send(Submit(bytes(16), RequestMeta(), b"", b"", b"\xc1 not msgpack").to_frames())
+    client.native._link.send(Submit(bytes(16), RequestMeta(), b"", b"", b"\xc1 not msgpack").to_frames())
     await engine.until(lambda: engine.dispatches)
     assert engine.dispatches[0].params == b"\xc1 not msgpack"
     assert len(coordinator.core.dispatcher.journal) == 1

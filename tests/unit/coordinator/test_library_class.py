@@ -6,10 +6,10 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.config import PrefixCachingCoordinatorPolicy
-from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.megatron_core.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
+from megatron_runtime.requests.config import PrefixCachingCoordinatorPolicy
 
 RANKS = [b"mp-coord-0", b"mp-coord-1", b"mp-coord-2"]
 PARAMS = {"num_tokens_to_generate": 2}

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import ModelChangedError
 from megatron_runtime.coordinator.core.settings import Timing
-from megatron_runtime.inference_client import ModelChangedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 
 
@@ -107,4 +107,4 @@ async def test_a_pinned_request_is_rejected_if_its_engine_runs_another_model(sta
     with pytest.raises(ModelChangedError):
         await client.add_request([1], params(1), engine="engine-1")
     assert not other.dispatches
-    assert stage.coordinators[-1].core.clients.named(Role.CLIENT, client._name).model == "a"
+    assert stage.coordinators[-1].core.clients.named(Role.CLIENT, client.native.name).model == "a"

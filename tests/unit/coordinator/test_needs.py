@@ -8,8 +8,8 @@ import random
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import DeadlineExceededError, InvalidRequestError
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
-from megatron_runtime.inference_client import DeadlineExceededError, InvalidRequestError
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (

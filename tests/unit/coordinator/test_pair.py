@@ -53,7 +53,7 @@ async def test_peers_of_the_standby_are_sent_to_the_active_one(
 
     stage.coordinators.reverse()  # the client connects to the standby
     client = await stage.client(keys=PeerKeys.load(keys_dir, Role.CLIENT))
-    assert client._link.address.startswith(f"tcp://{HOSTS[1]}:")
+    assert client.native._link.address.startswith(f"tcp://{HOSTS[1]}:")
     tokens, final = await collect(client.add_request_streaming([1, 2, 3], params(8)))
     assert (final["generated_tokens"], len(tokens) < 9) == (echo_answer([1, 2, 3], 8), True)
     assert engine.name in {each.name for each in pair[1].core.engines}
@@ -68,7 +68,7 @@ async def test_the_standby_has_the_peers_as_soon_as_the_active_one_hands_over(
     await stage.until(lambda: pair[0]._pair._election._other.active)
     assert await pair[1].hand_over()
     await stage.until(lambda: list(pair[0].core.clients))
-    assert client._link.address.startswith(f"tcp://{HOSTS[0]}:")
+    assert client.native._link.address.startswith(f"tcp://{HOSTS[0]}:")
     assert [each.core.context.term for each in pair] == [2, 0]
 
 
@@ -108,7 +108,7 @@ async def test_a_peer_does_not_return_to_an_earlier_term(stage: Any) -> None:
     coordinator.core.context.term = 3
     client = await stage.client()
     coordinator.core.context.term = 2
-    client._link.say_hello()
+    client.native._link.say_hello()
     await stage.until(lambda: not client.connected)
     coordinator.core.context.term = 4
     await stage.until(lambda: client.connected)

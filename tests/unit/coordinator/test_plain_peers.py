@@ -11,11 +11,11 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role
 from megatron_runtime.protocol.messages import Disconnect, pack, unpack
 from megatron_runtime.requests.config import RoutingPolicy
 from megatron_runtime.requests.request import pack_array
-from megatron_runtime.transport.event_socket import EventSocket
 
 RECONNECTS_AT_ONCE = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, recovery=0.0, plain_reconnect=0.2)
 PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}

@@ -18,8 +18,9 @@ from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.cli.processes import free_ports
-from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
+from megatron_runtime.megatron_core.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.process.listening import private_folder
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
@@ -283,7 +284,7 @@ async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_op
         address = f"ipc://{folder}/client"
         for _ in range(2):
             coordinator = await processes.start(*options)
-            client = InferenceClient(address, deserialize=False, libzmq=False)
+            client = CoordinatorClient(address)
             await client.start(connect_timeout_seconds=LONG_SECONDS)
             assert (await client.status()).engines == []
             client.stop()

@@ -236,7 +236,7 @@ def test_only_registered_clients_reserve_tokens() -> None:
 
 async def test_servers_share_a_limit_through_their_clients(stage: Any) -> None:
     coordinator = stage.coordinator()
-    first, second = await stage.client(), await stage.client()
+    first, second = await stage.native_client(), await stage.native_client()
     assert first.counts_quotas
     answers = await asyncio.gather(*(client.reserve(reserve(300)) for client in (first, second) * 4))
     assert sum(quota.accepted for quota in answers) == 3
@@ -251,7 +251,7 @@ async def test_a_reservation_whose_answer_is_lost_is_sent_again_and_counts_once(
     stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = stage.coordinator()
-    client = await stage.client(libzmq=False)
+    client = await stage.native_client()
     send, lost = coordinator.transport.send, []
 
     def cut_before_the_first_quota(peer: Any, frames: list[bytes]) -> bool:
@@ -270,7 +270,7 @@ async def test_a_reservation_whose_answer_is_lost_is_sent_again_and_counts_once(
 async def test_a_client_waits_for_a_coordinator_and_the_next_one_has_counted_nothing(stage: Any) -> None:
     ports = {"client_port": 0, "engine_port": 0, "admin_port": 0}
     old = stage.coordinator(**ports)
-    client = await stage.client(libzmq=False)
+    client = await stage.native_client()
     quota = await client.reserve(reserve(900))
     taken = {f"{role.name.lower()}_port": int(a.rpartition(":")[2]) for role, a in old.transport.addresses.items()}
     await old.close()
@@ -291,7 +291,7 @@ async def test_a_coordinator_of_an_earlier_release_leaves_the_count_to_its_clien
     to_frames = HelloAck.to_frames
     monkeypatch.setattr(HelloAck, "to_frames", lambda ack: to_frames(ack.model_copy(update={"quotas": None})))
     coordinator = stage.coordinator()
-    client = await stage.client()
+    client = await stage.native_client()
     assert await client.reserve(reserve(600)) is None
     assert not client.counts_quotas
     assert coordinator.core.counters.rejected.total() == 0, "it is sent no message that it does not know"

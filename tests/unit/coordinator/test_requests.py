@@ -6,12 +6,14 @@ import socket
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.core.text_prompts import MAX_TEXT_CHARACTERS
-from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
-from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Submit, decode, tokens_from_bytes, tokens_to_bytes
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 PROMPT = [1, 2, 3]
 
@@ -40,8 +42,8 @@ async def test_a_request_that_comes_again_after_its_answer_is_not_run_again(stag
     engine = await stage.engine()
     client = await stage.client()
     sent: list[list[bytes]] = []
-    send = client._link.send
-    client._link.send = lambda frames: (sent.append(frames), send(frames))
+    send = client.native._link.send
+    client.native._link.send = lambda frames: (sent.append(frames), send(frames))
     await client.add_request(PROMPT, params(3))
     (submit,) = (frames for frames in sent if isinstance(decode(frames), Submit))
     send(submit)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.core import dispatch
-from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.messages import Final, pack, tokens_to_bytes
 
 

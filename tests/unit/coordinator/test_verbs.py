@@ -6,8 +6,8 @@ import pytest
 import zmq
 from echo_executor import echo_answer
 
+from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
-from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState

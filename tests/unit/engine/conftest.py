@@ -13,10 +13,10 @@ from torch import nn
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 BUILTIN = "builtin:smollm2-135m"
 TINY = {

@@ -7,7 +7,7 @@ import sys
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.requests.config import KVCacheManagementMode
 
 LIBRARIES_KEEP = 80 << 20
 """What kernels may keep as scratch memory. Some MiB where it was measured."""
@@ -18,13 +18,13 @@ import json
 import sys
 import threading
 import numpy as np, psutil
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 gc.disable()  # a collection of a large heap takes seconds, in which an engine sends no heartbeat
 

@@ -19,11 +19,11 @@ from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.native_decoder import NativeDecoder
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 PROMPTS = [list(range(1, 50)), [7], list(range(60, 90))]
 NEW_TOKENS = 8

@@ -18,15 +18,15 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.decoder import Decoder
 from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import NotFiniteError
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling.structured_output import GrammarState
-from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 
 NOTHING = np.empty(0, np.int32)
 CONFIG = InferenceConfig(

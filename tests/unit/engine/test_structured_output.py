@@ -16,12 +16,12 @@ from megatron_runtime.backends import text as model_text
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import Status
-from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
 PERSON = {

@@ -16,10 +16,10 @@ from megatron_runtime.backends.native.memory import MemoryShortError, require_me
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 Edit = Callable[[dict[str, torch.Tensor]], None]

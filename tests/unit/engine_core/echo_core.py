@@ -10,11 +10,11 @@ from echo_executor import EchoExecutor
 
 from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PAGE, BLOCK = 4, 8
 

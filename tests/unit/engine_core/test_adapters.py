@@ -17,7 +17,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 from .echo_core import FailingRanks
 

@@ -13,7 +13,7 @@ from megatron_runtime.engine.backend import (
     UnsupportedByBackendError,
 )
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", kv_cache_memory=1 << 20)
 USES = {

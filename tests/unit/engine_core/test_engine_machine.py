@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 PAGE, BLOCK = 4, 8
 STEMS = [list(range(1, 41)), list(range(1, 17)) + [77] * 24]

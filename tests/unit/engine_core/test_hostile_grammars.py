@@ -24,13 +24,13 @@ from soak import SOAK, size
 
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import GrammarQueue, ModelText
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling import structured_output
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS
 from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.backend import CacheEvents, Capability
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
@@ -23,7 +22,8 @@ from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.protocol.headers import SIGNALS, Header
 from megatron_runtime.protocol.lifecycle import ENGINE_LEGAL_FROM, TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlCommit
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 from .echo_core import FailingRanks
 

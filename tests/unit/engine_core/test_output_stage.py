@@ -19,7 +19,7 @@ from megatron_runtime.protocol.messages import (
     tokens_from_bytes,
     unpack,
 )
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 UID = bytes(16)
 

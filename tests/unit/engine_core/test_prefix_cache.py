@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
-from megatron_runtime.config import PrefixCachingEvictionPolicy
+from megatron_runtime.requests.config import PrefixCachingEvictionPolicy
 
 NO_PAGES = np.empty(0, np.int32)
 LRU = PrefixCachingEvictionPolicy.LRU

@@ -6,9 +6,9 @@ import pytest
 from echo_executor import EchoExecutor, echo_answer, echo_weights
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import RequestOutput
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.requests.hashing import block_digests
 
 from . import echo_core

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 from . import echo_core
 from .echo_core import PAGE, prompt_of, request, run, running, step

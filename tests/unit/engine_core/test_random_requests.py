@@ -11,9 +11,9 @@ from echo_executor import EchoExecutor, echo_answer
 from soak import SOAK
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 REQUESTS = 20_000 if SOAK else 2_000
 VOCABULARY = 1000

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, InvalidConfigError
-from megatron_runtime.contexts.dynamic_context import (
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.megatron_core.contexts.dynamic_context import (
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
 )
-from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 from .echo_core import make_engine, request, run
 

@@ -15,7 +15,6 @@ from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
@@ -23,13 +22,14 @@ from megatron_runtime.engine import worker as worker_module
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Message, tokens_to_bytes
+from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.requests.hashing import block_digests
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink
 

@@ -14,7 +14,7 @@ from bench.gpu_kernels import Ceilings
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.executor import NoCudaProfilerError
-from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.requests.config import KVCacheManagementMode
 
 ON_KERNELS = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
 

@@ -11,11 +11,11 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 
 @pytest.fixture(scope="module")

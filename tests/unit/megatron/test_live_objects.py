@@ -13,8 +13,8 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 
 BUFFER_SIZE_GB = 0.01
 

@@ -12,11 +12,11 @@ from gpt_program import Send, begin_single_rank, in_processes
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.models.config import UnsupportedModelError
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 

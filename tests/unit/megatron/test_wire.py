@@ -27,17 +27,17 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronSa
 from megatron_engine import be_engine
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core._event_socket import EventSocket
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.config import InferenceConfig
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import pack, unpack
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
-from megatron_runtime.transport.event_socket import EventSocket
 
 _UNDOCUMENTED = {"PAUSE_ACK": 90, "STOP_ACK": 91}
 DOCUMENTED = Enum(  # type: ignore[misc]

@@ -12,10 +12,10 @@ from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 VOCAB = 160
 NEW_TOKENS = 32

@@ -10,12 +10,12 @@ from torch import nn
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.tensors import Checkpoint
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.requests.config import InferenceConfig
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
 MODEL = "builtin:gemma3-270m"

@@ -12,6 +12,7 @@ import zmq
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.kinds import Kind
+from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
@@ -29,7 +30,6 @@ from megatron_runtime.protocol.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.transport.event_socket import EventSocket
 
 
 class Store:

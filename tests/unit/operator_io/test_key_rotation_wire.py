@@ -19,10 +19,10 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import KeyReport
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 TIMING = Timing(heartbeat=0.05, recovery=0.5, key_check=0.05, connection_check=0.2)

@@ -7,8 +7,8 @@ import msgpack
 import pytest
 import torch
 
-from megatron_runtime.inference_request import DynamicInferenceRequest, Status
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest, Status
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_runtime.contexts import dynamic_context
-from megatron_runtime.inference_request import (
+from megatron_runtime.megatron_core.contexts import dynamic_context
+from megatron_runtime.megatron_core.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     InferenceRequest,
@@ -12,7 +12,7 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.requests.errors import RequestError, deserialize_error, serialize_error
 from megatron_runtime.requests.hashing import block_hashes
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from enum import Enum
 
 import pytest
 
-from megatron_runtime.config import (
+from megatron_runtime.requests.config import (
     InferenceConfig,
     InvalidConfigError,
     KVCacheManagementMode,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_runtime.inference_request import (
+from megatron_runtime.megatron_core.inference_request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -17,7 +17,7 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.requests.errors import RequestError
 from megatron_runtime.requests.hashing import HASH_PRIME, HashForm, block_hashes
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class TestHashes:

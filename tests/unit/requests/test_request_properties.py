@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.inference_request import (
+from megatron_runtime.megatron_core.inference_request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -19,7 +19,7 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError, RequestError, error_name
 from megatron_runtime.requests.request import pack_value, unpack_value
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2**62), max_size=20)
 SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3)

@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_kernels import sampling as device
-from megatron_runtime.requests.sampling_params import BIASES, RULES
+from megatron_runtime.requests.sampling_params import BIASES, RULES, SamplingParams
 from megatron_runtime.sampling.batch import Float32, Int32, RowFailure, SamplingColumns
 from megatron_runtime.sampling.sampler import Int64, LogProbs, sample_step
-from megatron_runtime.sampling_params import SamplingParams
 
 VOCABULARY = 300
 PROMPT = np.array([0, 5, 299], np.int32)

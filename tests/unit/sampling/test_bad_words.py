@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling.bad_words import BadWords, token_sequences
 from megatron_runtime.sampling.batch import LogitEdits, SamplingColumns
 from megatron_runtime.sampling.sampler import apply_edits
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 TOKENS = st.integers(0, 3)  # few, so that prefixes match often
 SEQUENCES = st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=6)

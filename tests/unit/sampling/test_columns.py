@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch, SamplingColumns
-from megatron_runtime.sampling_params import SamplingParams
 
 NOTHING = np.empty(0, np.int32)
 

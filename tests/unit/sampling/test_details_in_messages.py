@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, RequestMeta, decode, unpack
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 UID = bytes(16)
 PROMPT = [-1.5, -2.5]

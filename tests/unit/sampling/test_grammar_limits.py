@@ -20,9 +20,9 @@ from hostile_grammars import (
     schema_in_lark,
 )
 
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling import grammar_limits
 from megatron_runtime.sampling.grammar_limits import check_structure
-from megatron_runtime.sampling_params import InvalidSamplingParamsError
 
 SQL = r"""
 start: select ";"

@@ -14,7 +14,7 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.client.rejection import RequestRejectedError
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }}!{% endif %}{% for m in messages %}{{ m.role }}:"

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from megatron_runtime.inference_client import InvalidRequestError, RequestRejectedError
+from megatron_runtime.client.rejection import InvalidRequestError, RequestRejectedError
 
 
 def unit(*values: float) -> list[float]:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from hostile_grammars import chained_references, chained_rules, nested_arrays
 
-from megatron_runtime.inference_client import (
+from megatron_runtime.client.rejection import (
     EngineFailedError,
     InvalidRequestError,
     ModelChangedError,

@@ -17,7 +17,7 @@ from soak import size
 
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.protocol.messages import Dispatch, RequestMeta
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.reasoning import FORMATS
 from megatron_runtime.server.tools import PARSERS

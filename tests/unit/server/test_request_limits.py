@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from megatron_runtime.requests.sampling_params import RULES
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import RULES, SamplingParams
 from megatron_runtime.server import guards
 from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan, NotJsonError
 from megatron_runtime.server.openai.schema import (

@@ -22,11 +22,11 @@ from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 
@@ -47,7 +47,7 @@ class Stack:
     coordinator: Coordinator = field(init=False)
     worker: EngineWorker = field(init=False)
     engine: Any = field(init=False)
-    client: InferenceClient = field(init=False)
+    client: CoordinatorClient = field(init=False)
     running: Any = None
     _operations: int = 0
 
@@ -68,7 +68,7 @@ class Stack:
         self.engine = backend.core
         self.worker = EngineWorker(engine_settings, backend)
         self._serving = asyncio.create_task(self.worker.run())
-        self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
+        self.client = CoordinatorClient(addresses[Role.CLIENT])
         await self.client.start(connect_timeout_seconds=LONG_SECONDS)
         self.admin = ControlLink(addresses[Role.ADMIN])
         await self.admin.start()
@@ -470,14 +470,14 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture
 async def start_limited(start_stack: StartStack, start: Any, tmp_path: Path) -> AsyncIterator[Any]:
-    clients: list[InferenceClient] = []
+    clients: list[CoordinatorClient] = []
 
     async def start_one(*, step_seconds: float = 0.002, reserve_tokens: int = 1024, **limits: int) -> Limited:
         file = tmp_path / "keys"
         file.write_text("keys:\n- " + json.dumps({"name": "team", "key": "secret", "metrics": True, **limits}))
         settings = {"api_keys_file": file, "reserve_tokens": reserve_tokens}
         stack = await start_stack(step_seconds=step_seconds, server=settings)
-        clients.append(InferenceClient(stack.coordinator.transport.addresses[Role.CLIENT], deserialize=False))
+        clients.append(CoordinatorClient(stack.coordinator.transport.addresses[Role.CLIENT]))
         await clients[-1].start(connect_timeout_seconds=LONG_SECONDS)
         return Limited(stack, [stack.running, await start(backend=clients[-1], **settings)])
 

@@ -4,8 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_runtime.requests.sampling_params import RULES
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import RULES, InvalidSamplingParamsError, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
+from megatron_runtime.megatron_core._event_socket import DRAIN_BUDGET, EventSocket
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.transport.event_socket import DRAIN_BUDGET, EventSocket
 from megatron_runtime.transport.security import Gatekeeper, KeyFileError, PeerKeys, generate_key_files
 
 

@@ -19,7 +19,7 @@ import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
 from megatron_runtime.cli.options import COUNT
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
 from megatron_runtime.protocol import messages
@@ -168,11 +168,11 @@ async def run(**load: int) -> list[Figure]:
 
 
 async def sequential(bench: Bench) -> list[Figure]:
-    """Measure one InferenceClient that sends one request at a time."""
+    """Measure one client that sends one request at a time."""
     params = SamplingParams(num_tokens_to_generate=1)
     latencies: list[float] = []
     async with bench.peers(0, 1, answer):
-        client = InferenceClient(bench.coordinator.address, deserialize=False)
+        client = CoordinatorClient(bench.coordinator.address)
         await client.start()
         try:
             for number in range(min(bench.requests, SEQUENTIAL_REQUESTS)):

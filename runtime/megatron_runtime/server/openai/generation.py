@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_runtime.client.inference_client import RequestOptions
+from megatron_runtime.client.coordinator_client import RequestOptions
 from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
 from megatron_runtime.process import tracing
@@ -350,7 +350,7 @@ class Generation:
 
 @contextmanager
 def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
-    """Raise rejections of the InferenceClient as ApiError."""
+    """Raise rejections of the client as ApiError."""
     try:
         yield
     except RequestRejectedError as error:

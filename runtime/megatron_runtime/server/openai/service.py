@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
@@ -54,7 +54,7 @@ class Service:
     """
 
     settings: ServerSettings
-    client: InferenceClient
+    client: CoordinatorClient
     prompts: Prompts
     metrics: ServerMetrics
     api_keys: ApiKeys

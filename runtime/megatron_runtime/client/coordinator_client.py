@@ -1,0 +1,421 @@
+"""The client of a coordinator: submits requests, streams their tokens and sends control messages. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+
+from megatron_runtime.client.pending import (
+    PendingRequest,
+    Serializable,
+    merge_partials,
+    partial_frames,
+    running_loop,
+)
+from megatron_runtime.client.quota_calls import QuotaCalls
+from megatron_runtime.client.rejection import rejection
+from megatron_runtime.process.logs import of_request
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import ErrorCode, Role
+from megatron_runtime.protocol.messages import (
+    Abort,
+    Charge,
+    Control,
+    ControlAck,
+    Error,
+    Final,
+    Frames,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    MalformedMessageError,
+    Message,
+    Partial,
+    Quota,
+    Reserve,
+    StatusReply,
+)
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.control_calls import ControlCalls
+from megatron_runtime.transport.peer_link import GOODBYE_LINGER_MS, PeerLink, PeerSocket, coordinator_address
+from megatron_runtime.transport.security import PeerKeys
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
+
+Connect: TypeAlias = Callable[[PeerLink, PeerKeys | None], PeerSocket]
+"""Opens a socket to `address` of the link that passes each message to its receive()."""
+
+DEADLINE_MARGIN_SECONDS = 5.0
+"""Added to a request's deadline before the client fails the request itself, so that the coordinator answers first."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of add_request() and add_request_streaming().
+
+    deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
+    engine:           name of the only engine that may answer; the request fails with it. Empty: any engine.
+    tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
+                      Empty: this client.
+    adapter:          name of the LoRA adapter that answers. Empty: the base model.
+    request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
+    traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
+    on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether a
+                      stream is read or not. Tokens then arrive as they are generated also without a stream.
+    """
+
+    deadline_seconds: float | None
+    engine: str
+    tenant: str
+    adapter: str
+    request_id: str
+    traceparent: str
+    on_tokens: Callable[[int], object] | None
+
+
+class CoordinatorClient:
+    """One connection to a coordinator, which registers again after each restart of the coordinator.
+
+    The connection belongs to the event loop of start(). Requests and control messages may also come from any other
+    running loop; their futures and streams then belong to that loop. Requests may be added before start() and while
+    there is no coordinator: they are submitted after the next registration, with the tokens that they already have.
+
+    address:    a port on this host, "host:port" or "tcp://host:port".
+    keys:       for a coordinator with CURVE keys.
+    name:       identity of the client; None: a random one.
+    model:      hash of the model that requests are made for; engines with another model do not answer. Empty: any.
+    records:    the engine also returns the text and the times of an answer.
+    read_reply: converts the map of an answer for its future. A ValueError, TypeError or KeyError fails the request.
+    connect:    opens the socket; None: a DEALER of transport/zmtp.
+    on_stopped: called once, on the connection's loop, when the client has stopped.
+    """
+
+    def __init__(
+        self,
+        address: int | str,
+        *,
+        keys: PeerKeys | None = None,
+        name: str | None = None,
+        model: str = "",
+        records: bool = False,
+        read_reply: Callable[[dict[str, Any], SamplingParams], Any] = lambda reply, _: reply,
+        connect: Connect | None = None,
+        on_stopped: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.next_request_id = 0
+        self.requests: dict[int, PendingRequest] = {}
+        """The open requests by number."""
+        self._open: dict[bytes, PendingRequest] = {}
+        """The same by uid."""
+        self._records = records
+        self._read_reply = read_reply
+        self._on_stopped = on_stopped
+        self.name = name or f"client-{uuid.uuid4().hex[:12]}"
+        self._link = PeerLink(
+            coordinator_address(address),
+            keys=keys,
+            hello=lambda incarnation: Hello(role=Role.CLIENT, name=self.name, incarnation=incarnation, model=model),
+            on_ack=self._on_ack,
+            on_message=self._on_message,
+            connect=None if connect is None else lambda used_keys: connect(self._link, used_keys),
+        )
+        self.adapters = AdapterList()
+        """The adapters that requests may name, as far as this client knows."""
+        self._calls = ControlCalls(self._link.send, address=self._link.address)
+        self._quotas = QuotaCalls(self._link.send, is_connected=lambda: self._link.registered)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ids = threading.Lock()
+        self._ever_registered = False
+        self._stopped = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the client is registered and got a message within the last seconds."""
+        return self._link.registered
+
+    @property
+    def counts_quotas(self) -> bool:
+        """Whether the coordinator counts requests and tokens of tenants, as far as this client knows."""
+        return self._quotas.supported is True
+
+    # --- start and stop -----------------------------------------------------------------------------------------
+
+    async def start(self, *, connect_timeout_seconds: float = 30.0) -> None:
+        """Register on the running event loop. With a timeout of 0 the client registers in the background.
+
+        Raises:
+            CoordinatorUnreachableError: no answer in time. The client is stopped and cannot be started again.
+            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
+        """
+        if self._stopped:
+            return
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
+        except BaseException:
+            self._stop()
+            raise
+
+    def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
+        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
+
+        error:   called for each open request; its future or stream raises the result instead.
+        is_lost: the coordinator has ended, so DISCONNECT does not wait for it.
+        """
+
+        async def stop_there() -> None:
+            self._stop(error, is_lost)
+
+        loop = self._other_loop()
+        if loop is None:
+            self._stop(error, is_lost)
+        else:
+            asyncio.run_coroutine_threadsafe(stop_there(), loop).result()
+
+    def _stop(self, error: Callable[[], Exception] | None = None, is_lost: bool = False) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        for request in list(self._open.values()):
+            self._forget(request)
+            if error is None:
+                request.end()
+            else:
+                request.fail(error())
+        self._calls.close()
+        self._quotas.close()
+        self._link.close("client stopped", linger_ms=0 if is_lost else GOODBYE_LINGER_MS)
+        self._on_stopped()
+
+    def _other_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the connection's loop if it runs and is not the caller's."""
+        loop = self._loop
+        return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
+
+    def _at_home(self, action: Callable[[], object]) -> None:
+        """Run `action` on the connection's loop: now, or in its next iteration."""
+        loop = self._other_loop()
+        if loop is None:
+            action()
+        else:
+            loop.call_soon_threadsafe(action)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+    ) -> asyncio.Future[Any]:
+        """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
+
+        prompt:  token ids, shape [n], or text, which the engine tokenizes.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
+        options: see RequestOptions.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        request = self._new_request(prompt, sampling_params, streaming=False, **options)
+        request.future = future
+        future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
+        self._at_home(lambda: self._submit(request))
+        return future
+
+    def add_request_streaming(
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+    ) -> AsyncStream:
+        """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+
+        If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
+        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials were not read, the last of them
+        takes up the tokens of the next ones. Sets `streaming` on the caller's parameters. Closing the stream aborts the
+        request. The arguments are those of add_request().
+        """
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params.streaming = True
+        reader = running_loop() if self._other_loop() is not None else None
+        return self.add_request_to_stream(
+            prompt,
+            sampling_params,
+            lambda request_id: AsyncStream(request_id, self.abort_request, loop=reader, merge=merge_partials),
+            **options,
+        )
+
+    def add_request_to_stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: Serializable,
+        make_stream: Callable[[int], AnyStream],
+        **options: Unpack[RequestOptions],
+    ) -> AnyStream:
+        """Do what add_request_streaming() does, with a stream of the caller's, from any thread.
+
+        make_stream: returns the stream of a request id, which aborts by abort_request().
+        """
+        request = self._new_request(prompt, sampling_params, streaming=True, **options)
+        stream = make_stream(request.request_id)
+        request.stream = stream
+        self._at_home(lambda: self._submit(request))
+        return stream
+
+    def abort_request(self, request_id: int) -> None:
+        """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
+
+        def abort() -> None:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._forget(request)
+                self._link.send(Abort(request.uid).to_frames())
+                request.end()
+
+        self._at_home(abort)
+
+    def _new_request(
+        self, prompt: str | Sequence[int], params: Serializable, *, streaming: bool, **options: Unpack[RequestOptions]
+    ) -> PendingRequest:
+        request = PendingRequest.make(prompt, params, streaming=streaming, record=self._records, **options)
+        with self._ids:
+            request.request_id = self.next_request_id
+            self.next_request_id += 1
+        return request
+
+    def _submit(self, request: PendingRequest) -> None:
+        if request.is_done:  # cancelled before it was submitted
+            return
+        self._open[request.uid] = request
+        self.requests[request.request_id] = request
+        if self._stopped:
+            self._reject(request, rejection(ErrorCode.UNAVAILABLE, "this client was stopped"))
+        elif request.meta.adapter and self.connected and not self.adapters.generation:
+            message = f"the engines have no adapter {request.meta.adapter!r}: SET_ADAPTERS was never sent"
+            self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
+        elif request.size > self._link.max_message_bytes - limits.MAX_NAME_BYTES:
+            message = f"the request takes {request.size} bytes: at most {self._link.max_message_bytes}"
+            self._reject(request, rejection(ErrorCode.TOO_LARGE, message))
+        else:
+            if request.deadline is not None:
+                seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
+                request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
+            self._link.send(request.submit().to_frames())
+
+    def _expire(self, request: PendingRequest) -> None:
+        """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
+        self._link.send(Abort(request.uid).to_frames())
+        message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
+        self._reject(request, rejection(ErrorCode.DEADLINE, message))
+
+    def _forget(self, request: PendingRequest) -> None:
+        if request.timer is not None:
+            request.timer.cancel()
+        self._open.pop(request.uid, None)
+        self.requests.pop(request.request_id, None)
+
+    def _reject(self, request: PendingRequest, error: Exception) -> None:
+        self._forget(request)
+        request.fail(error)
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
+        if ack.adapters is None:
+            self.adapters = AdapterList()
+            for request in list(self._open.values()):
+                if request.meta.adapter:
+                    message = "the coordinator is of a release without adapters, after it was restarted: upgrade it"
+                    self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
+        elif ack.adapters.generation:  # a restarted coordinator learns the list after it has answered
+            self.adapters = ack.adapters
+        if forgotten or not self._ever_registered:
+            for request in list(self._open.values()):
+                self._link.send(request.submit().to_frames())
+            self._calls.resend()
+        self._quotas.registered(supported=bool(ack.quotas), is_forgotten=forgotten or not self._ever_registered)
+        self._ever_registered = True
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Partial():
+                for request, frame in partial_frames(message, self._open.get):
+                    if request.on_tokens is not None:
+                        request.on_tokens(len(frame["new_tokens"]))
+                    if request.stream is not None:
+                        request.stream.put({"partial": frame})
+            case Final():
+                self._on_final(message)
+            case Quota():
+                self._quotas.answered(message)
+            case Heartbeat(adapters=int() as generation) if generation != self.adapters.generation:
+                self._link.say_hello()
+            case Error(uid=bytes() as uid):
+                rejected = self._open.get(uid)
+                if rejected is not None:
+                    code, text, retry = message.code, message.message, message.retry_after_seconds
+                    self._reject(rejected, rejection(code, text, retry, message.field))
+            case _:
+                if not self._calls.handle(message) and isinstance(message, Error):
+                    logger.warning("the coordinator rejected a message: %s %s", message.code.name, message.message)
+
+    def _on_final(self, message: Final) -> None:
+        request = self._open.get(message.uid)
+        if request is None:
+            return
+        try:
+            reply = request.reply(message)
+            result = reply if request.stream is not None else self._read_reply(reply, request.sampling_params)
+        except (MalformedMessageError, ValueError, TypeError, KeyError) as error:
+            extra = of_request(request.meta.request_id)
+            logger.exception("the answer to request %d cannot be read", request.request_id, extra=extra)
+            self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
+            return
+        self._forget(request)
+        if request.on_tokens is not None:
+            request.on_tokens(max(0, len(reply["generated_tokens"]) - request.held))
+        request.complete(result)
+
+    # --- limits of tenants --------------------------------------------------------------------------------------
+
+    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota | None]:
+        """Count requests and tokens of a tenant at the coordinator, now or after the next registration.
+
+        The future gives the answer; None if the coordinator is of a release that does not count. Cancelling it returns
+        the tokens.
+        """
+        return self._call(lambda: self._quotas.reserve(reserve))
+
+    def charge(self, charge: Charge) -> None:
+        """Count tokens of a tenant at the coordinator, or return tokens. Without a connection it is lost."""
+        self._at_home(lambda: self._quotas.charge(charge))
+
+    # --- control messages -------------------------------------------------------------------------------------------
+
+    def send(self, frames: Frames) -> None:
+        """Send a message that has no answer. Without a connection it is lost."""
+        self._at_home(lambda: self._link.send(frames))
+
+    def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
+        return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
+
+    def control(self, control: Control) -> asyncio.Future[ControlAck]:
+        """Send a control message now. The future gives the coordinator's acknowledgement; it may be ignored.
+
+        It raises ControlRejectedError or CoordinatorUnreachableError.
+        """
+        return self._call(lambda: self._calls.control(control))
+
+    def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
+        loop = self._other_loop()
+        if loop is None:
+            return send()
+
+        async def answered() -> T:
+            return await send()
+
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
+        return answer

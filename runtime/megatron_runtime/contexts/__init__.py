@@ -1,1 +1,0 @@
-"""Megatron-Core's names for the state of open requests."""

@@ -1,0 +1,134 @@
+"""The ranks of a program under torchrun: how many an engine has, and which of them this process is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_runtime.backends.native.build import select_executor
+from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.ranked.executor import Follower, join, lead
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
+from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.secrets import integer
+from megatron_runtime.requests.config import InferenceConfig
+
+_DIMENSIONS = ("tensor", "pipeline", "expert")
+
+_attempts = count()
+
+
+def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
+    """Return the number of ranks of one engine by dimension.
+
+    given: by dimension ("tensor", "pipeline", "expert"). None means the larger one of the sizes in the configuration of
+           a model of Megatron-Core and in its initialised parallel state, else 1.
+    """
+    return ParallelSizes(**{name: given.get(name) or _configured(model, name) for name in _DIMENSIONS})
+
+
+def _configured(model: Any, dimension: str) -> int:
+    size: int = getattr(getattr(model, "config", None), f"{dimension}_model_parallel_size", None) or 1
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        size = max(size, getattr(state, f"get_{dimension}_model_parallel_world_size")())
+    return size
+
+
+def global_rank() -> int:
+    """Return the rank of this process in the program: that of torch.distributed, else of torchrun, else 0."""
+    return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
+
+
+def world_size() -> int:
+    """Return the number of ranks of the program: that of torch.distributed, else of torchrun, else 1."""
+    return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host."""
+    return integer(os.environ, "LOCAL_RANK", 0)
+
+
+def local_world() -> int:
+    """Return the number of processes of the program on this host."""
+    return integer(os.environ, "LOCAL_WORLD_SIZE", 1)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
+    """Return this process's rank in its engine. Consecutive global ranks are an engine.
+
+    Raises IndivisibleError if the program's ranks are not whole engines.
+    """
+    world = world_size()
+    if world % sizes.world:
+        raise IndivisibleError(
+            f"{world} ranks were started, an engine has tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert "
+            f"{sizes.expert} = {sizes.world}: start a multiple of that with torchrun (--nnodes x --nproc-per-node)"
+        )
+    engine, rank = divmod(global_rank(), sizes.world)
+    return RankIdentity(
+        rank=rank,
+        world=sizes.world,
+        local_rank=local_rank(),
+        local_world=local_world(),
+        address=os.environ.get("MASTER_ADDR", LOOPBACK),
+        port=integer(os.environ, "MASTER_PORT", RENDEZVOUS_PORT),
+        engine=engine,
+        engines=world // sizes.world,
+        attempt=next(_attempts),
+    )
+
+
+def executor_of_ranks(
+    source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
+) -> tuple[Executor, InferenceConfig, Follower | None]:
+    """Return this rank's executor, the configuration of all ranks, and the follower on other ranks than the first.
+
+    Every rank of the program calls this.
+
+    The KV cache of every rank has the smallest `buffer_size_gb` of all ranks, because the default depends on the host.
+    Initialises torch.distributed if the program has not.
+
+    options: of select_executor(), without those of the ranks and the KV cache.
+
+    Raises IndivisibleError, RankError.
+    """
+    if not _is_initialized():
+        if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo")  # the engine's groups have their own backend
+    identity = rank_of_engine(sizes)
+    settings = EngineSettings(
+        coordinator="",
+        name=f"engine-{identity.engine}",
+        max_requests=config.request_slots,
+        max_tokens=config.step_tokens,
+        parallel=sizes,
+    )
+    store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    store.set(f"buffer_size_gb/{identity.rank}", str(config.buffer_size_gb))
+    config = config.for_engine()
+    config.buffer_size_gb = min(float(store.get(f"buffer_size_gb/{rank}")) for rank in range(identity.world))
+    make_part = partial(_part, text=text, config=config, local_rank=identity.local_rank, **options)
+    # Without a watchdog, because the program's own code may hold the interpreter.
+    if identity.rank == 0:
+        return lead(settings, identity, lambda: source, make_part, has_watchdog=False), config, None
+    follower = join(settings, identity, lambda: source, make_part, has_watchdog=False)
+    return follower.part.executor, config, follower
+
+
+def _part(source: ModelSource, groups: Any, *, text: ModelText, config: InferenceConfig, **options: Any) -> Any:
+    return select_executor(source, text, config, groups=groups, kv_cache_memory=config.buffer_bytes, **options)

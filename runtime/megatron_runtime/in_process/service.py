@@ -1,0 +1,170 @@
+"""The service of a coordinator by the engine of a program, on an event loop of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.ranked.executor import Follower, RankedExecutor
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.engine.lifecycle import StateEvents
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.worker import EngineWorker
+from megatron_runtime.in_process.calls import EngineFailedError, FollowedCalls
+from megatron_runtime.process.threads import off_loop
+from megatron_runtime.protocol.lifecycle import EngineState
+
+REGISTRATION_SECONDS = 300.0
+"""How long the engine of a program tries to reach its coordinator."""
+
+
+class Service:
+    """Runs a worker for `engine` on the event loop of start(), until stop() or the end of the engine."""
+
+    def __init__(self, engine: EngineCore, text: ModelText | None, *, name: str) -> None:
+        self.coordinator: CoordinatorProcess | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.worker: EngineWorker | None = None
+        self._engine = engine
+        self._text = text
+        self._name = name
+
+    @property
+    def events(self) -> StateEvents:
+        assert self.worker is not None
+        return self.worker.lifecycle.events
+
+    async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
+        """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
+        try:
+            if launch is not None:
+                self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
+                address = self.coordinator.address
+            settings = EngineSettings(
+                coordinator=address,
+                name=self._name,
+                max_requests=self._engine.config.request_slots,
+                registration_seconds=REGISTRATION_SECONDS,
+            )
+            executor = self._engine.executor
+            ranks = executor if isinstance(executor, RankedExecutor) else None
+            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._text, ranks=ranks))
+            if ranks is not None:
+                self.events.on_enter = ranks.share_state
+            self.task = asyncio.create_task(self._serve(worker))
+            await unless_ended(worker.joined.wait(), self.task)
+            if ranks is not None:
+                ranks.share_state(self.events.state, has_joined=True)
+        except BaseException:
+            await self.stop()
+            raise
+        return address
+
+    async def stop(self) -> None:
+        """Stop the worker, then the coordinator if it was launched here. Idempotent; raises none of their errors."""
+        if self.worker is not None:
+            self.worker.ended.set()
+        if self.task is not None:
+            with contextlib.suppress(EngineFailedError):  # raised to the callers that wait for the task
+                await self.task
+        if self.coordinator is not None:
+            await off_loop(self.coordinator.stop)
+
+    async def _serve(self, worker: EngineWorker) -> None:
+        """Run until a verb stops the engine, stop() ends it, or it fails."""
+        running = asyncio.create_task(worker.run())
+        stopped = asyncio.create_task(worker.lifecycle.events.wait(EngineState.STOPPED))
+        try:
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            worker.ended.set()
+            stopped.cancel()
+            await running
+        if worker.failure is not None:
+            raise EngineFailedError(f"engine {self._name} failed: {worker.failure}") from worker.failure
+
+
+class FollowedService:
+    """Another rank of an engine than the first: performs its orders, and follows the states that it reports.
+
+    The orders are performed on a thread from the construction on.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.events = StateEvents(EngineState.PAUSED)
+        self._joined = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._early: list[Callable[[], object]] = []
+        """What happened before start()."""
+        self._follower = follower
+        self.calls = FollowedCalls(follower.part, rank=follower.rank)
+        follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
+        self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
+        self._thread.start()
+
+    def wait_at_exit(self) -> None:
+        """Perform orders until the first rank ends, unless an error ends this process."""
+        if getattr(sys, "last_value", None) is None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._follower.run()
+        finally:
+            self._call(self._ended.set)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        """Run `action` on the event loop of start()."""
+        with self._lock:
+            if self._loop is None:
+                self._early.append(action)
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(action)
+
+    def _enter(self, state: str, has_joined: bool) -> None:
+        if has_joined:
+            self._joined.set()
+        else:
+            self.events.enter(EngineState(state))
+
+    async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
+        """Wait until the first rank has registered the engine. Return the address of the coordinator."""
+        with self._lock:
+            self._loop, early = asyncio.get_running_loop(), self._early
+        for action in early:
+            action()
+        self.task = asyncio.create_task(self._wait_for_end())
+        await unless_ended(self._joined.wait(), self.task)
+        return address
+
+    async def _wait_for_end(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Ask the first rank to end the engine, if it runs, and wait for that."""
+        if self.task is not None:
+            self._follower.channel.leave()
+            await self.task
+
+
+async def unless_ended(wait: Coroutine[Any, Any, object], engine: asyncio.Task[None]) -> None:
+    """Await `wait`. Raises EngineFailedError if the engine, whose task is `engine`, ends first."""
+    waiting = asyncio.create_task(wait)
+    try:
+        await asyncio.wait({waiting, engine}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await asyncio.shield(engine)
+            raise EngineFailedError("the engine has stopped")
+    finally:
+        waiting.cancel()

@@ -1,0 +1,250 @@
+"""The socket of an InferenceClient, behind which there may be a coordinator of Megatron-Core.
+
+Such a coordinator knows Megatron-Core's messages only (docs/reference/protocol.md). The socket then translates: the
+client above it sends and receives the messages of this project.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from megatron_runtime.client.pending import TOKEN_BYTES
+from megatron_runtime.megatron_core._event_socket import EventSocket
+from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
+    PARAMETERS,
+    PLAIN,
+    Abort,
+    Control,
+    ControlAck,
+    Disconnect,
+    Error,
+    Final,
+    Frames,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    MalformedMessageError,
+    Message,
+    Partial,
+    PartialEntry,
+    Plain,
+    Status,
+    Submit,
+    decode,
+    pack,
+    token_list_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = CONTROLS - {Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
+"""Control messages that Megatron-Core has."""
+INCARNATION = 1
+"""Of a coordinator of Megatron-Core, which sends none."""
+_NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
+
+
+class GreetingSocket:
+    """A DEALER of libzmq that begins with CONNECT.
+
+    A coordinator of this project answers with its protocol version. Messages then pass unchanged, HELLO first. One of
+    Megatron-Core answers without a version, and messages are translated from then on.
+
+    receive: called with the frames of each message of this project's protocol.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Frames], object]) -> None:
+        self._receive = receive
+        self._hello: Frames = []
+        """The HELLO to send when the coordinator has answered CONNECT."""
+        self._acknowledgement: Frames | None = None
+        """The answer of a coordinator of this project."""
+        self._translator: _Translator | None = None
+        self._socket = EventSocket(socket, self._on_message)
+
+    def send(self, message: Frames) -> bool:
+        """Send a message. Until the coordinator has answered CONNECT, `message` is a HELLO and waits for the answer."""
+        if self._translator is not None:
+            return self._translator.send(message)
+        if self._acknowledgement is not None:
+            return self._socket.send(message)
+        self._hello = message
+        return self._socket.send([pack([int(Header.CONNECT), PROTOCOL_VERSION])])
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        self._socket.close(linger_ms=linger_ms)
+
+    def _on_message(self, frames: Frames) -> None:
+        if self._translator is not None:
+            self._translator.on_message(frames)
+        elif self._acknowledgement is None:
+            self._on_greeting(frames)
+        elif frames != self._acknowledgement:  # one of several CONNECTs was answered late
+            self._receive(frames)
+
+    def _on_greeting(self, frames: Frames) -> None:
+        try:
+            message = decode(frames, plain=PLAIN)
+        except MalformedMessageError:
+            self._receive(frames)  # which reports it
+            return
+        match message:
+            case Plain(items=[Header.CONNECT_ACK]):
+                self._translator = _Translator(self._socket, self._receive)
+                self._translator.send(self._hello)
+            case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
+                # An earlier release answers with the error, which may come again for another reason.
+                self._acknowledgement = [] if isinstance(message, Error) else frames
+                self._socket.send(self._hello)
+            case _:
+                self._receive(frames)
+
+
+@dataclass(slots=True)
+class _Request:
+    """An open request. tokens: the number of tokens that partials have brought."""
+
+    uid: bytes
+    tokens: int = 0
+
+
+class _Translator:
+    """Sends the messages of this project as Megatron-Core's, and the answers back as messages of this project.
+
+    It answers itself what a coordinator of Megatron-Core does not: HELLO, HEARTBEAT, STATUS and control messages.
+    """
+
+    def __init__(self, socket: EventSocket, receive: Callable[[Frames], object]) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._requests: dict[int, _Request] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._next_number = 0
+        self._streams = False
+        """Whether a partial has arrived. Releases without streams have no aborts: an unknown message ends them."""
+
+    def send(self, frames: Frames) -> bool:
+        match decode(frames, plain=PLAIN):
+            case Submit() as submit:
+                return self._submit(submit)
+            case Abort(id=bytes(uid)) if uid in self._numbers:
+                number = self._numbers[uid]
+                self._forget(number)
+                return not self._streams or self._send(Header.ABORT_REQUEST, number)
+            case Control() as control:
+                return self._control(control)
+            case Plain(items=[Header.SHUTDOWN]):
+                return self._send(Header.SHUTDOWN)
+            case Hello():
+                self._answer(HelloAck(incarnation=INCARNATION, state=CoordinatorState.RUNNING))
+            case Heartbeat():
+                self._answer(Heartbeat(incarnation=INCARNATION))
+            case Status():
+                self._answer(Error(code=ErrorCode.WRONG_ROLE, message="a coordinator of Megatron-Core has no STATUS"))
+            case Abort() | Disconnect():
+                pass
+            case message:
+                logger.debug("a coordinator of Megatron-Core has no %s", type(message).__name__)
+        return True
+
+    def on_message(self, frames: Frames) -> None:
+        try:
+            message = decode(frames, plain=PLAIN)
+        except MalformedMessageError as error:
+            logger.warning("dropped a frame from the coordinator of Megatron-Core: %s", error)
+            return
+        match message:
+            case Plain(items=[Header.ENGINE_REPLY | Header.ENGINE_REPLY_PARTIAL as kind, int(number), content, *_]):
+                request = self._requests.get(number)
+                if request is None:
+                    return
+                try:
+                    answer: Message
+                    if kind == Header.ENGINE_REPLY:
+                        answer = _final(request, content)
+                    else:
+                        self._streams = True
+                        answer = _partial(request, content)
+                except MalformedMessageError as error:
+                    text = f"unreadable answer: {error}"
+                    answer = Error(code=ErrorCode.ENGINE_FAILED, message=text, uid=request.uid)
+                if not isinstance(answer, Partial):
+                    self._forget(number)
+                self._answer(answer)
+            case _:
+                logger.debug("ignored a message of a coordinator of Megatron-Core: %.120r", message)
+
+    def _submit(self, submit: Submit) -> bool:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._requests[number], self._numbers[submit.uid] = _Request(submit.uid), number
+        # The coordinator tokenizes a text prompt, or an engine does.
+        prompt = submit.prompt.decode() if submit.meta.text else token_list_from_bytes(submit.prompt)
+        return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
+
+    def _control(self, control: Control) -> bool:
+        """Send a signal. It is acknowledged at once, because nothing confirms it."""
+        operation_id = control.operation_id or "-"
+        if control.kind not in SIGNALS:
+            text = f"{control.kind.name}: a coordinator of Megatron-Core has no such message"
+            code, state = int(ErrorCode.UNSUPPORTED), EngineState.RUNNING
+            self._answer(ControlAck(operation_id=operation_id, ok=False, state=state, code=code, error=text))
+            return True
+        is_sent = self._send(control.kind, *(() if control.epoch is None else (control.epoch,)))
+        transition = TRANSITIONS.get(control.kind)
+        state = transition.lands_in if transition is not None else EngineState.RUNNING
+        self._answer(ControlAck(operation_id=operation_id, ok=True, state=state))
+        return is_sent
+
+    def _send(self, header: Header, *items: Any) -> bool:
+        return self._socket.send([pack([int(header), *items])])
+
+    def _answer(self, message: Any) -> None:
+        self._receive(message.to_frames())
+
+    def _forget(self, number: int) -> None:
+        del self._numbers[self._requests.pop(number).uid]
+
+
+def _final(request: _Request, reply: Any) -> Final:
+    """Return the FINAL for the map in an ENGINE_REPLY: a request, or a record of its parts in order.
+
+    Raises MalformedMessageError.
+    """
+    parts = reply.get("requests", [reply]) if isinstance(reply, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise MalformedMessageError("ENGINE_REPLY: want a map with the fields of a request")
+    tokens = [token for part in parts for token in part.get("generated_tokens") or ()]
+    body = {key: value for key, value in parts[-1].items() if value is not None and key != "generated_tokens"}
+    texts = [part.get("generated_text") for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        body["generated_text"] = "".join(texts)
+    body["generated_length"] = len(tokens)
+    return Final(0, request.uid, _tokens(tokens), pack(body))
+
+
+def _partial(request: _Request, frame: Any) -> Partial:
+    """Return the PARTIAL for the map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
+    if not isinstance(frame, dict):
+        raise MalformedMessageError("ENGINE_REPLY_PARTIAL: want a map with new_tokens")
+    tokens = _tokens(frame.get("new_tokens") or [])
+    details = {_NEW.get(key, key): value for key, value in frame.items() if key not in ("request_id", "new_tokens")}
+    count = len(tokens) // TOKEN_BYTES
+    entry = PartialEntry(request.uid, 0, request.tokens, count)
+    request.tokens += count
+    return Partial(0, [entry], tokens, pack({request.uid: details}) if details else b"")
+
+
+def _tokens(tokens: Any) -> bytes:
+    try:
+        return tokens_to_bytes(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessageError(f"tokens of an answer cannot be read: {error}") from error

@@ -1,0 +1,133 @@
+"""`MegatronAsyncLLM`: inference for asynchronous programs, and HTTP serving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from typing import Any, Self
+
+from megatron_runtime.in_process.front_end import ServeConfig
+from megatron_runtime.in_process.streams import AsyncChunkIterator, ReadChunk
+from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.request import DynamicInferenceRequest
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+
+class MegatronAsyncLLM(_MegatronLLMBase):
+    """Coroutines for any event loop. The engine has an event loop of its own in a background thread.
+
+        async with MegatronAsyncLLM.from_pretrained("builtin:smollm2-135m") as llm:
+            answers = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
+
+    The arguments are those of `_MegatronLLMBase`, but use_coordinator is True by default.
+
+    allow_direct_mode: accept use_coordinator=False.
+    """
+
+    def __init__(self, *, use_coordinator: bool = True, allow_direct_mode: bool = False, **options: Any) -> None:
+        if not use_coordinator and not allow_direct_mode:
+            raise ValueError("MegatronAsyncLLM requires use_coordinator=True (or allow_direct_mode=True)")
+        super().__init__(use_coordinator=use_coordinator, **options)
+
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
+
+        prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
+
+        Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
+        """
+        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        if not listed:
+            return []
+        generating = self._generate_impl(listed, params)
+        answers = await (self._manager().run_async(generating) if self._use_coordinator else generating)
+        return answers if is_batch else answers[0]
+
+    def generate_stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncChunkIterator:
+        """Return an asynchronous iterator over the answer to one prompt. The first chunk submits the request.
+
+        aclose() aborts the request, as leaving a loop over the iterator and cancelling its task do.
+        """
+        single, params = self._prepare_stream(prompt, sampling_params)
+
+        async def begin() -> tuple[AsyncStream, ReadChunk]:
+            loop = asyncio.get_running_loop()
+            tokens = await asyncio.to_thread(self._engine.tokenize_or_fail, single, params)
+            return self._open_stream(single, tokens, params, partial(AsyncStream, None, loop=loop))
+
+        async def settle() -> None:
+            if not self._use_coordinator:
+                await asyncio.to_thread(self._engine.settle)
+            elif self._loop_manager is not None:
+                with contextlib.suppress(RuntimeError):  # it was shut down
+                    await self._loop_manager.run_async(asyncio.sleep(0))
+
+        return AsyncChunkIterator(begin, settle)
+
+    # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Pause generation. Requests keep their KV and tokens. Returns when every engine has paused."""
+        await self._manager().run_async(self._pause_impl())
+
+    async def unpause(self) -> None:
+        await self._manager().run_async(self._unpause_impl())
+
+    async def suspend(self) -> None:
+        """Release weights and KV cache. Allowed when paused."""
+        await self._manager().run_async(self._suspend_impl())
+
+    async def resume(self) -> None:
+        """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
+        await self._manager().run_async(self._resume_impl())
+
+    async def update_weights(self, source: Any, epoch: int | None = None) -> None:
+        """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
+
+        source: a model reference, or a model in memory as in `model=`. The engines copy the present weights of a model
+                in memory; every rank makes the call, and may train on when it returns.
+        epoch:  None: one more than the present epoch.
+        """
+        await self._manager().run_async(self._update_weights_impl(source, epoch))
+
+    async def set_generation_epoch(self, epoch: int) -> None:
+        """Label tokens that are sampled from now on with `epoch`."""
+        await self._manager().run_async(self._verb("set_generation_epoch", epoch))
+
+    async def shutdown(self) -> None:
+        """Stop the engines and the coordinator. Idempotent.
+
+        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        """
+        await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.close_calls)
+
+    async def wait_for_shutdown(self) -> None:
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
+        if self._loop_manager is not None:
+            await self._loop_manager.run_async(self._wait_for_shutdown_impl())
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
+        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks only use `blocking`.
+
+        blocking: return when the engines have stopped; otherwise return at once, with `url` set.
+
+        Raises ValueError in direct mode, OSError if the address is in use.
+        """
+        self._check_can_serve()
+        await self._manager().run_async(self._serve_impl(serve_config or ServeConfig()))
+        if blocking:
+            await self.wait_for_shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,130 @@
+"""`MegatronLLM`: inference for synchronous programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from typing import Any, Self
+
+from megatron_runtime.in_process.front_end import ServeConfig
+from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
+from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.requests.async_stream import BlockingStream
+from megatron_runtime.requests.request import DynamicInferenceRequest
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+
+class MegatronLLM(_MegatronLLMBase):
+    """Blocking calls. The arguments are those of `_MegatronLLMBase`.
+
+        with MegatronLLM.from_pretrained("builtin:smollm2-135m") as llm:
+            print(llm.generate("The capital of France is").generated_text)
+
+    Thread-safe.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
+
+        prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
+
+        Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
+        """
+        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        if not listed:
+            return []
+        if self._use_coordinator:
+            answers = self._manager().run_sync(self._generate_impl(listed, params))
+        else:
+            answers = self._engine.generate(listed, params)
+        return answers if is_batch else answers[0]
+
+    def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
+        """Return an iterator over the answer to one prompt, in chunks. The first one submits the request.
+
+        Other calls may run meanwhile. close() aborts the request, as leaving a loop over the iterator does.
+        """
+        single, params = self._prepare_stream(prompt, sampling_params)
+
+        def begin() -> tuple[BlockingStream, ReadChunk]:
+            if self._use_coordinator:
+                self._manager().require_other_thread("generate_stream()")
+            tokens = self._engine.tokenize_or_fail(single, params)
+            return self._open_stream(single, tokens, params, partial(BlockingStream, None))
+
+        def settle() -> None:
+            if not self._use_coordinator:
+                self._engine.settle()
+            elif self._loop_manager is not None:
+                with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
+                    self._loop_manager.run_sync(asyncio.sleep(0))
+
+        return ChunkIterator(begin, settle)
+
+    # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Pause generation. Requests keep their KV and tokens. Returns when every engine has paused."""
+        self._manager().run_sync(self._pause_impl())
+
+    def unpause(self) -> None:
+        self._manager().run_sync(self._unpause_impl())
+
+    def suspend(self) -> None:
+        """Release weights and KV cache. Allowed when paused."""
+        self._manager().run_sync(self._suspend_impl())
+
+    def resume(self) -> None:
+        """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
+        self._manager().run_sync(self._resume_impl())
+
+    def update_weights(self, source: Any, epoch: int | None = None) -> None:
+        """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
+
+        source: a model reference, or a model in memory as in `model=`. The engines copy the present weights of a model
+                in memory; every rank makes the call, and may train on when it returns.
+        epoch:  None: one more than the present epoch.
+        """
+        self._manager().run_sync(self._update_weights_impl(source, epoch))
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Label tokens that are sampled from now on with `epoch`."""
+        self._manager().run_sync(self._verb("set_generation_epoch", epoch))
+
+    def shutdown(self) -> None:
+        """Stop the engines and the coordinator. Idempotent.
+
+        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        """
+        if self._use_coordinator:
+            self._shut_down()
+        else:
+            self._engine.close_calls()
+
+    def wait_for_shutdown(self) -> None:
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
+        if self._loop_manager is not None:
+            self._loop_manager.run_sync(self._wait_for_shutdown_impl())
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------
+
+    def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
+        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks only use `blocking`.
+
+        blocking: return when the engines have stopped; otherwise return at once, with `url` set.
+
+        Raises ValueError in direct mode, OSError if the address is in use.
+        """
+        self._check_can_serve()
+        self._manager().run_sync(self._serve_impl(serve_config or ServeConfig()))
+        if blocking:
+            self.wait_for_shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

@@ -1,0 +1,5 @@
+"""Megatron-Core name: `ServeConfig`."""
+
+from megatron_runtime.in_process.front_end import ServeConfig
+
+__all__ = ["ServeConfig"]

@@ -1,0 +1,397 @@
+"""Megatron-Core name: `InferenceClient`, with the errors that it raises."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from typing import Any, Unpack
+
+import zmq
+
+from megatron_runtime.client.coordinator_client import CoordinatorClient, RequestOptions
+from megatron_runtime.client.pending import Serializable, running_loop
+from megatron_runtime.client.rejection import (
+    AdapterNotFoundError,
+    DeadlineExceededError,
+    EngineFailedError,
+    InvalidRequestError,
+    ModelChangedError,
+    QueueFullError,
+    RequestRejectedError,
+    RequestTooLargeError,
+    UnavailableError,
+    UnsupportedByBackendError,
+    rejection,
+)
+from megatron_runtime.megatron_core._plain_coordinator import GreetingSocket
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
+from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header
+from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply, pack
+from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.request import DynamicInferenceRequestRecord
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.control_calls import ControlRejectedError
+from megatron_runtime.transport.peer_link import (
+    CoordinatorUnreachableError,
+    HandshakeRejectedError,
+    PeerLink,
+    coordinator_address,
+)
+from megatron_runtime.transport.security import PeerKeys
+
+__all__ = [
+    "AdapterNotFoundError",
+    "ControlRejectedError",
+    "CoordinatorUnreachableError",
+    "DeadlineExceededError",
+    "EngineFailedError",
+    "HandshakeRejectedError",
+    "InferenceClient",
+    "InvalidRequestError",
+    "ModelChangedError",
+    "QueueFullError",
+    "RequestRejectedError",
+    "RequestTooLargeError",
+    "UnavailableError",
+    "UnsupportedByBackendError",
+]
+
+
+class InferenceClient:
+    """A client of a coordinator of this project or of Megatron-Core, with one DEALER socket of libzmq.
+
+    The constructor connects, and start() registers. The connection belongs to the event loop of start(). Requests and
+    signals may also come from any other running loop; their futures and streams then belong to that loop. Requests may
+    be added before start() and while there is no coordinator: they are submitted after the next registration, with the
+    tokens that they already have.
+
+    inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
+    deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
+    records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
+    keys:        for a coordinator with CURVE keys.
+    name:        identity of the client; None: a random one.
+    model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
+    """
+
+    def __init__(
+        self,
+        inference_coordinator_port: int | str,
+        *,
+        deserialize: bool | None = None,
+        records: bool | None = None,
+        keys: PeerKeys | None = None,
+        name: str | None = None,
+        model: str = "",
+    ) -> None:
+        address = coordinator_address(inference_coordinator_port)
+        self.listener_task: asyncio.Task[None] | None = None
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        early = self._dealer(address, keys)
+        self.socket: zmq.Socket[bytes] | None = early
+        self._early: tuple[zmq.Socket[bytes], PeerKeys | None] | None = early, keys
+        """The socket of the constructor, with its keys, until the native client uses it."""
+        # A context that is collected before its open socket waits for ever.
+        self._close_early = weakref.finalize(self, early.close, 0)
+        self._deserialize = deserialize
+        self.native = CoordinatorClient(
+            address,
+            keys=keys,
+            name=name,
+            model=model,
+            records=deserialize is not False if records is None else records,
+            read_reply=self._result,
+            connect=self._connect,
+            on_stopped=self._on_stopped,
+        )
+        """The client of this project's protocol that this one is built on."""
+
+    @property
+    def next_request_id(self) -> int:
+        """The id of the next request."""
+        return self.native.next_request_id
+
+    @property
+    def completion_futures(self) -> dict[int, asyncio.Future[Any]]:
+        """The futures of the open requests, by request id."""
+        requests = self.native.requests.copy()
+        return {number: request.future for number, request in requests.items() if request.future is not None}
+
+    @property
+    def streams(self) -> dict[int, AsyncStream | BlockingStream]:
+        """The streams of the open requests, by request id."""
+        requests = self.native.requests.copy()
+        return {number: request.stream for number, request in requests.items() if request.stream is not None}
+
+    @property
+    def connected(self) -> bool:
+        """Whether the client is registered and got a message within the last seconds."""
+        return self.native.connected
+
+    @property
+    def adapters(self) -> AdapterList:
+        """The adapters that requests may name, as far as this client knows."""
+        return self.native.adapters
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    def _dealer(self, address: str, keys: PeerKeys | None) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
+        if keys is not None:
+            keys.apply(socket)
+        socket.connect(address)
+        return socket
+
+    def _connect(self, link: PeerLink, keys: PeerKeys | None) -> GreetingSocket:
+        early, self._early = self._early, None
+        if early is not None and early[1] == keys:
+            self._close_early.detach()
+            self.socket = early[0]
+        else:
+            self._close_early()
+            self.socket = self._dealer(link.address, keys)
+        return GreetingSocket(self.socket, link.receive)
+
+    def _on_stopped(self) -> None:
+        if self.listener_task is not None and not self.listener_task.get_loop().is_closed():
+            self.listener_task.cancel()
+        self.socket = None
+        if self._early is not None:
+            self._early = None
+            self._close_early()
+        self.context.term()
+
+    # --- start and stop -----------------------------------------------------------------------------------------
+
+    def start(
+        self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0
+    ) -> Coroutine[Any, Any, None]:
+        """Register. The result may be awaited, to wait for the registration, or ignored.
+
+        The call begins at once if an event loop runs, and otherwise when the result is awaited. With a timeout of 0 the
+        client registers in the background. A coordinator of Megatron-Core is used in its own protocol: it confirms no
+        signal, and sends no heartbeat.
+
+        loop: the loop of the connection; None: the loop of the caller.
+
+        Raises:
+            CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
+            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
+        """
+        return _Starting(lambda: self._start(loop, connect_timeout_seconds))
+
+    async def _start(self, loop: asyncio.AbstractEventLoop | None, connect_timeout_seconds: float) -> None:
+        async def connect_and_listen() -> None:
+            await self._connect_with_inference_coordinator(connect_timeout_seconds)
+            if self.socket is not None:  # it was not stopped
+                self.listener_task = asyncio.create_task(self._recv_task(), name="inference client listens")
+                self.listener_task.add_done_callback(lambda _: self.native.stop())
+
+        if loop is None or loop is asyncio.get_running_loop():
+            await connect_and_listen()
+        else:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(connect_and_listen(), loop))
+
+    async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
+        """Open the connection, send CONNECT, then HELLO, and wait for the answers. The first step of start()."""
+        await self.native.start(connect_timeout_seconds=connect_timeout_seconds)
+
+    async def _recv_task(self) -> None:
+        """Run until the client stops. Cancelling the task, as the end of its loop does, stops the client.
+
+        Messages are handled by callbacks, not here.
+        """
+        await asyncio.get_running_loop().create_future()
+
+    def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
+        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
+
+        error:   called for each open request; its future or stream raises the result instead.
+        is_lost: the coordinator has ended, so DISCONNECT does not wait for it.
+        """
+        self.native.stop(error, is_lost=is_lost)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _result(self, reply: dict[str, Any], params: SamplingParams) -> Any:
+        if self._deserialize is False:
+            return reply
+        record = DynamicInferenceRequestRecord.from_reply(reply)
+        record[0].sampling_params = params
+        return record.merge() if self._deserialize else record
+
+    def add_request(
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+    ) -> asyncio.Future[Any]:
+        """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
+
+        prompt:  token ids, shape [n], or text, which the engine tokenizes.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
+        options: see RequestOptions.
+        """
+        return self.native.add_request(prompt, sampling_params, **options)
+
+    def add_request_streaming(
+        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+    ) -> AsyncStream:
+        """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+
+        Sets `streaming` on the caller's parameters. Closing the stream aborts the request. The arguments are those of
+        add_request(). See CoordinatorClient.add_request_streaming().
+        """
+        return self.native.add_request_streaming(prompt, sampling_params, **options)
+
+    def abort_request(self, request_id: int) -> None:
+        """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
+        self.native.abort_request(request_id)
+
+    def add_request_with_kv_handoff(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> asyncio.Future[Any]:
+        """Return a future that raises UnsupportedByBackendError: no backend reads the KV cache of another engine.
+
+        The arguments are those of Megatron-Core, whose decode engines read the KV of a prefill engine.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.set_exception(_no_kv_handoff())
+        return future
+
+    def add_request_with_kv_handoff_streaming(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
+    ) -> AsyncStream:
+        """Return a stream that raises UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        stream = AsyncStream(self.next_request_id, self.abort_request)
+        stream.finish(_no_kv_handoff())
+        return stream
+
+    def release_handoff(self, request_id: int) -> None:
+        """Raise UnsupportedByBackendError: see add_request_with_kv_handoff()."""
+        raise _no_kv_handoff()
+
+    # --- control signals ----------------------------------------------------------------------------------------
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator. Only a coordinator with one port accepts this."""
+        self.native.send([pack([int(Header.SHUTDOWN)])])
+
+    def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
+        return self.native.status(timeout_seconds=timeout_seconds)
+
+    def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Pause generation. The future gives the coordinator's acknowledgement when every engine has paused.
+
+        All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
+        signal; the caller may ignore the future, which raises ControlRejectedError or CoordinatorUnreachableError.
+        A coordinator with three ports accepts signals on its admin port only, which the operator uses.
+        """
+        return self._send_signal_to_engines(Header.PAUSE, **options)
+
+    def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Continue generation."""
+        return self._send_signal_to_engines(Header.UNPAUSE, **options)
+
+    def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Release memory. Allowed when paused."""
+        return self._send_signal_to_engines(Header.SUSPEND, **options)
+
+    def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Reallocate memory. Afterwards the engines are paused."""
+        return self._send_signal_to_engines(Header.RESUME, **options)
+
+    def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Stop the engines; open requests fail. Allowed when paused or suspended."""
+        return self._send_signal_to_engines(Header.STOP, **options)
+
+    def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Label tokens that are sampled from now on with `epoch`."""
+        return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
+
+    def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Switch to the weights at `source`, a model reference that every engine can read, and label them `epoch`.
+
+        Acknowledged when every engine has verified and loaded them. The KV of requests in flight is computed again.
+        """
+        return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
+
+    def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
+        """Make `adapters` all LoRA adapters of the engines. Requests name one of them as `adapter`.
+
+        Acknowledged when every engine has loaded the new ones. Requests in flight end with the adapter that they have;
+        one that is not in the list is unloaded then. If an engine cannot load an adapter, nothing changes.
+        """
+        adapter_list = AdapterList(tuple(adapters))
+        return self._send_signal_to_engines(Header.SET_ADAPTERS, **options, adapters=adapter_list)
+
+    def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
+        """Stop dispatching to `engine` (None: to all). Acknowledged when it has no request in flight."""
+        return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
+
+    def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Call cudaProfilerStart on every rank, in any state.
+
+        Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
+        --capture-range-end=repeat` (by default the end of a range also ends the engine). Without a profiler nothing is
+        recorded. Fails with ENGINE_FAILED if an engine has no GPU; the message names the engine, which keeps serving.
+        """
+        return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
+
+    def stop_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Call cudaProfilerStop on every rank."""
+        return self._send_signal_to_engines(Header.STOP_CUDA_PROFILER, **options)
+
+    def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
+        """Send a control message now. Raises ValueError if `signal` is not one."""
+        if signal not in CONTROLS:
+            raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
+        return self.native.control(Control(kind=Header(signal), **options))
+
+
+class _Starting(Coroutine[Any, Any, None]):
+    """What start() returns: a coroutine that runs from the beginning, in a task, if an event loop runs.
+
+    Another loop may await it.
+    """
+
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = running_loop()
+        self._begin = begin
+        self._task = loop.create_task(begin()) if loop is not None else None
+        self._steps: Generator[Any, Any, None] | None = None
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if self._task is None:
+            return self._begin().__await__()
+        if (loop := self._task.get_loop()) is running_loop():
+            return self._task.__await__()
+        task = self._task
+
+        async def wait() -> None:
+            await task
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wait(), loop)).__await__()
+
+    def send(self, value: Any) -> Any:
+        self._steps = self._steps or self.__await__()
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._steps = self._steps or self.__await__()
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+
+
+def _no_kv_handoff() -> Exception:
+    message = (
+        "UnsupportedByBackend: no backend hands KV to another engine: use add_request(), which computes the prompt"
+    )
+    return rejection(ErrorCode.UNSUPPORTED, message)

@@ -1,0 +1,27 @@
+"""Conversion of a reply with token ids to the request of the Python interface."""
+
+from collections.abc import Iterable
+
+from megatron_runtime.in_process.answers import answered_request
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+TEXTS = {5: "a", 6: "b"}
+
+
+class Texts:
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        return "".join(TEXTS[token] for token in tokens)
+
+
+def test_prompt_answer_and_segments_get_their_text() -> None:
+    reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5, 6]}
+    params = SamplingParams(return_segments=True)
+    request = answered_request(reply, prompt=[5, 5], prompt_tokens=[5, 5], sampling_params=params, text=Texts())
+    assert (request.prompt, request.generated_text) == ("aa", "ab")
+    assert request.generated_segments == ["a", "b"]
+
+
+def test_an_engine_without_text_returns_tokens_only() -> None:
+    reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5]}
+    request = answered_request(reply, prompt=[6], prompt_tokens=[6], sampling_params=SamplingParams(), text=None)
+    assert (request.prompt, request.generated_text, request.generated_tokens) == (None, None, [5])

@@ -1,0 +1,60 @@
+"""A program for Megatron-Core changes one prefix: each documented name is at Megatron-Core's own sub-path."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+from megatron_runtime import megatron_core
+
+DOCUMENTED = {
+    "apis": "MegatronLLM MegatronAsyncLLM ServeConfig SamplingParams DynamicInferenceRequest "
+    "DynamicInferenceRequestRecord",
+    "apis._llm_base": "_EventLoopManager _CoordinatorRuntime _MegatronLLMBase",
+    "apis.async_llm": "MegatronAsyncLLM",
+    "apis.llm": "MegatronLLM",
+    "apis.serve_config": "ServeConfig",
+    "async_stream": "AsyncStream",
+    "config": "InferenceConfig KVCacheManagementMode PrefixCachingCoordinatorPolicy PrefixCachingEvictionPolicy",
+    "contexts": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext RequestOverflowError "
+    "TokenOverflowError",
+    "contexts.dynamic_context": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext "
+    "MaxSequenceLengthOverflowError RequestOverflowError TensorStateDeallocatedError TokenOverflowError",
+    "data_parallel_inference_coordinator": "CoordinatorState DataParallelInferenceCoordinator",
+    "engines": "DynamicInferenceEngine",
+    "engines.dynamic_engine": "DynamicInferenceEngine",
+    "headers": "Headers",
+    "inference_client": "InferenceClient",
+    "inference_request": "DynamicInferenceEvent DynamicInferenceEventType DynamicInferenceRequest "
+    "DynamicInferenceRequestRecord FinishedRequestRecord HASH_BASE HASH_PRIME InferenceRequest Status "
+    "VLMInferenceRequest compute_block_hashes_batched deserialize_tensor serialize_tensor",
+    "model_inference_wrappers.gpt.gpt_inference_wrapper": "GPTInferenceWrapper",
+    "sampling_params": "SamplingParams",
+    "text_generation_controllers.text_generation_controller": "TextGenerationController",
+}
+"""Names of the documents by sub-path."""
+
+DOCUMENTS_ONLY = {("inference_request", name) for name in ("FinishedRequestRecord", "HASH_BASE", "HASH_PRIME")}
+"""Documented names that release 0.19.2 does not have."""
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_a_name_is_at_the_sub_path_that_it_has_in_megatron_core(path: str) -> None:
+    ours = importlib.import_module(f"megatron_runtime.megatron_core.{path}")
+    theirs = importlib.import_module(f"megatron.core.inference.{path}")
+    for name in DOCUMENTED[path].split():
+        assert getattr(ours, name) is not None
+        assert hasattr(theirs, name) or (path, name) in DOCUMENTS_ONLY, name
+
+
+def test_every_module_of_the_package_is_at_a_sub_path_of_megatron_core() -> None:
+    prefix = f"{megatron_core.__name__}."
+    found = {
+        module.name.removeprefix(prefix)
+        for module in pkgutil.walk_packages(megatron_core.__path__, prefix)
+        if not module.name.rpartition(".")[2].startswith("_")
+    }
+    packages = {path.rpartition(".")[0] for path in found} - {""}
+    assert found - packages <= DOCUMENTED.keys()

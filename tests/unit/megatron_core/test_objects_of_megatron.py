@@ -1,0 +1,86 @@
+"""Objects that a Megatron-Core program passes: its tokenizer, its controller and context, and its local rank."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_runtime.backends.native import build
+from megatron_runtime.checkpoints.in_memory import TensorsInMemory
+from megatron_runtime.megatron_core.apis import MegatronLLM
+from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.tokenization import Tokenizer
+
+PROMPT = "The capital of France is"
+
+
+class MegatronTokenizer:
+    """The interface of Megatron-Core's tokenizers; some of them raise for tokens that they do not have."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.eod = 7
+
+    @property
+    def bos(self) -> int:
+        raise NotImplementedError
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def test_a_tokenizer_with_tokenize_and_detokenize(options: dict[str, Any], tokenizer: Tokenizer, greedy: Any) -> None:
+    with MegatronLLM(**options) as own, MegatronLLM(**{**options, "tokenizer": MegatronTokenizer(tokenizer)}) as llm:
+        expected, answer = own.generate(PROMPT, greedy(8)), llm.generate(PROMPT, greedy(8))
+        assert answer.generated_tokens == expected.generated_tokens
+        assert answer.generated_text == expected.generated_text
+        streamed = "".join(chunk.text for chunk in llm.generate_stream(PROMPT, greedy(8)))
+        assert streamed == answer.generated_text
+        made = llm.controller.tokenizer
+        assert (made.eos_ids, made.bos_id) == ((7,), None)
+        with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+            made.to_json()
+
+
+def test_an_object_without_detokenize_is_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"SimpleNamespace: want a Tokenizer.*tokenize\(\) and detokenize\(\)"):
+        MegatronLLM(**{**options, "tokenizer": SimpleNamespace(tokenize=lambda text: [1])})
+
+
+@pytest.mark.parametrize("has_config", [True, False], ids=["config of the context", "limits of the context"])
+def test_an_engine_of_a_controller_and_a_context(
+    options: dict[str, Any], tiny_model: TensorsInMemory, tokenizer: Tokenizer, greedy: Any, has_config: bool
+) -> None:
+    controller = SimpleNamespace(
+        inference_wrapped_model=SimpleNamespace(model=tiny_model), tokenizer=MegatronTokenizer(tokenizer)
+    )
+    limits = SimpleNamespace(max_sequence_length=96, max_requests=2, max_tokens=64, buffer_size_gb=0.02)
+    engine = DynamicInferenceEngine(controller, SimpleNamespace(config=limits) if has_config else limits)
+    assert (engine.config.max_requests, engine.context.max_sequence_length) == (2, 96)
+    (answer,) = engine.generate([PROMPT], greedy(4))
+    assert len(answer.generated_tokens) == 4
+
+
+def test_each_local_rank_uses_its_own_gpu(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+
+    class Found(Exception):
+        pass
+
+    def executor(*_: Any, device: torch.device, **__: Any) -> None:
+        devices.append(device)
+        raise Found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(build, "CudaExecutor", executor)
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(Found):
+            MegatronLLM(**options)
+    assert devices == [torch.device("cuda", rank) for rank in range(4)]
